@@ -14,7 +14,7 @@ __all__ = ["LLM", "CompletionOutput", "EngineConfig", "Logprob", "RequestMetrics
 
 
 def __getattr__(name: str) -> Any:
-    # `LLM` brings JAX along: import it when it is asked for, so that settings alone import in a moment.
+    # `LLM` imports JAX. It is imported only on first use, so that the import of settings alone is fast.
     if name == "LLM":
         from amoeba_jax.llm import LLM
 

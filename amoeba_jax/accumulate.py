@@ -8,10 +8,10 @@ from amoeba_jax.request import Delivery, Request
 
 
 class OutputAccumulator:
-    """Builder of the full outputs of a request from its deltas.
+    """Builder of the full outputs of one request from its deltas.
 
-    Each output holds all tokens so far, so building it costs more as they grow. The caller's thread does this, because
-    the output thread serves all requests.
+    Each full output repeats all earlier tokens, so its cost grows with the length of the request. For this reason the
+    caller's thread builds it, and not the output thread, which serves all requests.
     """
 
     def __init__(self, request: Request):
@@ -30,7 +30,7 @@ class OutputAccumulator:
         self._grown: list[int] = []
 
     def add(self, delta: RequestDelta) -> RequestOutput:
-        """Add the next delta and return the output so far."""
+        """Add the next delta and return the output so far. Its fields `new_text` have only the text of this delta."""
         for index in self._grown:  # clear the old `new_text`
             self._outputs[index] = _with_delta(self._outputs[index], None)
         self._grown = [completion.index for completion in delta.completions]
@@ -73,7 +73,7 @@ def _with_delta(output: CompletionOutput, delta: CompletionDelta | None) -> Comp
 
 
 def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
-    """Wait for the only delivery of a request (`every_token` is False) and return the finished output.
+    """Wait for the only delivery of a request with `every_token=False`, and return the finished output.
 
     Raises the error of a failed request.
     """
@@ -82,7 +82,10 @@ def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Req
 
 
 def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
-    """Yield the output after each delivery until the request is finished. Raises the error of a failed request."""
+    """Yield the output so far after each delivery in which a sample grew or ended, until all samples have ended.
+
+    Raises the error of a failed request.
+    """
     accumulator = OutputAccumulator(request)
     finished = False
     while not finished:

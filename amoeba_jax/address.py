@@ -17,9 +17,9 @@ def join_address(host: str, port: int) -> str:
 
 
 def read_host(text: str, name: str) -> str:
-    """Return a host name or IP address, without the brackets that an IPv6 address may have.
+    """Check a host name or IP address, and return it. Brackets around an IPv6 address are removed.
 
-    Raises `ConfigError` for anything else. The error calls the setting `name`.
+    Raises `ConfigError`, with the name of the setting (`name`), if the text is neither.
     """
     bracketed = text.startswith("[") and text.endswith("]")
     host = text[1:-1] if bracketed else text
@@ -49,7 +49,7 @@ def read_address(text: str, name: str, default_port: int | None = None) -> tuple
     Args:
         text: the address.
         name: name of the setting, for errors.
-        default_port: port of an address that has none. None: the port is required.
+        default_port: port to return if the text has no port. None: the port is required.
 
     Raises:
         ConfigError: the text is not an address, or its port is not from 1 to 65535.
@@ -69,7 +69,10 @@ def read_address(text: str, name: str, default_port: int | None = None) -> tuple
 
 
 def read_url(text: str, name: str) -> tuple[str, str, int]:
-    """Return scheme, host and port of `http://HOST:PORT` or `https://HOST:PORT`. Raises `ConfigError`."""
+    """Return scheme, host and port of `http://HOST:PORT` or `https://HOST:PORT`.
+
+    Raises `ConfigError`, with the name of the setting (`name`), for any other text.
+    """
     wanted = f"{name}={text!r} must be http://HOST:PORT or https://HOST:PORT"
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in ("http", "https"):
@@ -82,9 +85,10 @@ def read_url(text: str, name: str) -> tuple[str, str, int]:
 
 
 def grpc_target(text: str, default_port: int) -> tuple[str, str]:
-    """Return gRPC's form of an address that a client connects to, and its host ("" for targets without a host).
+    """Convert the address of a server to a gRPC target. Return the target and its host ("" if the target has no host).
 
-    Targets in gRPC's own syntax, such as `dns:///host:50051` and `unix:/path`, stay as they are.
+    Targets in gRPC's own syntax, such as `dns:///host:50051` and `unix:/path`, are returned unchanged. Other addresses
+    without a port get `default_port`.
 
     Raises:
         ConfigError: the target is not an address.
@@ -101,7 +105,7 @@ def grpc_target(text: str, default_port: int) -> tuple[str, str]:
 
 
 def is_local(host: str) -> bool:
-    """Return whether a host name or IP address always stands for this machine."""
+    """Return whether a host always means this machine: `localhost`, a loopback address, `0.0.0.0` or `::`."""
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True

@@ -1,8 +1,8 @@
 """Directory of compiled programs, shared by processes through JAX's persistent compilation cache.
 
 JAX locks the directory for reads and writes, and removes the least recently used files if the directory exceeds its
-size limit. This module repairs the directory when it is opened. It removes truncated files (full disk, crash), which
-JAX would neither use nor replace. It also adds missing time stamps, without which JAX would stop writing.
+size limit. `enable_compile_cache` repairs the directory: it removes files that a crash or a full disk has truncated,
+because JAX would neither use nor replace them. It also adds missing time stamps, without which JAX would stop writing.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from sharding.ledger import parse_bytes
 
 logger = logging.getLogger(__name__)
 
-# Names of files that JAX uses.
+# Endings of the names of JAX's program and time-stamp files, and the name of its lock file.
 _ENTRY, _USED, _LOCK = "-cache", "-atime", ".lockfile"
 _CHECKED = ".amoeba-checked.json"
 _LOCK_TIMEOUT_S = 10
@@ -34,15 +34,20 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
-    """Set the directory of JAX's persistent compilation cache for the whole process. Return the directory; None for "".
+    """Set the directory of JAX's persistent compilation cache for the whole process, and return it.
 
-    If `directory` is None and the user has set JAX's own directory, the user's directory is kept. If the directory is
-    not writable, programs are only read, with a warning. Raises `ConfigError` if other users can write to the
-    directory, because loading a program runs its code.
+    If this process cannot write to the directory, it logs a warning and only reads programs. If the user has set a
+    directory in JAX and `directory` is None, JAX's settings are not changed, and an unsafe directory only causes a
+    warning.
 
     Args:
-        directory: directory to use; "" for none; None for JAX's own or the default below the cache root.
-        max_size: size limit, as bytes or text such as "8GiB".
+        directory: directory to use. "": change nothing and return None. None: the directory set in JAX, or else
+            `executables` in the project's cache directory.
+        max_size: size limit, in bytes or as text such as "8GiB".
+
+    Raises:
+        ConfigError: `max_size` is invalid, the directory cannot be created, or another user owns it or can write to it.
+            Loading a program runs its code, so such a directory is unsafe.
     """
     try:
         size = parse_bytes(max_size)
@@ -80,7 +85,7 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
 
 @contextlib.contextmanager
 def reading_only() -> Iterator[None]:
-    """Write no programs to the cache inside this context."""
+    """Disable writes to the compilation cache inside this context."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, _NEVER_S)
@@ -96,7 +101,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _problem(status: os.stat_result) -> str | None:
-    """Return why a directory is unsafe and how to fix it; None if it is safe."""
+    """Return the reason why a directory is unsafe, with a remedy; None if it is safe."""
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "is writable by other users: chmod 700 it or choose another directory"
     if status.st_uid not in (os.getuid(), 0):
@@ -105,9 +110,10 @@ def _problem(status: os.stat_result) -> str | None:
 
 
 def may_hold_programs(directory: str) -> bool:
-    """Return whether programs may be loaded from a directory, which runs their code.
+    """Return whether it is safe to load programs from a directory. Loading a program runs its code.
 
-    If other users can write to the directory, log a warning and return False.
+    Return False, with a warning, if another user owns the directory or can write to it. Return False if the directory
+    does not exist, and True for the URL of a storage bucket.
     """
     if "://" in directory:
         return True  # a storage bucket, whose owner controls access
@@ -135,8 +141,8 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 def tidy(path: Path) -> list[str]:
     """Remove truncated files and add missing time stamps. Return the names of removed files.
 
-    Files that were read before and have the same size and time are skipped. If another process holds the lock, nothing
-    is done.
+    A file is not read again if its size and time are the same as at an earlier check. If another process holds the lock
+    for 10 s, or the directory cannot be changed, log a warning and return an empty list.
     """
     try:
         with FileLock(path / _LOCK, timeout=_LOCK_TIMEOUT_S):
@@ -177,7 +183,7 @@ def _tidy(path: Path) -> list[str]:
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Return size and time of the files that were complete at the last check."""
+    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by name; empty without a check."""
     try:
         checked = json.loads((path / _CHECKED).read_text())
     except (OSError, ValueError):
@@ -186,7 +192,11 @@ def _read_checked(path: Path) -> dict[str, list[int]]:
 
 
 def _is_whole(entry: Path) -> bool:
-    """Return whether a file can be decompressed. JAX uses Zstandard if its module is installed, else zlib."""
+    """Return whether a file can be decompressed.
+
+    JAX compresses with Zstandard if its Python module is installed, else with zlib. Without that module, a Zstandard
+    file counts as whole.
+    """
     data = entry.read_bytes()
     if data.startswith(_ZSTD_MAGIC):
         try:
@@ -207,5 +217,5 @@ def _is_whole(entry: Path) -> bool:
 
 
 def cache_bytes(path: Path) -> int:
-    """Return the bytes of all programs in the directory."""
+    """Return the size of all programs in a cache directory, in bytes."""
     return sum(entry.stat().st_size for entry in path.glob(f"*{_ENTRY}"))

@@ -27,22 +27,26 @@ class EngineConfig:
     """Source of the weights. `auto`: files of the model. `random`: random values from `seed`; then the model's
     directory needs only config.json."""
     load_threads: int | None = None
-    """Threads that read weights, 1 to 64. Each holds one parameter in host memory. Default: one per core, at most 8."""
+    """Number of threads that read weights, from 1 to 64. Each thread holds one parameter in host memory. Default: one
+    per core, at most 8."""
     num_devices: int = 1
     """Number of devices to serve on, a power of two. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
-    """Tensor-parallel degree of the instances at the start, a power of two. `num_devices` / degree instances start."""
+    """Tensor-parallel degree of the instances at the start, a power of two. The number of instances at the start is
+    `num_devices` / `tensor_parallel_size`."""
     placement: str | None = None
-    """Start placement of one instance, instead of `tensor_parallel_size`: JSON, a file of JSON, or `auto`, which uses
-    the fewest devices that hold the model. Other devices stay empty. Default: no placement."""
+    """Devices for each layer of a single instance (docs/placement.md), instead of `tensor_parallel_size`: JSON, a JSON
+    file, or `auto`. `auto` uses the fewest devices that hold the model. Unused devices stay empty. Default: no
+    placement."""
     max_tensor_parallel_size: int | None = None
     """Largest tensor-parallel degree of an instance, a power of two. Heads and FFN features are padded to multiples of
-    it. Default: 4, or `num_devices` if that is less."""
+    this degree. Default: 4, or `num_devices` if that is less."""
     dtype: str = "auto"
     """Data type of weights, KV cache and activations: float32, bfloat16 or float16. `auto`: float32 on CPU, the type of
     the model on GPU."""
     device_memory: str | int | None = None
-    """Memory budget of each device, such as "2GiB". Default: 2 GiB on CPU, the share `memory_utilization` on GPU."""
+    """Memory budget of each device, such as "2GiB". Default: 2 GiB on CPU, the share `memory_utilization` of the memory
+    on GPU."""
     memory_utilization: float = 0.9
     """Share of a GPU's memory to use if `device_memory` is not set."""
     kv_cache_tokens: int | None = None
@@ -54,7 +58,8 @@ class EngineConfig:
     """Limit for prompt plus output of a request, in tokens. Default: the context length of the model, or less if an
     instance of the highest degree cannot hold it."""
     max_num_seqs: int = 32
-    """Limit for the running sequences of an instance, per device. A TP4 instance runs 4 times as many."""
+    """Limit for the running sequences of an instance for each of its devices. A TP4 instance runs up to 4 times as
+    many."""
     max_num_batched_tokens: int = 512
     """Limit for the prompt tokens in a step. Longer prompts take several steps. Tokens of decodes are not counted."""
     prefix_caching: bool = True
@@ -63,30 +68,30 @@ class EngineConfig:
     """Limit for the layers in one executable. A deeper model takes several launches in each step. Default: 8 on GPU; 4
     on CPU, or 5 if that divides the number of layers. docs/startup.md explains the limit of XLA on CPU."""
     transform_attention: bool = False
-    """Release of attention projections, in addition to FFN weights, if instances merge."""
+    """Whether merges turn unneeded weights of attention projections into KV cache, in addition to FFN weights."""
     phase_pages: int | None = None
     """Pages that two devices exchange at once while instances merge or split. The staging buffer of each device holds
     up to three times as many. Default: 16, or fewer on a device with little memory."""
     overlap_exchange: bool | None = None
-    """Exchange of KV pages inside step programs, so that transfers overlap with computation. More programs have to be
-    compiled. Default: yes on GPU, no on CPU."""
+    """Whether step programs exchange KV pages during a transformation, so that transfers overlap with computation. This
+    needs more compiled programs. Default: yes on GPU, no on CPU."""
     compile_cache: str | None = None
     """Directory of the persistent compilation cache, for the whole process. An empty text leaves JAX's setting
     unchanged. Default: the directory set in JAX, or else the user's cache directory."""
     compile_cache_size: str | int = "8GiB"
     """Size limit of the compilation cache. The least recently used programs are removed first."""
     compile_jobs: int | None = None
-    """Programs that a warm-up compiles at the same time. Default: one per processor, at most 8."""
+    """Number of programs that a warm-up compiles at the same time. Default: one per processor, at most 8."""
     compile_beside: bool = True
-    """Compilation of missing programs in the background. A request waits only for the programs it needs, and steps use
-    programs of larger batches meanwhile. Without it, all requests wait for each compilation, but the same requests
-    always lead to the same steps."""
+    """Whether missing programs are compiled in the background. A request then waits only for programs that it needs,
+    and a step uses the program of a larger batch until its own is compiled. If not, all requests wait for each
+    compilation, but the same requests always lead to the same steps."""
     strict_compile: bool = False
-    """Refusal of requests and transformations that need a program that is not compiled yet. Takes effect after a
-    warm-up of all degrees."""
+    """Whether requests and transformations are refused if they need a program that is not compiled. Takes effect after
+    a warm-up of all degrees."""
     prepare_pausing: bool = False
-    """Let warm-ups also compile the programs of higher degrees that keep all weights: instances need them while
-    requests are paused (`LLM.transform`)."""
+    """Whether warm-ups also compile programs for merged instances that keep all weights. A merge that pauses requests
+    needs these programs (`LLM.transform`)."""
     seed: int = 0
     """Seed of random weights, and of requests without a seed."""
 
@@ -148,7 +153,10 @@ class EngineConfig:
 
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> "EngineConfig":
-        """Build from keyword arguments. Raises `ConfigError` with the known names for an unknown name."""
+        """Build a config from keyword arguments. `model` may be a `Path`, and `placement` a mapping.
+
+        Raises `ConfigError`, with the known names, for an unknown name.
+        """
         known = {field.name for field in fields(cls)}
         for name in values:
             if name not in known:

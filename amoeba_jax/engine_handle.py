@@ -97,7 +97,7 @@ class EngineHandle:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices."""
+        """Number of devices of the engine, with and without an instance."""
         return self.config.num_devices
 
     @property
@@ -117,9 +117,10 @@ class EngineHandle:
         return self._dispatcher.call(instance_views, self._engine).result()
 
     def placement(self, instance: int = 0) -> Placement:
-        """Return the homes of all modules of an instance. `to_dict()` gives the form that `placement=` takes.
+        """Return the placement of an instance: the devices that compute each of its layers (docs/placement.md).
 
-        Raises `RequestError` for an instance that does not exist.
+        `to_dict()` of the result is a valid `EngineConfig.placement`. Raises `RequestError` if the instance does not
+        exist.
         """
 
         def find() -> Placement:
@@ -132,7 +133,7 @@ class EngineHandle:
         return self._dispatcher.call(find).result()
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of each owner on each device. In a notebook, the report draws itself."""
+        """Return the bytes of weights, KV cache and other buffers on each device. Notebooks draw the report."""
         return self._dispatcher.call(memory_report, self._engine).result()
 
     def transform(
@@ -158,8 +159,8 @@ class EngineHandle:
 
         Args:
             tensor_parallel_size: degree of the instances afterwards.
-            devices: devices of the instances to change. They must be whole instances and whole groups of the new
-                degree. Default: all devices.
+            devices: indices of the devices of the instances to change. They must cover whole instances, and whole
+                aligned groups of the new degree. Default: all devices.
             variant: name of a `TransformVariant`.
             release_weights: whether a merge turns FFN weights that a rank does not need into KV cache. If False, all
                 weights stay, and the merged instance holds as many tokens as the instances before. A split always
@@ -220,8 +221,8 @@ class EngineHandle:
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
-            background: whether to return at once, with the number of missing programs. They are compiled while requests
-                run, at a low priority, and not run. `stats.degrees` shows the progress.
+            background: whether to return the number of missing programs at once. The programs are then compiled at a
+                low priority while requests run, and are not run once. `stats.degrees` shows the progress.
 
         Raises:
             RequestError: requests are waiting or running, and `background` is False.
@@ -236,7 +237,7 @@ class EngineHandle:
             return self._dispatcher.call(warm_up, engine, degrees, advance).result()
 
     def executables(self) -> tuple[ExecutableInfo, ...]:
-        """Return the compiled programs with their memory and compile time."""
+        """Return a description of each compiled program, with its memory and compile time."""
         return self._dispatcher.call(executable_infos, self._engine).result()
 
     def save(self, directory: str | Path) -> None:
@@ -269,7 +270,7 @@ class EngineHandle:
         self._dispatcher.call(remove).result()
 
     def close(self) -> None:
-        """Abort all requests and free the device memory. Further calls do nothing."""
+        """Abort all requests and free the device memory. Further calls of `close` do nothing."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -296,7 +297,7 @@ def _close(dispatcher: Dispatcher, outputs: OutputThread) -> None:
 
 
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """Return the tokenizer. None: the directory has no tokenizer.json, so prompts must be token ids."""
+    """Return the tokenizer of a model directory. None: there is no tokenizer.json, so prompts must be token ids."""
     if directory is None or not (directory / "tokenizer.json").exists():
         return None
     return Tokenizer.from_directory(directory)

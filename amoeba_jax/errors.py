@@ -32,8 +32,8 @@ class NotANumberError(RuntimeError):
 
 
 class RequestFailedError(RuntimeError):
-    """The engine could not continue a request: a program did not compile, load or run, or a device had not enough
-    memory. Other requests are not affected."""
+    """The engine could not continue a request: a program did not compile, load or run, or a device lacked memory. Other
+    requests are not affected."""
 
 
 class NotCompiledError(RequestError):
@@ -45,7 +45,8 @@ class ProgramsNotReadyError(RequestError):
 
 
 class TransformError(RuntimeError):
-    """A transformation failed after it started. No request is lost; the message says if requests are computed again."""
+    """A transformation failed after it started. No request is lost. The message says whether requests are computed
+    again."""
 
 
 class EngineClosedError(RuntimeError):

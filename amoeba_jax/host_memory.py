@@ -4,7 +4,7 @@ import ctypes
 
 
 def trim_host_memory() -> None:
-    """Return freed memory of the process to the system, if the C library can (glibc)."""
+    """Return freed heap memory of this process to the operating system. Does nothing if the C library is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

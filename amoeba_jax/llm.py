@@ -51,8 +51,8 @@ class LLM(EngineHandle):
     ) -> list[RequestOutput]:
         """Complete one or many prompts and return their outputs, in the same order, when all are finished.
 
-        If one of several prompts fails, its output has the message in `error`, and the others are served. After a
-        `KeyboardInterrupt` the requests are aborted and the engine is still usable.
+        If one of several prompts fails, its output has the message in `error`, and the other prompts are served. After
+        a `KeyboardInterrupt` the requests are aborted and the engine is still usable.
 
         Args:
             prompts: one prompt or a list of prompts, each a text or a list of token ids.
@@ -76,7 +76,10 @@ class LLM(EngineHandle):
         request_ids: list[str] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete a list of prompts. An error in the list becomes a failed output; if `alone`, it is raised."""
+        """Complete a list of prompts. An entry may be the error of an invalid prompt instead.
+
+        Each error becomes a failed output. If `alone` is true, the error is raised instead.
+        """
         settings = one_each("params", params, SamplingParams, len(prompt_list))
         ids = one_each("request_ids", request_ids, str, len(prompt_list))
         deliveries: list[tuple[Request, queue.SimpleQueue[Delivery]] | RequestOutput] = []
@@ -151,8 +154,8 @@ class LLM(EngineHandle):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt as `stream` does, for `async for`.
 
-        Leaving the loop or cancelling the task aborts the request. Raises `DeadlineError` if the request does not start
-        before `deadline`, a time of `time.monotonic()`.
+        Leaving the loop or cancelling the task aborts the request. Raises `DeadlineError` if the request has not
+        started when `time.monotonic()` reaches `deadline`.
         """
         deltas = self.astream_deltas(prompt, params, request_id=request_id, cache_salt=cache_salt, deadline=deadline)
         async with contextlib.aclosing(deltas):
@@ -174,14 +177,14 @@ class LLM(EngineHandle):
         client: str = "",
         arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
-        """Complete one prompt and yield the request with each addition to its output, for servers.
+        """Complete one prompt and yield `(request, delta)` for each addition to the output, for servers.
 
         The work for a token does not grow with the length of the output. Other arguments and errors are the same as for
         `astream`.
 
         Args:
             client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
-            arrival: start of the measured times, a time of `time.monotonic()`. None: now.
+            arrival: value of `time.monotonic()` from which times are measured. None: now.
         """
         arrival = time.monotonic() if arrival is None else arrival
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -251,9 +254,9 @@ class LLM(EngineHandle):
         return self._generate(prompts, len(prompts) == 1, params)
 
     def cancel(self, request_id: str) -> bool:
-        """Abort a request of any thread. Return False if no request with this id is waiting or running.
+        """Abort a request, also from another thread. Return False if no unfinished request has this id.
 
-        Its caller gets the output so far, with `finish_reason="abort"`.
+        The caller that started the request gets the output so far, with `finish_reason="abort"`.
         """
         return self._registry.cancel(request_id)
 
@@ -262,8 +265,8 @@ class LLM(EngineHandle):
 
         Args:
             token_ids: tokens of the sequence.
-            decode_from: first position to compute by decoding, one token at a time. Earlier positions are computed as
-                chunks of a prompt. Default: all positions as chunks.
+            decode_from: first position to compute by decoding, one token at a time. Earlier positions are computed in
+                chunks, as in a prompt. Default: all positions are computed in chunks.
         """
         tokens = check_tokens(token_ids, self.dims.config.vocab_size)
         start = len(tokens) if decode_from is None else decode_from
@@ -273,6 +276,6 @@ class LLM(EngineHandle):
 
 
 def _end_request(registry: "weakref.ref[RequestRegistry]", request: Request) -> None:
-    """Abort the request of a stream that was garbage-collected. A weak `registry` does not keep the engine alive."""
+    """Abort the request of a garbage-collected stream. The weak reference does not keep the engine alive."""
     if (owner := registry()) is not None:
         owner.end([request])

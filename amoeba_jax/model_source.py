@@ -14,7 +14,7 @@ from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, rand
 
 
 class ModelSource:
-    """Files of a model. They are open until `close`, or until the first use of `weights` ends.
+    """Files of a model. They are open until `close` is called or the context `weights` ends.
 
     The constructor raises `ModelNotFoundError` or `CheckpointError`.
 
@@ -41,7 +41,7 @@ class ModelSource:
 
     @contextmanager
     def weights(self, dims: ModelDims) -> Iterator[WeightReader]:
-        """Open the weights for an engine with these dims.
+        """Yield a reader of the weights for an engine with these dims, and close the files at the end of the context.
 
         Raises `CheckpointError` if the tensors do not match the model.
         """
@@ -59,7 +59,7 @@ class ModelSource:
             self.close()
 
     def close(self) -> None:
-        """Close the files. `weights` opens them again."""
+        """Close the files. A later call of `weights` opens them again."""
         source, self._source = self._source, None
         if source is not None:
             source.close()

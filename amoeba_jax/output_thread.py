@@ -13,9 +13,9 @@ from amoeba_jax.request import Delivery, EndEarly, Request
 
 logger = logging.getLogger(__name__)
 
-# Most updates of one request (by weight) in one turn.
+# A turn takes updates of one request until the sum of their weights reaches this number.
 _TURN = 64
-# Most turns before event loops are woken up.
+# Maximum number of turns before event loops are woken.
 _MAX_BEFORE_WAKE = 256
 MAX_BACKLOG = 4096
 """Backlog (sum of update weights) at which `behind` becomes true: a fraction of a second of work."""
@@ -25,9 +25,10 @@ class OutputThread:
     """A thread that serves the requests in turns. All updates of a turn are delivered together.
 
     Args:
-        end_early: function `(sequence, stop string)` that ends a sequence before the engine would. The stop string is
+        end_early: function `(sequence, stop string)` that asks the engine to end a sequence early. The stop string is
             None if the request failed.
-        on_room: function that this thread calls when it is no longer `behind`. It must not block.
+        on_room: function that this thread calls when the backlog falls below half of `MAX_BACKLOG` after `behind` was
+            true. It must not block.
     """
 
     def __init__(self, end_early: EndEarly, on_room: Callable[[], None] = lambda: None):
@@ -41,7 +42,7 @@ class OutputThread:
         self._thread.start()
 
     def put(self, request: Request, update: Update) -> None:
-        """Queue an update. Call this from the dispatcher thread only. It does not block for long."""
+        """Queue an update without blocking for long. Only the dispatcher thread may call this."""
         with self._changed:
             if not request.inbox:
                 self._ready.append(request)
@@ -56,7 +57,7 @@ class OutputThread:
 
     @property
     def behind(self) -> bool:
-        """Whether the backlog is over its limit. If so, launch no more steps until `on_room` is called."""
+        """Whether the backlog has reached `MAX_BACKLOG`. If so, launch no more steps until `on_room` is called."""
         if self._backlog < MAX_BACKLOG:
             return False
         with self._changed:
@@ -66,9 +67,9 @@ class OutputThread:
     def in_loop(
         self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Delivery], None]
     ) -> Callable[[Delivery], None]:
-        """Return a `deliver` function for a `Request`, which calls the given one in an event loop.
+        """Return a function for `Request(deliver=...)` that calls `deliver` in an event loop.
 
-        The deliveries of several requests are collected, so that the loop wakes only once.
+        The output thread collects the deliveries of several requests, and then wakes the loop only once.
         """
 
         def deliver_later(delivery: Delivery) -> None:
@@ -77,7 +78,7 @@ class OutputThread:
         return deliver_later
 
     def close(self) -> None:
-        """Deliver all queued updates and stop."""
+        """Deliver all queued updates and stop the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -94,7 +95,10 @@ class OutputThread:
         self._wake_loops()
 
     def _take_turn(self) -> bool:
-        """Wait for a request and serve it. Return False if the thread was closed and nothing is queued."""
+        """Wait for a request with queued updates and deliver a turn of updates.
+
+        Return False if `close` was called and no update is queued.
+        """
         with self._changed:
             while not self._ready:
                 if self._closing:

@@ -8,7 +8,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class _Values(Repr):
-    """Shortener of long values and numbers."""
+    """Formatter that cuts long values and rounds floats to six digits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _ShortRepr:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Probability of a token by the logits of the model, before temperature and other sampling settings."""
+    """Log-probability of a token under the model's logits, before temperature and other sampling settings."""
 
     logprob: float
     """Natural logarithm of the probability over the whole vocabulary."""
@@ -57,7 +57,8 @@ class RequestMetrics(_ShortRepr):
     ttft_s: float | None = None
     """Time from arrival to the first token."""
     tpot_s: float | None = None
-    """Time per output token after the first: (e2e_s - ttft_s) / (tokens - 1); None for a single token."""
+    """Time per output token after the first: (e2e_s - ttft_s) / (tokens of the longest sample - 1). None for a single
+    token."""
     _: KW_ONLY
     e2e_s: float | None = None
     """Time from arrival to the last token."""
@@ -72,7 +73,8 @@ class CompletionOutput(_ShortRepr):
     """One sample of a request. `finish_reason` is None while the sample grows."""
 
     text: str
-    """Text without the stop string. It may lag behind `token_ids`, because the start of a stop string is held back."""
+    """Text so far. The stop string is omitted, except with `include_stop_str_in_output`. The text may lag behind
+    `token_ids`, because a possible start of a stop string is held back."""
     token_ids: tuple[int, ...]
     """All generated tokens, including the tokens of a stop string and the end-of-sequence token."""
     finish_reason: FinishReason | None = None
@@ -84,8 +86,8 @@ class CompletionOutput(_ShortRepr):
     index: int = 0
     """Index among the `n` samples of the request."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    """Log-probabilities for each position, by token id: the generated token and the most probable tokens. None if they
-    were not requested."""
+    """Log-probabilities by token id for each generated position, of the generated token and of the most probable
+    tokens. None if they were not requested."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the generated tokens. None if they were not requested."""
     new_text: str = field(default="", compare=False)
@@ -108,14 +110,14 @@ class RequestOutput(_ShortRepr):
     """Text added to the first sample since the previous output of a stream. Each sample has a `new_text` too."""
     _: KW_ONLY
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """Log-probabilities for each position of the prompt, by token id: the prompt's token and the most probable tokens.
-    None for the first position. None as a whole if they were not requested."""
+    """Log-probabilities by token id for each position of the prompt, of the prompt's token and of the most probable
+    tokens. The entry of the first position is None. The field is None if they were not requested."""
     error: str | None = None
-    """Error message of a failed prompt among several; then there are no `outputs`."""
+    """Error message, if this prompt failed and other prompts of the call were served. `outputs` is empty then."""
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
+        """Whether every sample has ended. True for a failed prompt."""
         return all(output.finish_reason is not None for output in self.outputs)
 
     @property
@@ -141,7 +143,7 @@ class CompletionDelta:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """Addition to a request since the previous delta. Its size does not depend on the length of the request."""
+    """Addition to the output of a request since the previous delta. Its size does not depend on earlier output."""
 
     request_id: str
     num_prompt_tokens: int
@@ -149,9 +151,9 @@ class RequestDelta:
     """Additions to the samples that grew or ended, by index. Empty if only `prompt_logprobs` has additions."""
     metrics: RequestMetrics
     finished: bool
-    """Whether every sample has ended. No delta follows."""
+    """Whether every sample has ended. If so, no further delta follows."""
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] = ()
-    """Log-probabilities for the next positions of the prompt."""
+    """Log-probabilities for the next positions of the prompt, as in `RequestOutput.prompt_logprobs`."""
 
     @property
     def num_tokens(self) -> int:

@@ -61,7 +61,7 @@ def jax_has_started() -> bool:
 def cuda_may_start(platforms: str) -> bool:
     """Return whether JAX would try to start NVIDIA GPUs: a plug-in is installed, and `platforms` allows it.
 
-    GPU flags must not be set otherwise: XLA reads XLA_FLAGS on every platform and exits if a flag is unknown.
+    If not, GPU flags must not be set: XLA reads XLA_FLAGS on every platform and exits if a flag is unknown.
 
     Args:
         platforms: value of JAX_PLATFORMS.
@@ -87,7 +87,7 @@ def nccl_splitting(environ: Mapping[str, str]) -> str | None:
 def without_nccl_splitting(environ: Mapping[str, str]) -> str:
     """Return XLA_FLAGS with `NCCL_SPLITTING` off. A value that is already set stays.
 
-    Raises `ValueError` if XLA_FLAGS is the name of a file without this flag.
+    Raises `ValueError` if XLA_FLAGS is the name of a file without this flag, and `OSError` if the file cannot be read.
     """
     flags = environ.get("XLA_FLAGS", "")
     if nccl_splitting(environ) is not None:
@@ -103,15 +103,15 @@ def _xla_flags(environ: Mapping[str, str]) -> str:
 
 
 def is_inline(flags: str) -> bool:
-    """Return whether a value of XLA_FLAGS contains flags, and not the name of a file."""
+    """Return whether a value of XLA_FLAGS is empty or contains flags. Other values are names of files with flags."""
     return not flags.strip() or flags.strip().startswith("-")
 
 
 def resolve_dtype(dtype: str, model_dtype: str, platform: str) -> str:
     """Return the data type of an engine. "auto" is float32 on CPU and the type of the model on accelerators.
 
-    Raises `ConfigError` for bfloat16 on CPU before JAX 0.12: XLA converts whole KV extents to float32 in every step.
-    Writing a token into an extent of 32 MiB takes 38 ms instead of 16 us.
+    Raises `ConfigError` for bfloat16 on CPU before JAX 0.12, because XLA converts whole buffers of the KV cache to
+    float32 in every step. Writing a token into a buffer of 32 MiB takes 38 ms instead of 16 us.
     """
     if dtype == "auto":
         return "float32" if platform == "cpu" else model_dtype

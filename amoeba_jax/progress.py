@@ -26,7 +26,7 @@ BYTES: tuple[type[ProgressColumn], ...] = (DownloadColumn, TransferSpeedColumn, 
 def progress_bar(
     description: str, total: int, *, amount: tuple[type[ProgressColumn], ...] = COUNT, shown: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Show a progress bar and yield a function that advances it by a number, default 1. Remove the bar at the end.
+    """Show a progress bar inside a context. Yield a function that advances the bar by its argument (default: 1).
 
     Args:
         description: text before the bar.

@@ -13,7 +13,7 @@ Prompt = str | list[int]
 
 
 def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """Return the prompts as a list, and whether there is only one. Raises `RequestError` for a wrong type."""
+    """Return the prompts as a list, and whether the list has one prompt. Raises `RequestError` for a wrong type."""
     if isinstance(prompts, str):
         return [prompts], True
     if not isinstance(prompts, list | tuple):
@@ -24,7 +24,11 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
 
 def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
-    """Return `count` values: the same value for all, or the given list. Raises `RequestError` for anything else."""
+    """Return a list of `count` values: a single value or None is repeated, and a list is returned as it is.
+
+    Raises `RequestError`, with the argument's name (`name`), for a list of another length or for values not of type
+    `kind`.
+    """
     if values is None or isinstance(values, kind):
         return [values] * count
     if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, kind) for v in values):
@@ -33,7 +37,10 @@ def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
 
 
 def check_tokens(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Return token ids as a tuple. Raises `RequestError` for an id that is not an integer in `[0, vocab_size)`."""
+    """Return token ids as a tuple.
+
+    Raises `RequestError` if there are no token ids, or if one is not an integer in `[0, vocab_size)`.
+    """
     if not isinstance(token_ids, list | tuple | np.ndarray) or (
         isinstance(token_ids, np.ndarray) and token_ids.ndim == 0
     ):

@@ -50,13 +50,13 @@ class _Completion:
 class Request:
     """The samples of a request. Only the output thread calls `take`.
 
-    The work for an update depends on its tokens only, not on the length or the number of the samples.
+    The work for an update depends only on the tokens in the update, not on the length or number of the samples.
 
     Args:
         prompt: text of the prompt. None: the caller gave token ids.
         sequences: sequences of the samples. The first one, the leader, computes the prompt for all.
         tokenizer: tokenizer. None: there is no text.
-        deliver: function for deltas and for the error of a failed request.
+        deliver: function that receives each delta, or the error if the request fails.
         every_token: whether to deliver after each step. If false, everything is delivered at the end.
 
     Attributes:
@@ -105,8 +105,8 @@ class Request:
     def take(self, updates: Iterable[Update], end_early: EndEarly) -> None:
         """Process updates and deliver the new output.
 
-        If a stop string ends a sequence, call `end_early(sequence, stop string)`. If this method fails, the request
-        fails, and `end_early(sequence, None)` ends its sequences.
+        If a stop string ends a sequence, call `end_early(sequence, stop string)`. If an exception is raised meanwhile,
+        the request fails with it, and `end_early(sequence, None)` ends all its sequences.
         """
         try:
             for update in updates:
@@ -128,7 +128,7 @@ class Request:
             self._deliver(error)
 
     def _deliver_grown(self) -> None:
-        """Deliver the output that came before an error."""
+        """Deliver the remaining output before an error is delivered, if the request is delivered after each step."""
         if self._every_token and self._grown:
             with contextlib.suppress(Exception):  # this may be the error that the request fails with
                 self._deliver(self._delta())
@@ -215,7 +215,10 @@ class Request:
         )
 
     def _ended_at(self) -> float:
-        """Return the time when the last sample ended: now, if the engine does not know of its stop string yet."""
+        """Return the time when the last sample ended.
+
+        The engine may not know yet that a stop string has ended a sample. If so, return the present time.
+        """
         ended = [sequence.finished_at for sequence in self.sequences if sequence.finished_at is not None]
         return max(ended) if len(ended) == len(self.sequences) else time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The registry of unfinished requests, from which they go to the engine."""
+"""The registry of unfinished requests, which also creates requests and submits them to the engine."""
 
 import contextlib
 import itertools
@@ -71,7 +71,7 @@ class RequestRegistry:
         client: str = "",
         arrival: float | None = None,
     ) -> Request:
-        """Check a prompt and settings and return a request. The caller registers, submits and ends it.
+        """Check a prompt and its settings, and return a request for `register`, `submit` and `end`.
 
         Args:
             prompt: text or token ids.
@@ -80,9 +80,9 @@ class RequestRegistry:
             request_id: id of the request. None: a generated id.
             cache_salt: salt of cached prefixes. None: no salt.
             every_token: whether to deliver after each step. If false, everything is delivered at the end.
-            deadline: time of `time.monotonic()` by which the request must start. None: no deadline.
-            client: owner of the request, for equal shares of slots and pages.
-            arrival: arrival time of `time.monotonic()`. None: now.
+            deadline: value of `time.monotonic()` by which the request must start. None: no deadline.
+            client: name of the client that sent the request. Clients get equal shares of slots and pages.
+            arrival: arrival as a value of `time.monotonic()`. None: now.
 
         Raises:
             RequestError: the prompt or a setting is invalid, or the request fits no instance.
@@ -139,12 +139,12 @@ class RequestRegistry:
             self._requests[request.id] = request
 
     def submit_soon(self, requests: list[Request]) -> "Future[None]":
-        """Submit requests to the engine between two steps. The future is done when the engine has them."""
+        """Submit requests to the engine between two steps. The future is done when the engine has queued them."""
         # One call for all: with several, steps of random batch sizes would run (and compile) in between.
         return self._dispatcher.call(self._engine.submit, [request.sequences[0] for request in requests])
 
     def submit(self, requests: list[Request]) -> None:
-        """Submit requests and wait until the engine has them."""
+        """Submit requests and wait until the engine has queued them."""
         self.submit_soon(requests).result()
 
     def cancel(self, request_id: str) -> bool:
@@ -170,7 +170,7 @@ class RequestRegistry:
                 self._dispatcher.call(self._engine.finish, unfinished, "abort")
 
     def need_tokenizer(self, what: str) -> Tokenizer:
-        """Return the tokenizer. Raise `RequestError`, with the feature `what` in it, if the model has none."""
+        """Return the tokenizer. If the model has none, raise a `RequestError` that names the feature `what`."""
         if self._tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and the model has no tokenizer.json: give token ids")
         return self._tokenizer

@@ -15,12 +15,12 @@ MAX_LOGPROBS = 20
 """Limit for `logprobs` and `prompt_logprobs`."""
 
 MAX_SLO_S = 86_400.0
-"""Largest SLO of a request, in seconds."""
+"""Largest value of `ttft_slo_s` and `tpot_slo_s`, in seconds."""
 
 _SMALLEST_F32 = 1.1754943508222875e-38
 _LARGEST_F32 = 3.4028234663852886e38
 
-# Smallest and largest value.
+# Smallest and largest value of each integer setting.
 _INTEGERS: dict[str, tuple[int, int]] = {
     "n": (1, 128),
     "max_tokens": (1, 2**31 - 1),
@@ -43,7 +43,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Divisor of the logits before sampling, at least 0. At 0 the most probable token is chosen."""
     top_p: float = 1.0
-    """Sum of probabilities, in (0, 1]: sampling is limited to the most probable tokens that reach this sum."""
+    """Sum of probabilities, in (0, 1]. Sampling is limited to the fewest most probable tokens that reach this sum."""
     top_k: int = 0
     """Number of most probable tokens to sample from. 0 or -1: all."""
     min_p: float = 0.0
@@ -78,9 +78,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Tokens that may be generated. None: all."""
     bad_words: Sequence[str] = ()
-    """Words that cannot be generated, as the tokenizer encodes them without and with a space before them. A token that
-    holds more than the word, such as its last letter and a newline, is not banned. At most 256 forms of several tokens,
-    and any number of one token."""
+    """Words that must not be generated. Each word is banned in two forms, as the tokenizer encodes it without and with
+    a space before it. A token that holds more than the end of the word, such as its last letter and a newline, is not
+    banned. At most 256 forms may have several tokens. Forms of one token are not limited."""
     skip_special_tokens: bool = True
     """Whether the text omits special tokens."""
     priority: int = 0
@@ -139,7 +139,7 @@ class SamplingParams:
         self._normalize()
 
     def _normalize(self) -> None:
-        """Check the sequences, and convert values to Python numbers and tuples."""
+        """Check the settings that are sequences, and convert all values to Python numbers and tuples."""
         values: dict[str, Any] = {
             "stop": _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop),
             "bad_words": _strings("bad_words", self.bad_words),
@@ -184,7 +184,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:
-    """Return a tuple of non-empty strings (None: no strings). Words must not be blank."""
+    """Check that all values are non-empty strings and return them as a tuple; an empty tuple for None.
+
+    `bad_words` must not be blank either.
+    """
     strings = () if values is None else tuple(values) if _is_collection(values) else None
     if strings is None or not all(isinstance(text, str) for text in strings):
         raise RequestError(f"{name} must be a sequence of strings, got {shorten(values)}")
@@ -201,7 +204,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
-    """Return pairs of token id and bias, sorted by id, from a mapping or pairs."""
+    """Check a mapping, or pairs, of token ids and biases. Return pairs sorted by id; an empty tuple for None."""
     try:
         biases = dict(values or ())
     except (TypeError, ValueError) as error:

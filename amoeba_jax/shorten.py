@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-# Shown elements of a list or mapping.
+# Maximum number of shown elements of a list or mapping.
 _MAX_ELEMENTS = 8
 # Integers of more bits are not written out: Python needs quadratic time for their digits, and refuses from 4,300 on.
 _MAX_BITS = 256

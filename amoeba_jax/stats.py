@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from amoeba_jax.views import DegreePrograms, TransformStatus
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper limits of the classes in `EngineStats.steps_by_tokens`. The last class has no limit."""
+"""Largest number of tokens in each class of `EngineStats.steps_by_tokens`. The last class there has no limit."""
 
 
 @dataclass
@@ -31,14 +31,14 @@ class EngineStats:
     output_stalls: int = 0
     """Number of times that the engine launched no step because the output backlog was full."""
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """Number of steps by number of tokens, in the classes of `STEP_TOKENS`."""
+    """Number of steps by number of tokens, in the classes of `STEP_TOKENS` and one class for more tokens."""
     compiled_programs: int = 0
     """Programs that were compiled or loaded from the compilation cache."""
     late_programs: int = 0
-    """Programs that were compiled or loaded after a warm-up of all degrees. Each delayed requests."""
+    """Programs that were compiled or loaded after a warm-up of all degrees. Each program delayed requests."""
     awaited_programs: int = 0
     """Programs that were compiled or loaded only when requests needed them."""
     degrees: tuple[DegreePrograms, ...] = ()
-    """Progress of a background warm-up. Empty if there was none."""
+    """Progress of the background warm-up, for each degree. Empty if there was none."""
     transformations: tuple[TransformStatus, ...] = ()
     """Transformations that have not ended."""

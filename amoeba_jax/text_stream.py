@@ -13,9 +13,9 @@ class TextStream:
     `include_stop_str_in_output`.
 
     The increments of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
-    back until that is decided, unless stop strings are part of the output.
+    back until later text decides it. With `include_stop_str_in_output`, no text is held back.
 
-    As in vLLM, only stop strings that end after the first `min_tokens` tokens count. They may start earlier.
+    As in vLLM, a stop string that ends within the first `min_tokens` tokens is ignored. Its start does not matter.
 
     Without a tokenizer all increments are "". The work per character and stop string is bounded for strings of any
     length.
@@ -57,7 +57,7 @@ class TextStream:
         return text if self.stopped is not None else text + self._release(len(self._held), "")
 
     def _take(self, new: str) -> str:
-        """Return the text to show after the tokenizer has added `new`."""
+        """Search the next decoded text, `new`, for stop strings. Return the text that can be shown now."""
         if not self._stop:
             return new
         counts = self._num_tokens > self._min_tokens
@@ -74,7 +74,7 @@ class TextStream:
         return self._release(len(self._held) + len(new) - may_begin, new)
 
     def _release(self, length: int, new: str) -> str:
-        """Add `new` to the held text, and remove and return its first `length` characters."""
+        """Append `new` to the held text. Remove the first `length` characters of the result and return them."""
         if not self._held and length == len(new):
             return new
         self._held.extend(new)
@@ -84,7 +84,7 @@ class TextStream:
 class _StopString:
     """An incremental search for one string (Knuth, Morris and Pratt).
 
-    The table is computed only as far as the text has matched, so that long stop strings take no time at the start.
+    The table of borders grows only with the longest match so far, so that long stop strings take no time at the start.
     """
 
     def __init__(self, text: str):
@@ -94,9 +94,10 @@ class _StopString:
         self._borders = [0]  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def read(self, new: str, counts: bool) -> int | None:
-        """Search `new` and return the end of the first occurrence, or None.
+        """Search the next text, `new`. Return the index in `new` after the first occurrence, or None.
 
-        If `counts` is false, occurrences are ignored. Do not call this again after an occurrence.
+        An occurrence may start in earlier text. If `counts` is false, occurrences are ignored. Do not call this again
+        after an occurrence was returned.
         """
         text, borders, matched = self.text, self._borders, self.matched
         if not matched and text[0] not in new:

@@ -16,7 +16,7 @@ from amoeba_jax.valid_text import check_unicode
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# Most token texts in the cache of `token_text`. Most vocabularies fit.
+# Maximum number of texts in the cache of `token_text`. Most vocabularies fit.
 _MOST_TOKEN_TEXTS = 65_536
 # `decode` of more ids releases the interpreter lock. Fewer ids take at most 1 ms, and getting the lock back can take
 # 5 ms.
@@ -27,11 +27,12 @@ _DECOMPOSED = (
 )
 _MOST_DECOMPOSED = 4
 
-# Most tokens of undecodable text that a `DetokenizeStream` holds back.
+# Maximum number of tokens of undecodable text that a `DetokenizeStream` holds back.
 _MOST_HELD = 16
-# Most tokens of returned text that it decodes again. A UTF-8 decoder recovers after at most 3 bytes.
+# Maximum number of tokens that a stream decodes again although their text was returned. A UTF-8 decoder recovers after
+# at most 3 bytes.
 _MOST_CONTEXT = 8
-# Most tokens of an incomplete character, because a token has at least one byte.
+# Maximum number of tokens of an incomplete character, because a token has at least one byte.
 _MOST_CUT = 3
 # Number of last prompt tokens that a stream examines.
 _MOST_TAIL = 32
@@ -57,7 +58,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> "Tokenizer":
-        """Return the tokenizer in a `tokenizer.json` of a Hugging Face model directory.
+        """Load the tokenizer from `tokenizer.json` in a Hugging Face model directory.
 
         `eos_token_ids` are the ids in `generation_config.json` (or else `config.json`), plus the EOS of the tokenizer.
 
@@ -128,13 +129,13 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Largest number of characters of a text that one token can represent.
+        """Largest number of characters that one token can represent.
 
         A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens, so it can
-        be refused by its length. A normalizer may compose characters (NFC: up to 4 to 1), which is included.
+        be refused by its length. The number allows for normalizers that compose characters (NFC: up to 4 to 1).
 
-        Some tokenizers drop characters: spaces that a normalizer collapses, or characters outside the vocabulary. So a
-        text of mostly such characters can be refused although its tokens would fit.
+        Some tokenizers drop characters: spaces that a normalizer collapses, or characters outside the vocabulary. A
+        text that mainly consists of dropped characters can therefore be refused although its tokens would fit.
 
         The first use takes up to 1 s for 150,000 tokens.
         """
@@ -154,11 +155,11 @@ class Tokenizer:
         ids = list(ids)
         if len(ids) <= _LONG_DECODE:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        # Unlike `decode`, it releases the interpreter lock.
+        # Unlike `decode`, `decode_batch` releases the interpreter lock.
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token after other text, with its leading space. Special tokens have text too.
+        """Return the text of a token in the middle of a text, with its leading space. Special tokens have text too.
 
         The texts of up to 65,536 tokens are cached.
         """
@@ -224,19 +225,21 @@ class Tokenizer:
 class DetokenizeStream:
     """An incremental decoder that returns only complete characters.
 
-    The increments of `push` and `flush` add up to the decoded prompt plus new tokens, minus the decoded prompt. So, as
-    in vLLM, the first word has its leading space, and a character that starts in the prompt is complete. Only the
-    last 32 prompt tokens are examined. Skipped special tokens among them do not count as text before the first word.
+    The increments of `push` and `flush` add up to the text of prompt and new tokens, without the text of the prompt at
+    its start. So, as in vLLM, the first word has its leading space, and a character that starts in the prompt is
+    complete. Only the last 32 prompt tokens are examined. Skipped special tokens do not count as text before the first
+    word.
 
-    There is one exception. The byte fallback of SentencePiece replaces a whole run of byte tokens if one of them is
-    invalid. Text that was already returned stays, and an invalid token is forgotten after 8 to 25 further tokens.
+    There is one exception. If one byte token is invalid, the byte fallback of SentencePiece replaces the whole run of
+    byte tokens. The stream cannot correct text that it has already returned. It forgets the invalid token after 8 to 25
+    further tokens.
 
-    To find an increment, the decoder decodes the last tokens with and without the new tokens. `DecodeStream` of the
-    library does the same, but it never returns text that it holds back at the end, and it raises an error in
-    the case of the exception.
+    To find an increment, the stream decodes the last tokens with and without the new tokens. `DecodeStream` of the
+    library does the same. But it drops text that it still holds back at the end, and it raises an error in the case of
+    the exception.
 
-    `push` decodes at most 50 tokens. Text that ends in U+FFFD is held back for at most 16 tokens. Then all but its last
-    character is returned.
+    `push` decodes at most 50 tokens. Text that ends in U+FFFD is held back for at most 16 tokens. After that, the text
+    without its last character is returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int], prompt: Sequence[int] = ()):
@@ -254,7 +257,8 @@ class DetokenizeStream:
         self._held: list[int] = []  # tokens whose text was not returned yet
 
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
-        """Return how many last prompt tokens to keep, and how many of them belong to an incomplete character."""
+        """Return the number of last prompt tokens to keep as context, and the number of last prompt tokens in an
+        incomplete character (0 if the prompt ends with a complete character)."""
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
             # Among four consecutive positions, at least one is the start of a character.
             for num_tokens in range(_MOST_CONTEXT - _MOST_CUT, _MOST_CONTEXT + 1):
@@ -267,7 +271,7 @@ class DetokenizeStream:
         return token_id not in self._skipped_ids and self._tokenizer.has_text(token_id)
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes. It is "" inside a character."""
+        """Return the text that `token_id` completes; "" if its last character is incomplete."""
         if not self._has_text(token_id):
             return ""
         self._held.append(token_id)
@@ -296,7 +300,7 @@ class DetokenizeStream:
         return increment
 
     def _pending(self) -> str:
-        """Return the text that was not returned yet."""
+        """Return the text of the held tokens, which `push` has not returned yet."""
         text = self._decode(self._context + self._held)
         for given_out in (self._context_text, *self._whole_texts):
             if text.startswith(given_out):
@@ -314,7 +318,10 @@ class DetokenizeStream:
 
 
 def _decomposed_length(text: str) -> int:
-    """Return the most characters that a normalizer can compose to `text`."""
+    """Return the largest number of characters from which a normalizer can compose `text`.
+
+    U+FFFD may be any part of a character, so it counts as the longest composition.
+    """
     return len(unicodedata.normalize("NFD", text)) + (_MOST_DECOMPOSED - 1) * text.count(REPLACEMENT)
 
 

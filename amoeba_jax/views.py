@@ -36,7 +36,7 @@ _PICTURE_WIDTH = 920
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """State of an instance at the time of the call."""
+    """State of an instance when `LLM.instances` was read."""
 
     id: int
     devices: tuple[int, ...]
@@ -95,7 +95,7 @@ class TransformStatus:
         tensor_parallel_size: requested degree.
         devices: devices of the instances that change.
         state: one of `TransformState`.
-        programs_left: number of missing programs that it waits for.
+        programs_left: number of missing programs that the transformation waits for.
         estimated_s: expected seconds to compile the missing programs. None: unknown.
         layers_switched: layers that have switched, in all groups that are changing now.
         num_layers: number of all layers of these groups.
@@ -128,7 +128,7 @@ class ExecutableInfo:
     compile_s: float
     """Seconds to trace and compile the program, or to load it."""
     cached: bool
-    """Whether XLA did not have to compile the program: it came from a cache or was relocated."""
+    """Whether the program came from a cache or was relocated, so that XLA did not compile it."""
     relocated: bool
     """Whether the program was compiled for other devices and then loaded for `devices`."""
     code_bytes: int
@@ -162,7 +162,7 @@ class MemoryEntry:
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Bytes of each owner on each device. It prints as a table and draws itself in a notebook."""
+    """Bytes of each owner (`sharding.owners.Owner`) on each device. Printed as a table, and drawn in notebooks."""
 
     budget_bytes: int
     entries: tuple[MemoryEntry, ...]
@@ -173,7 +173,7 @@ class MemoryReport:
     padding: dict[str, float]
     """Ratio of stored elements to model elements, by kind of parameter and for `kv cache`; 1.0 without padding."""
     kv_kept_bytes: tuple[int, ...] = ()
-    """Bytes of the KV cache in pages of cached prefixes, by device. They are evicted if requests need pages."""
+    """Bytes of the KV cache in pages of cached prefixes, by device. These pages are evicted if requests need pages."""
 
     def device_bytes(self, device: int) -> int:
         """Return the bytes of live buffers on a device."""
@@ -188,9 +188,9 @@ class MemoryReport:
         return totals
 
     def parts(self, device: int) -> dict[int | None, dict[str, int]]:
-        """Return the bytes on a device, by layer and by use. Layer None has the buffers outside the layers.
+        """Return the bytes on a device, by layer and then by use. Layer None has the buffers outside the layers.
 
-        The uses do not overlap: `padding` is counted apart from weights and KV cache.
+        The uses do not overlap: padding counts only as `padding`, not as weights or KV cache.
         """
         cache_bytes = self.by_owner(device).get(Owner.KV_CACHE, 0)
         layers: dict[int | None, dict[str, int]] = {}
@@ -214,7 +214,7 @@ class MemoryReport:
         return layers
 
     def unused_bytes(self, device: int) -> int:
-        """Return the bytes of a device's budget that nothing uses or reserves."""
+        """Return the bytes of a device's budget that are neither used nor reserved. They can be negative."""
         return self.budget_bytes - self.reserved_bytes[device] - self.device_bytes(device)
 
     @property
@@ -265,7 +265,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class _Column:
-    """Column in the row of a device: a layer, or buffers outside the layers."""
+    """Column in the picture's row for a device: a layer, buffers outside the layers, reserved or unused bytes."""
 
     layer: int | None
     parts: dict[str, int]
@@ -278,7 +278,7 @@ class _Column:
 def _picture(report: MemoryReport) -> str:
     """Return HTML with a legend and an SVG: one row for each device, with its layers as columns, all to scale.
 
-    It needs no script, style sheet or other file, so every notebook viewer shows it.
+    The HTML needs no script, style sheet or other file, so every notebook viewer shows it.
     """
     rows = {device: _columns(report, device) for device in report.devices}
     longest = max((sum(column.num_bytes for column in columns) for columns in rows.values()), default=1)
@@ -300,7 +300,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device. Their sum is its budget."""
+    """Return the columns of a device. Their bytes add up to its budget, or to more if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]

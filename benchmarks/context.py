@@ -31,7 +31,7 @@ def longest(llm: LLM) -> int:
 
 
 def answered(llm: LLM, num_tokens: int) -> int:
-    """Answer a request of `tokens` tokens, prompt and answer together, and return the length of its prompt."""
+    """Serve a request of `num_tokens` tokens, prompt and answer together, and return the length of its prompt."""
     prompt = np.random.default_rng(0).integers(0, llm.dims.config.vocab_size, num_tokens - NEW_TOKENS).tolist()
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == NEW_TOKENS

@@ -20,8 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from amoeba_jax import LLM
+from amoeba_jax.instances.instance import Instance
 from amoeba_jax.models.decoder import num_parameters
+from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import StepBatch
+from amoeba_jax.programs.step_program import HeadOutput
 
 _LLAMA = {
     "model_type": "llama",
@@ -54,8 +57,25 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def launch(instance: Instance, step: StepBatch) -> HeadOutput:
+    """Launch a prepared step of an instance without waiting."""
+    return instance.launcher.launch_batch(step.shape, None, lambda *_: step)
+
+
+def read_elements(dims: ModelDims) -> int:
+    """Return the elements of the weights that a step reads, without padding. An untied embedding is a lookup."""
+    config = dims.config
+    return num_parameters(dims) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
+
+
+def kv_elements(dims: ModelDims, tokens: int) -> int:
+    """Return the elements of the keys and values of `tokens` tokens in all layers."""
+    config = dims.config
+    return 2 * tokens * config.num_kv_heads * config.head_dim * config.num_layers
+
+
 def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Return the median seconds of a decode step, and the bytes that it must read."""
+    """Return the median seconds of a decode step, and the bytes and floating-point operations that it needs."""
     engine = llm._engine
     instance = engine.instances[0]
     shape = instance.buckets.step(batch)
@@ -67,16 +87,13 @@ def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float
     step.set("num_pages", np.full(batch, pages))
     for row, table in enumerate(tables):
         step.set_table(row, table)
-    step_s = seconds(lambda: np.asarray(instance.launcher.launch_batch(step).argmax_ids), repeats)
+    step_s = seconds(lambda: np.asarray(launch(instance, step).argmax_ids), repeats)
     for table in tables:
         instance.lane.pages.free(table)
     itemsize = np.dtype(engine.dims.dtype).itemsize
-    config = engine.dims.config
-    # Elements of the model without padding. An untied embedding is a lookup and not read as a whole.
-    table = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
-    matrices = num_parameters(engine.dims) - table
-    kv_elements = 2 * batch * context * config.num_kv_heads * config.head_dim * config.num_layers
-    return {"step_s": step_s, "bytes": (matrices + kv_elements) * itemsize, "flops": 2 * matrices * batch}
+    matrices = read_elements(engine.dims)
+    num_bytes = (matrices + kv_elements(engine.dims, batch * context)) * itemsize
+    return {"step_s": step_s, "bytes": num_bytes, "flops": 2 * matrices * batch}
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ ITEM = 4
 """Bytes of an f32 element."""
 BASELINE = "transformers"
 CHECKED = 8
-"""Number of first tokens that all engines should agree on: ties of two tokens are rare this early."""
+"""Number of first tokens on which all engines should agree: two equally likely tokens are rare this early."""
 MODELS: dict[str, dict[str, Any] | None] = {"Llama-125M": RANDOM_MODELS["Llama-125M"], "SmolLM2-135M": None}
 """Config of a model with random weights; None for the default model."""
 QUIET = 0.2
@@ -199,9 +199,9 @@ def figures(cell: dict[str, Any], job: dict[str, Any], bandwidth: float) -> dict
 
 @contextmanager
 def results_of(python: Path, runner: Path, job: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield the lines of JSON that a runner writes, and end the process and its children.
+    """Yield the lines of JSON that a runner writes. At the end of the block, end the process and its children.
 
-    Raises `PeerError` with the end of its log if it fails.
+    Raises `PeerError` with the end of the log if the runner fails.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -308,7 +308,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def against(field: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any], dict[str, Any]], str]:
-    """Return a value as text, with its ratio to the baseline."""
+    """Return a function that formats `field` of a result, with its ratio to the baseline."""
 
     def text(result: dict[str, Any], base: dict[str, Any]) -> str:
         plain = format(result[field] * scale, form)

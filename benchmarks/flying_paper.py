@@ -18,21 +18,23 @@ from serving.simulator.slo import Slo
 
 POLICIES = ("static-tp8", "static-tp2", "flying", "shift")
 MAX_NUM_SEQS, PHASE_S = 64, 30.0
-"""Maximum running requests of an engine at any degree, as in vLLM. Static TP's peak of 2,530 tokens/s at 22 ms for each
-token is 56 requests (Table 1)."""
+"""Maximum running requests of an instance at any degree, as in vLLM, and seconds of a phase. Static TP's peak of 2,530
+tokens/s at 22 ms for each token needs 56 running requests (Table 1)."""
 BURSTS, PRIORITIES, LONGEST = (1600, 100), (1024, 600), (7900, 200)
-"""Mean prompt and output tokens, drawn from 0.5 to 1.5 times these; the paper does not state the ranges (6.1.3).
+"""Mean prompt and output tokens of three loads. Lengths vary from 0.5 to 1.5 times the mean; the paper does not state
+the ranges (6.1.3).
 
 With these means, static DP has the peaks and the TTFT in bursts of Figures 8 and 9, and static TP and DP have the peaks
-of Table 1. The third one is the longest context of the model (6.5)."""
+of Table 1. `LONGEST` is the longest context of the model (6.5)."""
 FITTED = ("peak tokens/s",)
-"""Static rows of Table 1, by which the lengths were chosen."""
+"""Rows of Table 1 to which the lengths were fitted, for static policies."""
 TEXT = {
     "static-tp8": (22.0, 22.0, 63.0, 2130.0, 2530.0),
     "static-tp2": (32.0, 32.0, 166.0, 166.0, 3164.0),
     "flying": (24.0, 28.0, 74.0, 142.0, 3040.0),
 }
-"""Table 1: mean TPOT of priority requests and of all requests, mean TTFT of both, in ms; peak tokens/s."""
+"""Table 1 by policy: mean TPOT of priority requests and of all requests, mean TTFT of priority requests and of all
+requests (in ms), and peak tokens/s."""
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,26 @@ class Served:
     result: PolicyResult
 
     def ttft_ms(self, rows: np.ndarray | None = None) -> float:
-        """Return the mean TTFT in ms."""
+        """Return the mean TTFT in ms. `rows`: requests that count; None: all."""
         return float(np.nanmean(self.result.ttft_s if rows is None else self.result.ttft_s[rows])) * 1e3
 
     def tpot_ms(self, rows: np.ndarray | None = None) -> float:
-        """Return the mean TPOT in ms."""
+        """Return the mean TPOT in ms. `rows`: requests that count; None: all."""
         return float(np.nanmean(self.result.tpot_s if rows is None else self.result.tpot_s[rows])) * 1e3
 
     def urgent(self) -> np.ndarray:
-        """Whether each request has a higher priority."""
+        """Return whether each request has a higher priority."""
         priority = self.result.requests.priority
         assert priority is not None, "some are"
         return priority < 0
 
     def in_phase(self, kind: str) -> np.ndarray:
-        """Return whether each request arrived in low or in high phases."""
+        """Return whether each request arrived in a phase of `kind` (`low` or `high`)."""
         number = self.result.requests.arrival_s // PHASE_S % 2
         return number == ("low", "high").index(kind)
 
     def peak(self, window_s: float = 5.0) -> float:
-        """Return the maximum generated tokens per second in a window."""
+        """Return the maximum generated tokens per second, over all windows of `window_s` seconds."""
         tally = self.result.tally
         width = max(round(window_s / tally.bin_s), 1)
         sums = np.convolve(tally.tokens_per_bin, np.ones(width), "valid")
@@ -127,7 +129,7 @@ def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[
 
 
 def figures(model: ModelShape, seeds: int) -> Iterator[tuple[str, str, float | None, float, bool]]:
-    """Return rows with the place in the paper, its number, the simulated number, and its origin."""
+    """Yield rows: table or figure, name, published number, simulated number, and whether it was fitted."""
     names = (
         "mean TPOT, priority (ms)",
         "mean TPOT (ms)",

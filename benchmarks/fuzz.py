@@ -6,7 +6,7 @@ Fields of valid messages exceed their limits, have the wrong type, are repeated,
 cut or have wrong bytes. All RPCs except `AdminService.Drain` get some dozens of messages at a time. After every
 thousand messages, a greedy request must have the same answer as at the start.
 
-The exit code is 1 if its answer differs, if the server ends, if a status is INTERNAL (unless logits are not numbers) or
+The exit code is 1 if the answer differs, if the server ends, if a status is INTERNAL (unless logits are not numbers) or
 UNKNOWN, or if the memory of the server grows by more than 5% after the first tenth.
 """
 
@@ -63,8 +63,8 @@ class FuzzReport:
         statuses: number of each status by RPC.
         findings: first message for each text of INTERNAL and UNKNOWN.
         wrong_answers: answers of the known request that differ from its first answer.
-        rss_mib: memory of the server after each batch, if its process is known; `warm` is the index of the first one
-            after warm-up.
+        rss_mib: memory of the server after each batch; empty if its process is unknown.
+        warm: index in `rss_mib` of the first value after warm-up.
     """
 
     sent: int = 0
@@ -82,7 +82,7 @@ class FuzzReport:
 
     @property
     def problems(self) -> list[str]:
-        """Return the failed criteria. The rate is no criterion."""
+        """Failed criteria. The rate of messages is no criterion."""
         problems = [f"{it.rpc}: {it.status} {it.text!r} for {it.message}" for it in self.findings.values()]
         problems += [f"the known request: {answer}" for answer in self.wrong_answers]
         if self.growth > MAX_GROWTH:
@@ -109,7 +109,7 @@ async def fuzz(
     rss_mib: Callable[[], float] | None = None,
     on_batch: Callable[[FuzzReport], None] = lambda report: None,
 ) -> FuzzReport:
-    """Send messages in batches; `rss_mib` measures the server after each.
+    """Send messages in batches. `rss_mib` measures the memory of the server after each batch.
 
     The messages depend only on the seed and the name of the model. Ends early if the known request has no answer.
     Restores instances and policy at the end. Raises `grpc.RpcError` if the server does not answer at the start.

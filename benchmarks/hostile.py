@@ -128,7 +128,7 @@ def show_phase(phase: Phase, alone: Figures, console: Console) -> None:
 
 
 def yes(held: bool) -> str:
-    """Return a criterion as text."""
+    """Return "yes" for a criterion that holds, else "NO"."""
     return "yes" if held else "NO"
 
 

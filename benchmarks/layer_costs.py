@@ -19,7 +19,10 @@ DEVICES = 4
 
 
 def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
-    """Return the host seconds of an idle merge and split, with weights released and restored or with views only."""
+    """Return the host seconds of merges and splits without requests, by name.
+
+    Weights are released and restored, or stay resident so that only views of buffers change.
+    """
 
     release, spent = WeightStore.release, [0.0]
 

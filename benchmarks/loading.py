@@ -61,7 +61,7 @@ TINY = RANDOM | {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size":
 
 
 def load(model: Path, devices: int, threads: int) -> tuple[WeightStore, float]:
-    """Load weights in f32 onto CPU devices, and return them with the seconds."""
+    """Load weights in f32 onto CPU devices, and return the store of the weights and the seconds."""
     start = time.perf_counter()
     config = EngineConfig(model=str(model), num_devices=devices, load_threads=threads)
     source = ModelSource(config)
@@ -111,7 +111,7 @@ def read_rate(model: Path) -> float:
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process. `ru_maxrss` would include its parent's."""
+    """Return the peak resident memory of this process. `ru_maxrss` would include the peak of its parent."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found, "the kernel does not report VmHWM"
     return 1024 * int(found[1])
@@ -154,7 +154,7 @@ def save_shards(model: Path, devices: int, directory: Path) -> Path:
 
 
 def forms(models: list[str], devices: int, scratch: Path) -> dict[str, Path]:
-    """Return the models to load by their name in the table."""
+    """Return the paths of the models to load, by name in the table."""
     found: dict[str, Path] = {}
     if "smollm2" in models:
         found["SmolLM2-135M, safetensors bf16"] = smollm2 = ensure_default_model(progress=False)

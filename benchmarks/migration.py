@@ -43,7 +43,10 @@ class Figures:
 
 
 def rows(pages: np.ndarray, share: int | None, runs: int) -> np.ndarray:
-    """Return the runs with a rank's share of pages in a pool at TP1; without a share, in its own pool at TP4."""
+    """Return the indexes of the runs that store one rank's `share` of each of the `pages`, in a pool at TP1.
+
+    None: in a pool at TP4, which stores only one share of each page. `runs`: number of runs of a share.
+    """
     runs_of = pages[:, None] * runs + np.arange(runs)
     return (runs_of if share is None else runs_of * TP + share).reshape(-1)
 
@@ -72,7 +75,7 @@ class Copied:
         self.ids = [jax.device_put(ids, group.sharded) for ids in (mine, theirs)]
 
     def put(self, pages: np.ndarray) -> np.ndarray:
-        """Return `[pages, heads, 2, tokens, dim]` in the order of the pool."""
+        """Return pages `[pages, heads, 2, tokens, dim]` as rows in the memory order of the pool."""
         if self.runs == 1:
             return pages.reshape(len(pages), -1)
         return pages.transpose(0, 2, 3, 1, 4).reshape(len(pages), -1)
@@ -83,7 +86,7 @@ class Copied:
         return fresh
 
     def shares(self, pool: np.ndarray) -> np.ndarray:
-        """Return `[ranks, pages, elements of a share]` of all pages at TP4."""
+        """Return the shares of all pages in a pool at TP4, as `[ranks, pages, elements of a share]`."""
         return pool.reshape(TP, -1, GEOMETRY.page_elems // TP)[:, : self.pages.size]
 
     def extra_bytes(self) -> int:
@@ -141,7 +144,7 @@ class InPlace:
 
 
 def measure(way: Copied | InPlace, group: SubMesh, num_pages: int, repeats: int) -> Figures:
-    """Merge and split repeatedly, and check the pages after each."""
+    """Merge and split repeatedly. Check the pages after the first merge and after the last split."""
     random = np.random.default_rng(0)
     used = way.pages.shape[1]
     shape = (TP, used, GEOMETRY.kv_heads, 2, GEOMETRY.page_size, GEOMETRY.head_dim)

@@ -13,12 +13,13 @@ import itertools
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import jax
 import numpy as np
-from decode import MODELS
+from decode import MODELS, launch
 from rich.console import Console
 from rich.table import Table
 
@@ -29,22 +30,27 @@ from amoeba_jax.programs.batch import StepBatch
 
 
 def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
-    """Return the median seconds between decode steps of the whole batch while serving."""
-    (instance,) = llm._engine.instances
-    launches: list[tuple[int, float]] = []  # (decodes of the step, or 0 with a prompt beside them; time)
-    launch_plan = instance.launch_plan
+    """Return the median seconds between two decode steps of a whole batch while serving.
 
-    def timed(plan: StepPlan) -> None:
-        launch_plan(plan)
-        launches.append((len(plan.rows) if plan.shape.num_tokens == plan.shape.num_rows else 0, time.perf_counter()))
+    Several instances share the prompts equally, and each of them decodes its part at the same time.
+    """
+    instances = llm._engine.instances
+    batch = len(prompts) // len(instances)
+    launches: list[list[tuple[int, float]]] = [[] for _ in instances]
+    """For each instance: decodes of the step, or 0 if it also computes a prompt; time of the launch."""
+    with ExitStack() as restored:
+        for instance, own in zip(instances, launches, strict=True):
 
-    instance.launch_plan = timed
-    try:
+            def timed(plan: StepPlan, launch_plan=instance.launch_plan, own=own) -> None:
+                launch_plan(plan)
+                decodes = len(plan.rows) if plan.shape.num_tokens == plan.shape.num_rows else 0
+                own.append((decodes, time.perf_counter()))
+
+            instance.launch_plan = timed
+            restored.callback(delattr, instance, "launch_plan")
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
-    finally:
-        del instance.launch_plan
-    pairs = itertools.pairwise(launches)
-    return median(stop - start for (first, start), (rows, stop) in pairs if first == rows == len(prompts))
+    pairs = [pair for own in launches for pair in itertools.pairwise(own)]
+    return median(stop - start for (first, start), (rows, stop) in pairs if first == rows == batch)
 
 
 def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
@@ -55,7 +61,7 @@ def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
     steps = [decode_step(instance, instance.buckets.step(batch), tables, prompt + i) for i in range(new_tokens - 1)]
     start = time.perf_counter()
     for step in steps:
-        head = instance.launcher.launch_batch(step)
+        head = launch(instance, step)
         instance.runner.last_tokens = head.last_tokens
     jax.block_until_ready(head.argmax_ids)
     elapsed = time.perf_counter() - start

@@ -7,7 +7,15 @@ EXACT, PREDICTED, CALIBRATED = "exact arithmetic", "predicted", "calibrated on o
 
 @dataclass(frozen=True)
 class Row:
-    """Number of a paper and the simulated number. `twin` is None without one; `how` gives its origin or the reason."""
+    """Published number and simulated number.
+
+    Attributes:
+        where: table or figure of a paper.
+        what: name of the number.
+        paper: published number, if there is one.
+        twin: simulated number, if there is one.
+        how: origin of the simulated number, or the reason why there is none.
+    """
 
     where: str
     what: str

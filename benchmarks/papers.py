@@ -70,7 +70,7 @@ THROUGHPUTS = {1: 448.0, 2: 670.0, 4: 767.0}
 
 
 def fit_context(known: dict[int, float], degree: int) -> float:
-    """Return the tokens at a degree from two other degrees: `a * p - b`.
+    """Fit the capacity `a * p - b` of degree p in tokens to two `known` degrees, and return its value at `degree`.
 
     Each device keeps all weights except the FFN, and the group has the FFN once.
     """
@@ -80,10 +80,11 @@ def fit_context(known: dict[int, float], degree: int) -> float:
 
 
 def fit_throughput(known: dict[int, float], degree: int) -> float:
-    """Return the tokens per second at a degree from two other degrees: a batch that decodes contexts of 1K.
+    """Fit the tokens per second to two `known` degrees, and return the value at `degree`.
 
-    The size of the batch and a factor of the latencies of all-reduces are fitted, because section 2.3 explains the loss
-    at TP4 by communication. Launches and host work cost nothing, as in a CUDA graph.
+    The model is a batch that decodes contexts of 1K tokens. The size of the batch and a factor of the latencies of
+    all-reduces are fitted, because section 2.3 explains the loss at TP4 by communication. Launches and host work cost
+    nothing, as in a CUDA graph.
     """
     device = replace(find_device("H20"), launch_s=0.0)
     alone = ModelStepCost(QWEN, replace(device, all_reduce_latency_s=dict.fromkeys((1, 2, 4), 0.0)), overhead_s=0.0)
@@ -97,7 +98,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
         return base_s + factor * latencies_s + cost.context_s(tp) * batch * KILO
 
     def factor(batch: float) -> float:
-        """Return the factor of the latencies from the rate of the higher degree."""
+        """Return the factor of the latencies at which `batch` gives the known rate of the higher degree."""
         least_s = step_s(q, batch, 0.0)
         return (batch / two - least_s) / (step_s(q, batch, 1.0) - least_s)
 
@@ -108,7 +109,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
 
 
 def table_1() -> Iterable[Row]:
-    """Return AMOEBA Table 1 (Gyges Table 1): each degree from the two others."""
+    """Return rows of AMOEBA Table 1 (Gyges Table 1). Each value is fitted to the values of the two other degrees."""
     for title, values, fit in (
         ("context (K tokens)", CONTEXTS, fit_context),
         ("tokens/s", THROUGHPUTS, fit_throughput),
@@ -130,7 +131,7 @@ def table_1() -> Iterable[Row]:
 
 
 def tables_2_and_3() -> Iterable[Row]:
-    """Return rows about pages of FFN tensors, and weights."""
+    """Return rows of AMOEBA Tables 2 and 3: pages of FFN tensors, and bytes of weights."""
     pages = {
         "GPT-OSS-120B": (1012.5, 253.125),
         "GPT-OSS-20B": (253.125, 63.281),
@@ -203,7 +204,7 @@ def flying_served(seeds: int) -> Iterable[Row]:
 
 
 def comparators() -> Iterable[Row]:
-    """Return published numbers of other mechanisms, to which nothing was fitted (`published_mechanisms`)."""
+    """Return rows of other mechanisms, to which nothing was fitted (`published_mechanisms`)."""
     yield from published_mechanisms.shift_parallelism(LLAMA_70B)
     yield from published_mechanisms.loongserve(LLAMA_7B)
     yield from published_mechanisms.kunserve(QWEN_14B)
@@ -231,7 +232,7 @@ def _capacity(policy: str) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Tokens per second of policies at one load: means over seeds, and half of a 95% interval."""
+    """Tokens per second of policies at one load: means over seeds, and half the width of 95% intervals."""
 
     short_per_minute: float
     output_len: int

@@ -33,7 +33,7 @@ PARTS = ("pause", "first launch", "resume")
 
 
 def model(directory: Path, layers: int) -> Path:
-    """Return a config for random weights."""
+    """Write the config of a model with random weights, and return its directory."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -54,18 +54,18 @@ def model(directory: Path, layers: int) -> Path:
 
 
 class Timer:
-    """Timer in milliseconds of wall clock and of this thread's processor time."""
+    """Timer of the wall clock and of this thread's processor time."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter(), time.thread_time()
 
     def ms(self) -> tuple[float, float]:
-        """Return both in milliseconds."""
+        """Return the wall-clock time and the processor time since the start, in milliseconds."""
         return (time.perf_counter() - self._start[0]) * 1e3, (time.thread_time() - self._start[1]) * 1e3
 
 
 def change(engine: Engine, degree: int, running: RunningRequests) -> tuple[tuple[float, float], TransformReport]:
-    """Transform, and return the host's milliseconds and the report."""
+    """Transform, and return the milliseconds of the host (see `Timer.ms`) and the report."""
     timer = Timer()
     future = engine.transform(TransformOptions(degree, DEVICES, release_weights=False, running=running))
     taken_ms = timer.ms()
@@ -82,7 +82,7 @@ def run_until(engine: Engine, requests: list[Request], tokens: int | None = None
 
 
 def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
-    """In the dispatcher's thread."""
+    """Pause and resume repeatedly, and return times and counts. Call it in the dispatcher thread."""
     engine, random = llm._engine, np.random.default_rng(0)
     tokens = int(0.9 * engine.capacity_tokens(1)) * len(DEVICES) // num_paused
     prompts = [random.integers(3, 2000, tokens - 64).tolist() for _ in range(num_paused)]

@@ -16,9 +16,6 @@ over all seeds, with the ratio to the better fixed degree (`pooled.py`). `--from
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import time
 from math import sqrt
 from pathlib import Path
@@ -28,7 +25,7 @@ from typing import Any
 from pooled import Pool
 from rich.console import Console
 from rich.table import Table
-from server_process import server
+from server_process import bench, server
 
 from amoeba_jax.client import Client
 
@@ -60,32 +57,23 @@ def interval(values: list[float]) -> float:
 
 def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Run `amoeba bench` once and return its JSON report."""
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.json"
-        flags = {
-            "target": target,
-            "dataset-name": options.dataset,
-            "duration": options.duration,
-            "seed": seed,
-            "priority-share": options.priority_share,
-            "max-concurrency": options.max_concurrency,
-            "metric-percentiles": "50,90,99",
-            "percentile-metrics": "ttft,tpot,itl,server_queue_time",
-            "result-filename": report,
-        }
-        if options.dataset == "mix":
-            names = [
-                f"{kind}_{what}" for kind in ("short", "long") for what in ("input_len", "output_len", "per_minute")
-            ]
-            flags |= {name.replace("_", "-"): getattr(options, name) for name in names}
-        else:
-            flags |= {"random-input-len": options.short_input_len, "random-output-len": options.short_output_len}
-            flags |= {"low-rate": options.low_rate, "high-rate": options.high_rate, "phase-s": options.phase_s}
-        command = [sys.executable, "-m", "serving.cli", "bench", *(f"--{n}={value}" for n, value in flags.items())]
-        command += ["--save-detailed"]
-        subprocess.run([*command, "--goodput", *options.goodput], check=True, stdout=subprocess.DEVNULL)
-        found = json.loads(report.read_text())
-        return found | found["instances"]
+    flags = {
+        "dataset-name": options.dataset,
+        "duration": options.duration,
+        "seed": seed,
+        "priority-share": options.priority_share,
+        "max-concurrency": options.max_concurrency,
+        "metric-percentiles": "50,90,99",
+        "percentile-metrics": "ttft,tpot,itl,server_queue_time",
+    }
+    if options.dataset == "mix":
+        names = [f"{kind}_{what}" for kind in ("short", "long") for what in ("input_len", "output_len", "per_minute")]
+        flags |= {name.replace("_", "-"): getattr(options, name) for name in names}
+    else:
+        flags |= {"random-input-len": options.short_input_len, "random-output-len": options.short_output_len}
+        flags |= {"low-rate": options.low_rate, "high-rate": options.high_rate, "phase-s": options.phase_s}
+    found = bench(target, flags, "--save-detailed", "--goodput", *options.goodput)
+    return found | found["instances"]
 
 
 def begin(client: Client, name: str, num_devices: int, settle_s: float) -> None:

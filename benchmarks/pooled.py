@@ -57,7 +57,7 @@ class Pool:
         return _figure(self._of(range(len(self._runs)), percent), self._drawn(percent))
 
     def ratio(self, other: "Pool", percent: float) -> Figure:
-        """Return the ratio of a percentile to the one of other runs. Raises `ValueError` if the seeds differ."""
+        """Return the ratio of a percentile to that of another pool. Raises `ValueError` if the seeds differ."""
         if self.seeds != other.seeds:
             raise ValueError(f"runs with the seeds {self.seeds} cannot be compared with those of {other.seeds}")
         every = range(len(self._runs))

@@ -14,13 +14,13 @@ from serving.simulator.step_cost import ModelStepCost, StepCost, StepShape, prom
 
 
 def prompt_s(cost: StepCost, degree: int, prompts: int, tokens: int) -> float:
-    """Return the seconds of a step that computes whole prompts."""
+    """Return the seconds of a step that computes `prompts` whole prompts of `tokens` tokens."""
     shape = StepShape(0, prompts, prompts * tokens, tokens)
     return cost.fixed_s(degree, shape) + cost.pair_s(degree) * prompts * prompt_pairs(0, tokens)
 
 
 def decode_s(cost: StepCost, degree: int, sequences: int, tokens: int) -> float:
-    """Return the seconds of a decode step over contexts of `length` tokens."""
+    """Return the seconds of a decode step of `sequences` sequences, each with a context of `tokens` tokens."""
     return cost.fixed_s(degree, StepShape(sequences)) + cost.context_s(degree) * sequences * tokens
 
 
@@ -52,16 +52,16 @@ FIGURE_3 = {
     (4, 100_000): ((13546.3, 26.36), (12147.0, 28.03), (11798.4, 28.91)),
     (1, 500_000): ((51135.5, 37.58), (51699.9, 41.61), (53605.9, 37.79)),
 }
-"""LoongServe Figure 3 in milliseconds: batch and length -> prefill and decode at TP8, SP2 x TP4 and SP4 x TP2.
+"""LoongServe Figure 3: prefill and decode times in ms at TP8, SP2 x TP4 and SP4 x TP2, by batch and length.
 
 The figure shows them relative to TP8; the values are from the authors' notebook
 (test/longserve/3-data-analyse-intro.ipynb of github.com/LoongServe/LoongServe)."""
 MASTERS = {(512, 1_000): (2, 4), (128, 5_000): (1, 2), (64, 10_000): (1, 2)}
-"""Number of masters in the notebook; 1 in other cases."""
+"""Numbers of masters (see `SequenceParallelCost`) for SP2 and SP4 in the notebook, by batch and length. Default: 1."""
 
 
 def figure_3_ratios(llama_7b: ModelShape) -> dict[str, list[tuple[float, float]]]:
-    """Return prefill and decode times of sequence parallelism relative to TP8, of the paper and of the model."""
+    """Return by phase the times of sequence parallelism relative to TP8, as pairs (published, simulated)."""
     device = find_device("A800")
     base = ModelStepCost(llama_7b, device)
     found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}

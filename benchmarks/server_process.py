@@ -1,5 +1,7 @@
-"""`amoeba serve` in another process, for benchmarks."""
+"""`amoeba serve` and `amoeba bench` in other processes, for benchmarks."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -34,3 +36,22 @@ def server(settings: Mapping[str, Any], **more: Any) -> Iterator[str]:
                 yield found[1]
             finally:
                 process.terminate()
+
+
+def bench(target: str, flags: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Send load to a server with `amoeba bench`, and return its JSON report.
+
+    Args:
+        flags: options by name, without the leading dashes.
+        more: further arguments, after the options.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.json"
+        named = {"target": target, **flags, "result-filename": report}
+        options = [f"--{name}={value}" for name, value in named.items()]
+        command = [sys.executable, "-m", "serving.cli", "bench", *options, *more]
+        # The client must not take memory of a GPU.
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        folder = Path(__file__).parents[1]
+        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(report.read_text())

@@ -82,7 +82,7 @@ class Soak:
     """Observations of a run.
 
     Attributes:
-        left: requests and pages of the server at the end, after all clients.
+        left: requests and pages of the server at the end, after all clients have ended.
         bugs: INTERNAL and UNKNOWN statuses, with their first text.
         attacks: number of runs of each attack.
         beside: innocent requests that ended during an attack, by name of the attack.
@@ -148,7 +148,7 @@ class Runner:
 
     @property
     def minutes(self) -> float:
-        """Seconds since the start of the run."""
+        """Minutes since the start of the run."""
         return (time.monotonic() - self._began) / 60
 
     def baseline(self) -> None:
@@ -159,7 +159,7 @@ class Runner:
             self._gather(self.soak.baseline)
 
     def attack(self, names: list[str]) -> None:
-        """Run the load with attacks; each attack runs once before one is repeated."""
+        """Run the load with attacks; no attack is repeated before all have run."""
         queue: list[str] = []
         while self.minutes < self._options.minutes and self._running.alive:
             queue = queue or self._dice.sample(names, len(names))

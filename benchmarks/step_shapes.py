@@ -16,6 +16,7 @@ from time import perf_counter
 
 import jax
 import numpy as np
+from decode import launch
 from rich.console import Console
 from rich.table import Table
 
@@ -33,9 +34,11 @@ Steps = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Work with and without a row of the table of shapes.
+    """Work with and without one row of the table of shapes.
 
     Attributes:
+        steps: steps that use the row.
+        instead: steps for the same work without the row.
         kept: function that returns whether a shape belongs to this row, at any degree.
     """
 
@@ -57,7 +60,10 @@ class Result:
 
 
 def cases(rows: int) -> list[Case]:
-    """Return the rows of the table for instances of `rows` sequences and the default token budget of 512."""
+    """Return a case for each row of the table of shapes, if an instance has at most `rows` sequences.
+
+    The token budget of a step is the default, 512.
+    """
     few = rows // 4
 
     def decodes(*sizes: int) -> Callable[[BatchShape], bool]:
@@ -122,7 +128,7 @@ class Runner:
         """Run steps one after the other, and wait for the last."""
         tokens = None
         for step in steps:
-            tokens = self.instance.launcher.launch_batch(self._batches[step]).argmax_ids
+            tokens = launch(self.instance, self._batches[step]).argmax_ids
         np.asarray(tokens)
 
 

@@ -2,12 +2,11 @@
 
     python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--brief] [--json results.json]
 
-For every variant, the baselines of `baselines/movers.py`, and each number of layers between two steps, it measures time
-and memory of moving the KV cache and the weights, steps and tokens meanwhile, and waits of requests. `restart` closes
-the engine and opens one with the other degree. Requests decode greedily on all instances, with the KV cache as full as
-requested. Further
-measurements: steps with the switch of a layer beside equal steps without one; idle changes with weights released and
-kept; and FFNs with padding.
+The methods are all variants with several numbers of layers between two steps, and the baselines of
+`baselines/movers.py`. For each method, the table has time and memory of moving the KV cache and the weights, steps and
+tokens meanwhile, and waits of requests. `restart` closes the engine and opens an engine with the other degree. Requests
+decode greedily on all instances, with the KV cache as full as requested. Further measurements: steps with the switch of
+a layer beside equal steps without one; idle changes with weights released and kept; and FFNs with padding.
 
 The time of a step is the time between two results. Programs run in launch order, so it includes all programs that were
 launched after the previous step. SmolLM2 has its real weights.
@@ -71,7 +70,10 @@ class Step:
 
 @contextmanager
 def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]:
-    """Collect all steps. `plain` hybrid steps run between two steps that switch layers, in one direction."""
+    """Collect all steps until the `with` block ends.
+
+    In changes of `direction`, run `plain_steps` steps without a switch between two steps that switch layers.
+    """
     found: list[Step] = []
     launch_plan, switch_layers = Instance.launch_plan, Transition.switch_layers
     turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
@@ -105,8 +107,8 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
 class Running:
     """Requests that decode on all instances in the background."""
 
-    def __init__(self, llm: LLM, prompts: list[list[int]]):
-        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    def __init__(self, llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS):
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         self._thread = threading.Thread(target=llm.generate, args=(prompts, params), daemon=True)
         self._thread.start()
         while sum(view.running for view in llm.instances) < len(prompts) or not self.all_decode(llm):
@@ -124,7 +126,7 @@ class Running:
 
 
 def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
-    """Wait until the instance of the first device has run further steps."""
+    """Wait until the instance of the first device has run `count` further steps."""
     wanted = sum(step.device == 0 for step in found) + count
     while sum(step.device == 0 for step in found) < wanted:
         if not llm._engine.has_requests:
@@ -135,7 +137,10 @@ def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
 def round_trip(
     llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0, direction: str = "up"
 ) -> dict[str, Any]:
-    """Merge and split once while requests decode. With plain steps, the other direction changes at once."""
+    """Merge and split once while requests decode.
+
+    With `plain_steps`, the change in the direction other than `direction` switches all layers at once.
+    """
     with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
         wait_for_steps(llm, found, STEADY_STEPS)
@@ -174,7 +179,7 @@ def merge_and_split(
     start: float,
     steps: int,
 ) -> dict[str, Any]:
-    """Return the measurements of a change; steps since `start` belong to the instances before it."""
+    """Merge and split, and return the measurements. Steps since `start` give the step time before the merge."""
     marks = [start]
     result: dict[str, Any] = {"kv_use": kv_use(llm)}
     for name, degree, way in (("up", 4, up), ("down", 1, down)):
@@ -197,7 +202,7 @@ def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Litera
 
 
 def restart_trip(open_llm: Callable[..., LLM], prompts: list[list[int]]) -> dict[str, Any]:
-    """Close an engine while requests decode, and open one with the other degree that recomputes them, both ways."""
+    """Close an engine while requests decode, and recompute them on an engine of the other degree, in each direction."""
     result: dict[str, Any] = {}
     llm = open_llm(tensor_parallel_size=1)
     for name, degree in (("up", 4), ("down", 1)):

@@ -50,7 +50,7 @@ def print_model(console: Console, result: dict[str, Any]) -> None:
 
 
 def summary(result: dict[str, Any]) -> Iterator[str]:
-    """Return lines that compare the variants."""
+    """Yield lines that compare the variants."""
     ways = {(way["variant"], way.get("layers_per_step")): way["trips"] for way in result["ways"]}
     layers = result["layers"]
 

@@ -66,7 +66,7 @@ async def serve(llm: LLM, requests: list[PlannedRequest]) -> tuple[list[float], 
 
 
 def run_engine(llm: LLM, workload: WorkloadConfig, policy: str, config: AmoebaConfig, layers_per_step: int) -> Row:
-    """Run the engine with a policy."""
+    """Run the engine with a policy, and return its figures."""
     requests = plan_requests(workload, llm.max_model_len)
     hook = llm.use_scheduler_hook(
         lambda engine: EngineScheduler(engine, make_policy(policy, config=config), layers_per_step)
@@ -88,7 +88,7 @@ def run_engine(llm: LLM, workload: WorkloadConfig, policy: str, config: AmoebaCo
 
 
 def run_twin(config: SimulationConfig, policy: str) -> Row:
-    """Run the simulation."""
+    """Run the simulation, and return its figures."""
     report = simulate(config, policy).report()
     return Row(
         report["output_throughput"],
@@ -116,7 +116,7 @@ def mean(one: Calibration, two: Calibration) -> Calibration:
 
 
 def workload(options: argparse.Namespace, rate: float) -> WorkloadConfig:
-    """Return the workload: short requests, and a few that only merged instances hold."""
+    """Return the workload: short requests, and a few long requests that fit only on merged instances."""
     return WorkloadConfig(
         dataset_name="mix",
         duration_s=options.duration,

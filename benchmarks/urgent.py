@@ -95,7 +95,7 @@ def gaps(times: Iterable[list[float]], begin: float, end: float) -> list[float]:
 
 
 def timed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[RequestOutput, float, float]:
-    """Serve one request, and return its output and its span."""
+    """Serve one request, and return its output, begin and end."""
     begin = time.perf_counter()
     return llm.generate(prompt, params)[0], begin, time.perf_counter()
 
@@ -109,12 +109,12 @@ def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def beyond(times: list[list[float]], spans: list[tuple[float, float]], step_s: float) -> list[float]:
-    """Return the longest gap around each urgent request beyond its own time, in steps."""
+    """Return for each span of an urgent request its longest overlapping gap minus the length of the span, in steps."""
     return [(max(gaps(times, *span), default=0.0) - (span[1] - span[0])) / step_s for span in spans]
 
 
 def run(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    """Run both parts."""
+    """Run urgent requests on an idle instance, then beside best-effort requests, and return the measurements."""
     dice = np.random.default_rng(options.seed)
     vocabulary = llm.dims.config.vocab_size
     count = DEVICES * options.max_num_seqs + options.waiting

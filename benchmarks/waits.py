@@ -6,9 +6,10 @@ Requests decode on all instances, on virtual devices, with `layers_per_step="aut
 of steps vary even without a change. The table has
 
 - the longest gap between two tokens of a request during a merge and a split, in steps of the slower layout; the longest
-gap without a change in that layout, over as many tokens; and the duration relative to a change of all layers at once; -
-the TTFT of a short prompt that arrives at the start, in the middle and at the end of a change, relative to its TTFT
-without a change in both layouts; - the share of cached prompt tokens that are found after the change.
+  gap without a change in that layout, over as many tokens; and the duration relative to a change of all layers at once;
+- the TTFT of a short prompt that arrives at the start, in the middle and at the end of a change, relative to its TTFT
+  without a change in the slower layout;
+- the share of cached prompt tokens that are found after the change.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 PLACES = ("start", "middle", "end")
 _SETTLE_TOKENS = 6
 _REST_TOKENS = 12
-"""Tokens of a short request: about the steps of a change."""
+"""Tokens to generate before and after a change, for comparison: about as many as a change has steps."""
 
 
 class Watched:
@@ -64,12 +65,12 @@ class Watched:
         return sink
 
     def submit(self) -> None:
-        """Record tokens, in the dispatcher thread."""
+        """Submit the requests. Call it in the dispatcher thread."""
         self.submitted = time.perf_counter()
         self._llm._engine.submit([request.sequences[0] for request in self._requests])
 
     def start(self) -> "Watched":
-        """Submit requests, from another thread."""
+        """Submit the requests from another thread, and return this object."""
         self._llm._dispatcher.call(self.submit).result()
         return self
 
@@ -103,7 +104,10 @@ def first_token(llm: LLM, prompt: list[int]) -> float:
 
 
 def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: int | str = "auto"):
-    """Transform, and submit a short request at `place`. Returns the seconds of both and the span."""
+    """Transform, and submit a short request at `place`.
+
+    Return the TTFT of the request in seconds (0 without a prompt), and begin and end of the change.
+    """
     late: list[Watched] = [] if prompt is None else [Watched(llm, [prompt], SHORT)]
     num_layers = llm._engine.dims.config.num_layers
     wanted = {"start": 0, "middle": num_layers // 2, "end": num_layers - 1}[place]
@@ -192,7 +196,7 @@ def prefixes(llm: LLM, devices: int, prompts: list[list[int]]) -> dict[str, floa
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """Print a table for each model."""
+    """Print the results of a model."""
     table = Table(title=name)
     for column in ("", "merge", "split"):
         table.add_column(column)

@@ -23,10 +23,10 @@ class Block(NamedTuple):
 
 
 class _FreeBlocks:
-    """Free blocks of one order: a set that returns its lowest member in O(log n).
+    """Free blocks of one order: a set from which the lowest block can be taken in O(log n).
 
-    A block that coalesced stays in the heap until it reaches the top, and is not added a second time. The heap
-    therefore never holds more entries than there are ids.
+    The entry of a removed block stays in the heap until it reaches the top. If the block is added again while its entry
+    is still there, no second entry is made. The heap therefore has at most one entry for each block.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _FreeBlocks:
         return unit in self._free
 
     def append(self, units: range) -> None:
-        """Add blocks with higher ids than all earlier ones: appending them keeps the heap valid."""
+        """Add blocks with higher ids than all earlier blocks. Appending such blocks keeps the heap valid."""
         self._free.update(units)
         self._queued.update(units)
         self._heap.extend(units)
@@ -67,11 +67,11 @@ class _FreeBlocks:
 class BuddyAllocator:
     """Allocator of reference-counted blocks of units over the extents of one device.
 
-    It takes the smallest free block that is large enough, so that whole pages stay whole; among equal blocks, the
-    lowest id. Extents added later (released weights) have the highest ids, so they fill last and empty first, before
-    their weights must be restored.
+    `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of this
+    size, it takes the block with the lowest id. Extents that are added later (released weights) have higher ids, so
+    they are filled last. They are therefore likely to be free when their weights must be restored.
 
-    Not thread-safe: only the engine's dispatcher thread changes it.
+    Not thread-safe: only the engine's dispatcher thread calls it.
     """
 
     def __init__(self, max_tp: int) -> None:
@@ -99,7 +99,7 @@ class BuddyAllocator:
         return self.num_free(0)
 
     def num_free(self, order: int) -> int:
-        """Return the number of blocks of `order` that `allocate_many` could allocate now."""
+        """Return the number of blocks of `order` that can be allocated now, also by splitting larger blocks."""
         self._check_order(order)
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 
@@ -113,7 +113,10 @@ class BuddyAllocator:
         return start
 
     def allocate(self, order: int) -> int:
-        """Allocate a block with one reference and return its first unit. Raises `OutOfPagesError` if none is free."""
+        """Allocate a block with one reference and return its first unit.
+
+        Raises `OutOfPagesError` if no block of `order` is free.
+        """
         self._check_order(order)
         for k in range(order, self.max_order + 1):
             if self._free[k]:
@@ -131,7 +134,7 @@ class BuddyAllocator:
     def allocate_many(self, order: int, n: int) -> list[int]:
         """Allocate `n` blocks with one reference each and return their first units.
 
-        Raises `OutOfPagesError` if fewer are free. Nothing is allocated then.
+        Raises `OutOfPagesError`, and allocates nothing, if fewer than `n` blocks are free.
         """
         if n < 0:
             raise ValueError(f"n is {n}; it must not be negative")
@@ -142,7 +145,7 @@ class BuddyAllocator:
     def claim(self, unit: int, order: int) -> None:
         """Allocate the block of `order` that starts at `unit`, with one reference.
 
-        Raises `ValueError` if `unit` is not aligned or any unit of the block is in use. Nothing is changed then.
+        Raises `ValueError`, and changes nothing, if `unit` is not aligned or a unit of the block is not free.
         """
         self._check_order(order)
         if unit % (1 << order):
@@ -167,7 +170,7 @@ class BuddyAllocator:
         self._references[unit] += 1
 
     def free(self, unit: int) -> None:
-        """Drop a reference to the live block that starts at `unit`. Without references the block is free."""
+        """Drop a reference to the live block that starts at `unit`. Dropping the last reference frees the block."""
         self._check_live(unit)
         self._references[unit] -= 1
         if self._references[unit]:
@@ -182,9 +185,9 @@ class BuddyAllocator:
         self._free[order].add(unit)
 
     def become(self, other: "BuddyAllocator") -> None:
-        """Take over the extents and blocks of `other`, on which a change was planned. Do not use `other` afterwards.
+        """Take over the extents and blocks of `other`, an allocator on which a change of the device was planned.
 
-        A device has one allocator object for its lifetime, so holders of this object see the change.
+        All objects that hold this allocator then see the change. Do not use `other` afterwards.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")

@@ -16,24 +16,24 @@ def assign_down(
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " S"]:
-    """Choose an instance for each of the `S` sequences of a group that splits. Return the indices of the instances.
+    """Choose an instance for each of the `S` sequences of a group that splits. Return the index of each instance.
 
-    The longest sequences are assigned first, each to the instance with the most free pages. A shared page takes a page
-    on every instance that gets one of its sequences. Sequences that share pages are kept together only if they do not
-    fit otherwise: instances should not stay idle because all prompts begin with the same system prompt. Cached pages
-    without a sequence are not part of the input; the caller drops them.
+    The longest sequences are assigned first, each to the instance with the most free pages. If several instances get
+    sequences that share a page, each instance needs a copy of this page. Sequences that share pages are kept together
+    only if they do not fit otherwise: instances should not stay idle because all prompts begin with the same system
+    prompt. Cached pages without a sequence are not part of the input; the caller drops them.
 
     Args:
-        pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers are the
+        pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
             same page.
         room: free pages of each instance, in pages of the lower degree.
-        staying: number of pieces of each sequence that could stay in place on each instance (`staying_pieces`). A
-            sequence goes to the instance with the highest number. Some sequences then move on, until the free pages of
-            the instances differ by at most the longest sequence.
+        staying: number of pieces of each sequence that could stay in place on each instance
+            (`relayout.staying_pieces`). If given, each sequence is first assigned to the instance with its highest
+            number. Sequences are then reassigned until the free pages of the instances differ by at most the longest
+            sequence. If the result does not fit, `staying` is ignored.
         limit: maximum number of sequences of an instance: one number for all, or one for each. None: no limit.
 
-    Raises `OutOfPagesError` if no assignment is found. The search is a greedy packing with three preferences, and not
-    exhaustive.
+    Raises `OutOfPagesError` if no assignment is found. The search is greedy and may miss an assignment that exists.
     """
     numbers, index = np.unique(np.concatenate([np.zeros(0, np.int64), *pages]), return_inverse=True)
     ends = list(itertools.accumulate(len(p) for p in pages))
@@ -61,7 +61,8 @@ def assign_down(
 
 
 _Preference = Callable[[int, int], tuple[int, int]]
-"""Function `(free pages of an instance, new pages that a group needs there) -> cost`. The lowest cost wins."""
+"""Function of the free pages of an instance and the new pages that a group of sequences needs there. Returns a cost:
+the group goes to the instance with the lowest cost."""
 
 
 def _assign(
@@ -72,9 +73,10 @@ def _assign(
     preference: _Preference,
     limit: list[int],
 ) -> Int32[np.ndarray, " S"] | None:
-    """Assign groups of sequences, the largest first. Return None if a sequence does not fit.
+    """Assign groups of sequences, the group with the most pages first. Return the instance of each sequence.
 
-    If a group does not fit into one instance, its sequences are assigned one by one.
+    If a group does not fit into one instance, its sequences are assigned one by one. Return None if a sequence does not
+    fit.
     """
     free, left = list(room), list(limit)
     held = np.zeros((len(room), num_pages), bool)
@@ -108,8 +110,10 @@ def _assign_staying(
     staying: Sequence[Int[np.ndarray, " _"]],
     limit: list[int],
 ) -> Int32[np.ndarray, " S"] | None:
-    """Assign each sequence to the instance on which most of its pieces stay, then balance. Return None if one does not
-    fit."""
+    """Assign each sequence to the instance on which most of its pieces stay, then balance the free pages.
+
+    Return None if the balanced assignment does not fit.
+    """
     if not pages:
         return np.zeros(0, np.int32)
     state = _Staying(pages, num_pages, np.asarray(room), np.stack(staying), limit)
@@ -119,11 +123,12 @@ def _assign_staying(
 
 
 class _Staying:
-    """Assignment that starts with every sequence where most of its pieces stay, and is balanced move by move.
+    """Assignment of sequences to instances that is balanced by moves of single sequences.
 
-    Every move goes to the instance with the most free pages and makes the free pages of the two instances more equal:
-    afterwards both have more free pages than the fuller one had before. So the moves end. Moves away from an instance
-    with too many sequences end too, because no move gives another instance too many.
+    At first, every sequence is on the instance where most of its pieces stay. A move goes to the instance with the most
+    free pages, among the instances that may get another sequence. Afterwards both instances of the move have more free
+    pages than the fuller instance had before, so the moves end. Moves away from an instance with too many sequences end
+    too, because no move gives another instance too many sequences.
     """
 
     def __init__(
@@ -163,7 +168,7 @@ class _Staying:
         self.assignment[sequence] = instance
 
     def next_move(self) -> tuple[int, int] | None:
-        """Return a sequence to move and the instance to move it to, or None if the assignment is balanced."""
+        """Return the next sequence to move and its new instance, or None if no move is needed or possible."""
         free, counts = self._free, self._counts
         open_to = np.flatnonzero(counts < self._limit)
         if not len(open_to):
@@ -187,13 +192,13 @@ class _Staying:
         return None
 
     def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " S"]:
-        """Count the flagged pages of each sequence."""
+        """Return the number of pages of each sequence whose flag is set. `flags` has one entry for each page."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 
 
 def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
-    """Group the sequences so that no two groups share a page."""
+    """Return the smallest groups of sequences such that no two groups share a page."""
     leader = list(range(len(pages)))
 
     def find(sequence: int) -> int:

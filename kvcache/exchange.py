@@ -1,4 +1,7 @@
-"""Programs that run the phases of a migration plan on the devices of a group, in place: gather, exchange, scatter."""
+"""Programs that run the phases of a migration plan (`kvcache.migration`) on the devices of a group.
+
+A phase gathers the pieces of pages that each rank sends, exchanges them, and scatters the received pieces in place.
+"""
 
 import functools
 import itertools
@@ -18,21 +21,21 @@ from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
-"""Phases of equal distance that one program without a loop runs. Launching a program on four devices takes 0.3 ms of
-CPU time, and most plans with phases of a distance have at least three of each."""
+"""Number of phases with the same distance that one program without a loop runs. Launching a program on four devices
+takes 0.3 ms of CPU time. If a plan has phases of a distance, it mostly has at least three."""
 
 PHASES_OF_LOOP = 16
-"""Most phases that a program with a loop runs. Most plans have fewer."""
+"""Maximum number of phases that a program with a loop runs. Most plans have fewer phases."""
 
 
 class ExchangeKind(NamedTuple):
     """Shape of an exchange program: the number of phases that it runs in sequence, and their distance.
 
-    `migration.Phase` defines phases and their distance. `distance` None: the phase is general.
+    `migration.Phase` defines phases and distances. `distance` is None for a program of general phases.
 
-    A program with a loop runs at most `num_phases` phases, each with its own distance (`distance` is None). It replaces
-    many programs and takes one launch for a layer. It suits CPU only: on a GPU, which runs ahead of the host, the host
-    would have to wait in each phase to learn the branch to take.
+    A program with a loop runs at most `num_phases` phases of any distance, and its `distance` is None too. It replaces
+    many programs and takes one launch for a layer. It suits CPU only: on a GPU, the host launches work ahead, and would
+    have to wait in each phase to learn which branch the program takes.
     """
 
     distance: int | None
@@ -41,14 +44,14 @@ class ExchangeKind(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Phases that one program runs together, as its inputs. `p` and `K` are defined in `migration.Phase`.
+    """Inputs of one exchange program: the phases that it runs. `migration.Phase` defines `p`, `K` and the ids.
 
     Attributes:
         kind: shape of the program.
-        send: `[p, num_phases, *pieces]` ids of the pieces that leave. For a loop `[p, num_phases, p * K + 1]`: the last
-            entry is the branch of the phase, namely 0 for a general phase, `1 + distance` for a phase with a distance,
-            and `PADDING` behind the last phase.
-        receive: `[p, num_phases, *pieces]` target ids. For a loop `[p, num_phases, p * K]`.
+        send: `[p, num_phases, *pieces]` `Phase.send` of each phase. In a program with a loop
+            `[p, num_phases, p * K + 1]`: the last entry is the branch of the phase. It is 0 for a general phase,
+            `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
+        receive: `[p, num_phases, *pieces]` `Phase.receive` of each phase. With a loop `[p, num_phases, p * K]`.
     """
 
     kind: ExchangeKind
@@ -57,9 +60,11 @@ class Exchange(NamedTuple):
 
 
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
-    """Return all kinds that `join_phases` uses for `p` ranks: one kind with a loop if `loop`, else several without.
+    """Return all kinds of programs that the exchanges of `join_phases` need for `p` ranks.
 
-    Without a loop, general phases and phases with distance 0 run one at a time, because they are rare.
+    If `loop`, there is only one kind. Otherwise, there is a kind for a single general phase, a kind for a single phase
+    of each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0. General phases and phases of
+    distance 0 are rare, so there are no programs for several of these phases.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -68,7 +73,7 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """Group the phases of a plan, in their order, into exchanges. One program runs each: with a loop if `loop`."""
+    """Group the phases of a plan into exchanges, in the same order. If `loop`, each exchange is for a loop program."""
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
     exchanges = []
@@ -102,19 +107,19 @@ def exchange_pieces(
     receive: Int32[Array, "*pieces"],
     distance: int | Int32[Array, ""] | None = None,
 ) -> list[jax.Array]:
-    """Exchange the pieces of one `Phase` in one layer and return the extents. In place if they are donated.
+    """Exchange the pieces of one `Phase` in one layer and return the extents, updated in place if they are donated.
 
-    Runs on one rank, inside `shard_map` over `p` ranks. Temporary memory: the pieces sent and as many received.
+    Runs on one rank, inside `shard_map` over `p` ranks. Temporary memory: all sent and all received pieces.
 
     Args:
         extents: extents of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements, and ids count
             over all extents.
-        num_read: number of leading extents that pieces are sent from.
-        num_written: number of leading extents that pieces are written to.
+        num_read: pieces are read from the first `num_read` extents.
+        num_written: pieces are written to the first `num_written` extents.
         send: ids of the pieces that this rank sends, `[p, K]` or `[p * K]`. A negative id sends garbage (padding).
         receive: target ids of the pieces that this rank receives, same shape. A negative id writes nothing.
-        distance: distance of the phase, None for a general phase; in a loop the branch, an int32 scalar (see
-            `Exchange`).
+        distance: distance of the phase, or None for a general phase. In a program with a loop, an int32 scalar array
+            with the branch (see `Exchange`).
     """
     p = jax.lax.axis_size(TP_AXIS)
     rows = as_pieces(extents, p)
@@ -133,12 +138,12 @@ def exchange_pieces(
 
 
 def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
-    """Reshape the extents of one rank to rows of one piece: XLA neither transposes nor copies a flat leading axis."""
+    """Reshape the extents of one rank so that each row is one piece, without a transposition or copy in XLA."""
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
 
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[Array, "N elems"]:
-    """Gather pieces by ids that count over all of `rows`. A negative id returns garbage."""
+    """Return the pieces with the given ids, which count over all arrays of `rows`. A negative id returns garbage."""
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
         inside = (ids >= start) & (ids < start + len(r))
@@ -148,7 +153,10 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[A
 
 
 def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N elems"]:
-    """Send all pieces from this rank `r` to rank `r ^ distance`. Return its pieces. Takes bits, see `as_bits`."""
+    """Send `pieces` from this rank `r` to rank `r ^ distance`, and return the pieces that arrive from that rank.
+
+    The pieces must be reinterpreted as bits before (`as_bits`).
+    """
     if distance == 0:
         return pieces
     pairs = [(rank, rank ^ distance) for rank in range(jax.lax.axis_size(TP_AXIS))]
@@ -156,15 +164,18 @@ def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N e
 
 
 def swap_blocks(blocks: Sequence[Num[Array, "K elems"]]) -> Num[Array, "N elems"]:
-    """Send block `i` to the rank at distance `i`, for every `i` (a general phase). Return the received blocks."""
+    """Send block `i` to the rank at distance `i`, for every `i` (a general phase).
+
+    Returns the received blocks, concatenated in the order of the distances.
+    """
     return jnp.concatenate([swap_pieces(block, distance) for distance, block in enumerate(blocks)])
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """Reinterpret elements as integers: XLA's CPU backend sends bf16 as f32, which doubles the bytes and changes NaNs.
+    """Reinterpret elements as unsigned integers of the same size. Elements of 32 bits are returned unchanged.
 
-    Elements of 32 bits stay as they are: reinterpreting the received pieces would copy them again, a fifth of the time
-    of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. Elements of 32 bits have no such
+    problem, and reinterpreting them would add a copy of the received pieces: a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
@@ -178,7 +189,10 @@ def of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def scatter_pieces(
     rows: Sequence[jax.Array], ids: Int32[Array, " N"], pieces: Float[Array, "N elems"]
 ) -> list[jax.Array]:
-    """Write pieces at ids that count over all of `rows`, all different. A negative id writes nothing."""
+    """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays `rows`.
+
+    Ids count over all arrays of `rows`. A negative id writes nothing. All other ids differ.
+    """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))
@@ -200,20 +214,21 @@ def compile_exchange(
 ) -> jax.stages.Compiled:
     """Compile a program `(extents, send, receive) -> extents` that runs an `Exchange` in one layer.
 
-    `extents` are all extents of the layer in the old and the new layout, each `[tp * pages, page_elems]` over the ranks
-    of the group, donated. `send` and `receive` are the arrays of the exchange, sharded over the ranks. Temporary memory
-    on each rank: at most `2 * tp * phase_pieces` pieces, in a loop `3 * tp * phase_pieces`.
+    `extents` are all extents of the layer, each `[tp * pages, page_elems]` over the ranks of the group. They are
+    donated. `send` and `receive` are the arrays of the exchange, sharded over the ranks. Temporary memory on each rank:
+    at most `2 * tp * phase_pieces` pieces, or `3 * tp * phase_pieces` for a program with a loop.
 
     Args:
         geometry: geometry of the pages.
         dtype: dtype of the extents.
-        group: devices of the higher degree, also when an instance splits.
-        old_extent_pages: number of pages of each extent that may hold pages in the old layout.
-        new_extent_pages: number of pages of each extent in the new layout. One of the two lists begins with the other.
+        group: devices of the instance with the higher degree, for a merge and for a split.
+        old_extent_pages: number of pages of each extent that exists in the old layout.
+        new_extent_pages: number of pages of each extent that exists in the new layout. The shorter of the two lists
+            must be a prefix of the longer list.
         phase_pieces: `K` of the phases.
         kind: kind of the exchange.
 
-    Raises `LayoutError` if neither list of extents begins with the other.
+    Raises `LayoutError` if the shorter list is empty or not a prefix of the longer list.
     """
     few, many = sorted((old_extent_pages, new_extent_pages), key=len)
     if many[: len(few)] != few or not few:

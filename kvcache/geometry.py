@@ -17,7 +17,7 @@ class PageGeometry:
     """
 
     kv_heads: int
-    """Stored KV heads. A model with fewer KV heads than `max_tp` stores each one several times."""
+    """Stored KV heads, a multiple of `max_tp`, with copies and zero heads (`sharding.heads`)."""
     page_size: int
     """Tokens in a page, a power of two."""
     head_dim: int
@@ -40,11 +40,14 @@ class PageGeometry:
 
     @property
     def page_elems(self) -> int:
-        """Elements of a whole page, and row length of an extent."""
+        """Elements of a whole page: the row length of an extent."""
         return self.kv_heads * 2 * self.page_size * self.head_dim
 
     def sub_pages(self, tp: int) -> int:
-        """Return the number of sub-pages of a page at degree `tp`, which is `tp`, or raise `LayoutError`."""
+        """Return the number of sub-pages of a page at degree `tp`, which is `tp`.
+
+        Raises `LayoutError` if `tp` is not a power of two from 1 to `max_tp`.
+        """
         if not is_degree(tp) or tp > self.max_tp:
             raise LayoutError(f"TP degree is {tp}; it must be a power of two and at most max_tp ({self.max_tp})")
         return tp

@@ -5,11 +5,12 @@ send, exchange them, and then write the received pieces. A *slot* is the memory 
 leaves a slot in some phase, the slot may be written in the same phase. A move therefore waits until the moves that
 vacate its target are in the same phase or an earlier one.
 
-Each slot is the target of at most one move, so the moves form cycles, and trees that end in free slots. Trees are
-scheduled from their free slots backwards. All moves of a cycle must run in one phase. A cycle that is too long for a
-phase is cut into arcs, and each arc is closed to a shorter cycle. This brings all pieces except the last one of each
-arc to their targets. The last pieces are then in the first slots of their arcs. They form a cycle with one slot for
-each arc, which is scheduled the same way. So no plan needs a free slot, even if all ranks are full.
+Each slot is the target of at most one move, so the moves form cycles and trees whose leaves are free slots. A tree is
+scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that they vacate.
+All moves of a cycle must run in one phase. A cycle that is too long for a phase is cut into arcs, and each arc is
+closed to a shorter cycle. These cycles bring all pieces to their targets, except the last piece of each arc, which
+lands in the first slot of its arc. The first slots of all arcs form one more cycle, which is scheduled the same way.
+Therefore a plan never needs a free slot, even if all ranks are full.
 """
 
 import heapq
@@ -24,16 +25,16 @@ PADDING = -1
 """Id of an unused entry of `Phase.send` and `Phase.receive`."""
 
 GENERAL_COST = 1.2
-"""Time of a general phase, in which each rank trades with all ranks, relative to a phase with a distance, in which each
-trades with one. Measured on CPU: a general phase waits for its peers several times."""
+"""Time of a general phase (each rank trades with all ranks), divided by the time of a phase with a distance (each rank
+trades with one rank). Measured on CPU, where a general phase waits for other ranks several times."""
 
 
 @dataclass(frozen=True)
 class Phase:
     """Pieces that the ranks exchange at once: a *general* phase between all ranks, or a phase between pairs of ranks.
 
-    The distance of ranks `r` and `s` is `r ^ s`. `K` is `phase_pieces`, equal in all phases of a plan. Both arrays have
-    `PADDING` at the same indices.
+    The distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `K` is the argument `phase_pieces` of
+    `plan_phases`, equal in all phases of a plan. Unused entries of both arrays are `PADDING`.
     """
 
     send: Int32[np.ndarray, "p *pieces"]
@@ -41,34 +42,34 @@ class Phase:
     `receive[r ^ i, i, n]` of rank `r ^ i`. With a distance: `[p, p * K]`, and `send[r, n]` goes to
     `receive[r ^ distance, n]`."""
     receive: Int32[np.ndarray, "p *pieces"]
-    """Ids of the target slots, same shape."""
+    """Ids of the slots that the arriving pieces are written to, with the shape of `send`."""
     distance: int | None = None
-    """Distance of the ranks that trade; None for a general phase."""
+    """Distance of the ranks that exchange pieces; None for a general phase."""
 
 
 def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tuple[int, ...]:
-    """Return the shape of the ids of one rank in a phase."""
+    """Return the shape of `Phase.send` for one rank: `(p, K)` in a general phase, otherwise `(p * K,)`."""
     return (num_ranks, phase_pieces) if distance is None else (num_ranks * phase_pieces,)
 
 
 def plan_phases(
     source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
 ) -> list[Phase]:
-    """Plan phases that, run in order, copy the piece at each source to its target.
+    """Plan phases that copy each piece from its source to its target when they run in order.
 
-    If many pieces can move between ranks of one distance, a phase with this distance moves them: more pieces in less
-    time. General phases move the remaining pieces, and pieces that wait for each other.
+    If many pieces can move between ranks of one distance, a phase with this distance moves them, because it moves more
+    pieces in less time. General phases move the remaining pieces, and pieces that wait for each other.
 
     A source may have several targets, and may be the target of another piece. A slot that is not a target keeps its
-    piece. A slot that is both source and target may hold other pieces between phases; all other targets are written
-    once. Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` pieces, sent and received.
+    piece. A slot that is both source and target may hold other pieces between phases. Any other target is written once.
+    Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` sent and received pieces.
 
     Args:
-        source: (rank, piece id) of each piece.
-        target: (rank, piece id) of its target slot, all different. May be equal to its source.
+        source: (rank, piece id) of the source slot of each piece.
+        target: (rank, piece id) of the target slot of each piece. All targets differ. A target may equal its source.
         num_ranks: `p` of the phases.
-        phase_pieces: `K` of the phases: the number of pieces from one rank to another (or to itself) in a general
-            phase. At least 2, so that two pieces of one rank can trade slots.
+        phase_pieces: `K` of the phases: the number of pieces that a rank can send to each rank, itself included, in a
+            general phase. At least 2, so that two pieces of one rank can trade slots.
 
     Raises `ValueError` for a negative id, an unknown rank, equal targets, or `phase_pieces` below 2. Every other set of
     moves has a plan.
@@ -122,9 +123,9 @@ def _dependencies(
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
     """Return three values for each move: `refill`, `depth` and `cyclic`.
 
-    `refill` is the move into the slot that this move vacates; -1 if there is none. It has to wait for this move. Its
-    own `refill` waits for it, and so on: `depth` is the length of this chain. `cyclic` tells whether the move is on a
-    cycle.
+    `refill` is the index of the move into the slot that this move vacates, or -1. The refill waits for this move, its
+    own refill waits for it, and so on. `depth` is the length of this chain of waiting moves (without a meaning if the
+    chain ends in a cycle). `cyclic` is True if the move is on a cycle.
     """
     num_moves = len(sources)
     into = np.full(num_slots, num_moves)
@@ -142,9 +143,9 @@ def _dependencies(
 
 
 class _Timetable:
-    """Phases planned so far, with the free entries of each pair of ranks.
+    """Phases planned so far, with the number of free entries of each pair of ranks.
 
-    A slot is numbered `rank * num_ids + piece id`, a pair `from rank * num_ranks + to rank`.
+    The number of a slot is `rank * num_ids + piece id`. The number of a pair is `from rank * num_ranks + to rank`.
     """
 
     def __init__(self, num_ranks: int, num_ids: int, phase_pieces: int) -> None:
@@ -153,7 +154,7 @@ class _Timetable:
         self._phase_pieces = phase_pieces
         self.distances: list[int | None] = []  # of each phase
         self._free: list[list[int]] = []  # [phase][pair]
-        # (pair, count) -> no phase before this one has `count` free entries of the pair.
+        # By (pair, count): all earlier phases have fewer than `count` free entries of the pair.
         self._first_with_free: dict[tuple[int, int], int] = {}
 
     def _add_phase(self, distance: int | None = None) -> list[int]:
@@ -168,7 +169,10 @@ class _Timetable:
         return free
 
     def _best_distance(self, queues: list[list[int]]) -> int | None:
-        """Return the distance of the phase that moves most of the ready pieces per time, None for a general phase."""
+        """Return the distance of the phase that moves the most ready pieces in a given time.
+
+        `queues` has the ready moves of each pair of ranks. Return None if a general phase is best.
+        """
         p, most = self._num_ranks, self._phase_pieces
         # Below this number a general phase is better: chains of waiting moves need fewer general phases.
         best, best_distance = p * most // 2, None
@@ -187,9 +191,9 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """Choose the phase of each move that is not on a cycle; 0 for moves on cycles. Earlier moves have priority.
+        """Return the phase of each move that is not on a cycle, and 0 for each move on a cycle.
 
-        `refill` and `cyclic` come from `_dependencies`.
+        Moves with lower indices have priority. `refill` and `cyclic` come from `_dependencies`.
         """
         refills = refill.tolist()
         on_cycle = cyclic.tolist()
@@ -223,10 +227,10 @@ class _Timetable:
     def enter_swaps(
         self, sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], which: Bool[np.ndarray, " M"]
     ) -> tuple[Int64[np.ndarray, "N 3"], Bool[np.ndarray, " M"]]:
-        """Choose the phases of pairs of pieces that trade slots, among the moves on cycles that `which` selects.
+        """Choose the phases of swaps: pairs of moves that trade slots, among the moves on cycles that `which` selects.
 
-        Merges and splits in place consist mostly of such swaps. Swaps that are too few for a phase of their distance
-        get no phase here. Return the moves that got one as `[source, target, phase]`, and a mask over all moves.
+        Merges and splits in place consist mostly of swaps. Swaps that are too few for a phase of their distance get no
+        phase here. Return the moves with a phase, as rows `[source, target, phase]` and as a mask over all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -257,10 +261,10 @@ class _Timetable:
         return np.concatenate([np.zeros((0, 3), np.int64), *found]), entered
 
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "N 3"]:
-        """Choose the phases of the moves on cycles. Return the moves as `[source, target, phase]`.
+        """Choose the phases of the moves on cycles. Return rows `[source, target, phase]`.
 
-        `following` has the next slot of each slot on a cycle, and is emptied. `ready[slot]`, if present, is the first
-        phase in which the slot may be written.
+        `following` maps each slot on a cycle to the next slot of the cycle. It is emptied. `ready[slot]`, if present,
+        is the first phase in which the slot may be written. It is updated.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -283,9 +287,10 @@ class _Timetable:
         return np.array(moves, np.int64).reshape(-1, 3)
 
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Cut a cycle into arcs with at most `limit` moves of each pair of ranks. Yield each with its moves per pair.
+        """Cut a cycle into arcs with at most `limit` moves of each pair of ranks.
 
-        The move from the last slot of an arc to its first one counts too. Only the last arc may have a single slot.
+        Yield the slots of each arc and its number of moves by pair of ranks. The move from the last slot of an arc to
+        its first slot counts too. Each arc but the last has at least two slots.
         """
         ranks = [slot // self._num_ids for slot in cycle]
         arc, counts = [cycle[0]], Counter[int]()
@@ -308,7 +313,10 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Take `counts[pair]` entries of each pair, in the first phase from `phase` on that has them. Return it."""
+        """Reserve `counts[pair]` entries of each pair in the first suitable phase from `phase` on. Return this phase.
+
+        Phases are added if no phase has enough free entries.
+        """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)
             while first < len(self._free) and self._free[first][pair] < count:
@@ -325,7 +333,10 @@ class _Timetable:
 
 
 def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
-    """Yield the slots of each cycle of `following` (slot -> slot), in order. Empties `following`."""
+    """Yield the slots of each cycle with at least two slots, in order.
+
+    `following` maps each slot to the next slot of its cycle. It is emptied.
+    """
     while following:
         start, slot = following.popitem()
         cycle = [start]
@@ -339,7 +350,7 @@ def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
 def _phases(
     moves: Int64[np.ndarray, "N 3"], num_ranks: int, num_ids: int, phase_pieces: int, distances: list[int | None]
 ) -> list[Phase]:
-    """Return the phases of moves `[source, target, phase]`."""
+    """Build the phases from all moves, given as rows `[source, target, phase]`."""
     from_rank, source = np.divmod(moves[:, 0], num_ids)
     to_rank, target = np.divmod(moves[:, 1], num_ids)
     phase = moves[:, 2]

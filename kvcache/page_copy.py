@@ -1,4 +1,4 @@
-"""Copies of whole pages within the extents of a layer, for sequences that stop sharing a page."""
+"""Copies of whole pages within the extents of a layer, for sequences that write to a shared page."""
 
 from collections.abc import Sequence
 
@@ -17,23 +17,23 @@ def copy_pages(
     source_ids: Int32[Array, " N"],
     target_ids: Int32[Array, " N"],
 ) -> list[jax.Array]:
-    """Copy page `source_ids[n]` to page `target_ids[n]` and return the extents. In place if they are donated.
+    """Copy page `source_ids[n]` to page `target_ids[n]`. Return the extents, updated in place if they are donated.
 
     Runs on one rank, inside `shard_map`. All sources are read before the first target is written, so a page may be the
     source of one copy and the target of another. Temporary memory: `N` sub-pages.
 
     Args:
         extents: extents of one layer, each `[pages, page_elems]`.
-        first_ids: first page id of each extent, and the end of the last one (`extent_starts`).
-        tp: degree that the ids refer to. An extent of `pages` pages has `pages * tp` ids, each for
-            `page_elems / tp` elements.
+        first_ids: first page id of each extent, and the end of the last extent (`extent_starts`).
+        tp: degree of the page ids: an extent of `pages` pages has `pages * tp` ids, each for `page_elems / tp`
+            elements.
         source_ids: local page ids, counted over all extents.
         target_ids: local page ids, all different. A negative source or target copies nothing (padding).
     """
     rows = as_pieces(extents, tp)
 
     def places(ids: jax.Array) -> jax.Array:
-        """Turn ids into indices over all rows; -1 if an id is in no extent."""
+        """Return the index over all rows for each id, or -1 if the id is in no extent."""
         found = jnp.full_like(ids, -1)
         for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
             inside = (ids >= start) & (ids < start + len(r))

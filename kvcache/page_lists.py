@@ -1,7 +1,7 @@
-"""Block tables split by extent, as paged attention takes them.
+"""Block tables split by extent: the inputs of paged attention.
 
-Attention reads each extent (a separate device buffer) and merges the partial results. For each extent it needs the ids
-of the pages and their positions in the sequence.
+Attention reads each extent (a separate device buffer) and merges the partial results. It needs the ids of the pages in
+each extent, and the positions of these pages in the sequence.
 """
 
 import itertools
@@ -18,15 +18,15 @@ def split_by_extent(
 ) -> tuple[PageTable, ...]:
     """Split block tables into one `PageTable` for each extent, with entries packed to the left in logical order.
 
-    Entries behind `num_pages` are padding: 0 if there are several extents, unchanged if there is one.
+    Unused entries are 0 if there are several extents. With one extent, they keep the values of `table`.
 
     Args:
         table: `[B, W]` local page ids in logical order.
         num_pages: `[B]` number of valid entries of each row.
-        extent_starts: static first page id of each extent, beginning with 0, and the end of the last one
-            (`kvcache.extents.extent_starts`).
+        extent_starts: first page id of each extent, beginning with 0, and the end of the last extent
+            (`kvcache.extents.extent_starts`). Python integers, fixed when the program is compiled.
 
-    Raises `LayoutError` if `extent_starts` does not rise from 0.
+    Raises `LayoutError` if `extent_starts` does not begin with 0 or is not strictly ascending.
     """
     rises = all(a < b for a, b in itertools.pairwise(extent_starts))
     if len(extent_starts) < 2 or extent_starts[0] != 0 or not rises:

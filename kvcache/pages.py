@@ -1,4 +1,4 @@
-"""Page pool of an instance, over the allocators of its ranks, and block table of a sequence."""
+"""Page pool of an instance, built on the allocators of its ranks, and block table of a sequence."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,11 @@ from sharding.errors import LayoutError
 
 
 class PagePool:
-    """Pool of pages for the sequences of one instance. A page is a block on every rank.
+    """Pool of pages for the sequences of one instance. A page has a block (`BuddyAllocator`) on every rank.
 
-    A table `[tp, pages]` holds the local page ids of each rank: the unit id divided by `units_per_page(tp)`. The ids of
-    one page may differ between ranks. Pools of different degrees may share allocators.
+    A table `[tp, pages]` holds the local id of each page on each rank: the first unit of the block divided by
+    `units_per_page(tp)`. A page may have different ids on different ranks. Pools of different degrees may share
+    allocators.
 
     Raises `LayoutError` if the allocators do not match the geometry or the degree.
     """
@@ -36,10 +37,13 @@ class PagePool:
 
     @classmethod
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
-        """Join pools of different layouts. A page of the joined pool has blocks in all of them.
+        """Return a pool whose pages have blocks on all ranks of all given pools.
 
-        Layers that change from one layout to another need both. A table has the rows of the first pool, then the rows
-        of the second, and so on. Raises `LayoutError` if two pools share an allocator.
+        Sequences need blocks in the old and the new layout while their layers change one after another. A table has the
+        rows of the first pool, then the rows of the second pool, and so on. The degree `tp` of the joined pool is the
+        sum of the degrees.
+
+        Raises `LayoutError` if two pools share an allocator.
         """
         joined = cls.__new__(cls)
         joined.geometry, joined.tp = pools[0].geometry, sum(pool.tp for pool in pools)
@@ -52,16 +56,16 @@ class PagePool:
 
     @property
     def allocators(self) -> tuple[BuddyAllocator, ...]:
-        """Allocators of the ranks, in the order of a table's rows."""
+        """Allocators of the ranks, in the order of the rows of a table."""
         return self._allocators
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be allocated now: the free pages of the rank that has the fewest."""
+        """Number of pages that can be allocated now: the free pages of the rank with the fewest."""
         return min(self.free_by_rank())
 
     def total_by_rank(self) -> list[int]:
-        """Return the number of pages of each rank, free and in use."""
+        """Return the number of pages of each rank, both free pages and pages in use."""
         return [a.total_units >> order for a, order in zip(self._allocators, self._orders, strict=True)]
 
     def free_by_rank(self) -> list[int]:
@@ -70,13 +74,13 @@ class PagePool:
 
     @property
     def num_total_pages(self) -> int:
-        """Pages that could be allocated if no page were in use."""
+        """Number of pages that could be allocated if no page were in use."""
         return min(self.total_by_rank())
 
     def allocate(self, num_pages: int) -> Int32[np.ndarray, "tp pages"]:
         """Allocate pages on all ranks, with one reference each, and return their ids.
 
-        Raises `OutOfPagesError` if they do not fit. Nothing is changed then.
+        Raises `OutOfPagesError`, and changes nothing, if fewer than `num_pages` pages are free.
         """
         # The check leaves nothing to roll back: `num_free` is exact, and all changes are made by this thread.
         if num_pages > self.num_free_pages:
@@ -85,19 +89,22 @@ class PagePool:
         return np.asarray(units, np.int32) // self._units_per_page
 
     def share(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Add a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
+        """Add a reference to each page. Raises `ValueError` if an id is not a live page of this degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.share(unit)
 
     def free(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Drop a reference to each page. Raises `ValueError` if one is not a live page of this degree."""
+        """Drop a reference to each page. Raises `ValueError` if an id is not a live page of this degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.free(unit)
 
     def references(self, table: Int32[np.ndarray, "tp pages"]) -> Int32[np.ndarray, " pages"]:
-        """Return the references to each page, the maximum over the ranks. Raises `ValueError` as `free` does."""
+        """Return the number of references to each page: the maximum over the ranks.
+
+        Raises `ValueError` if an id is not a live page of this degree.
+        """
         ranks = [
             [allocator.references(unit) for unit in units]
             for allocator, units in zip(self._allocators, self._live_units(table), strict=True)
@@ -105,7 +112,7 @@ class PagePool:
         return np.max(np.array(ranks, np.int32), axis=0)
 
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
-        """Check the pages of a table. Return their first units on each rank."""
+        """Return the first units of all pages of a table on each rank, or raise `ValueError` if a page is not live."""
         if table.ndim != 2 or len(table) != self.tp:
             raise ValueError(f"a table of shape {table.shape} is not [{self.tp}, pages], a row for each rank")
         ranks = (table * self._units_per_page).tolist()
@@ -122,7 +129,8 @@ class PagePool:
 class SequencePages:
     """Block table of one sequence: its pages in logical order, on each rank.
 
-    The sequence takes over the references of `table` (`[tp, pages]`), if given, and holds them until `release`.
+    The sequence holds one reference to each page until `release`. If `table` is given, the sequence takes over the
+    caller's references to the pages of this table.
     """
 
     def __init__(self, pool: PagePool, table: Int32[np.ndarray, "tp pages"] | None = None) -> None:
@@ -136,19 +144,19 @@ class SequencePages:
 
     @property
     def table(self) -> Int32[np.ndarray, "tp pages"]:
-        """Local page ids, as a read-only view. After `reserve` or `release`, read it again."""
+        """Local page ids, as a read-only view. Read the property again after `reserve` or `release`."""
         view = self._buffer[:, : self._num_pages]
         view.flags.writeable = False
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Return the number of pages that are missing for `num_tokens` tokens. Zero or negative: none is missing."""
+        """Return the number of pages that are missing for `num_tokens` tokens; negative if there are too many."""
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:
         """Grow the table to `num_tokens` tokens and return the number of new pages. A table never shrinks.
 
-        Raises `OutOfPagesError` if they do not fit. The table is unchanged then.
+        Raises `OutOfPagesError`, and leaves the table unchanged, if too few pages are free.
         """
         num_new = self.num_lacking(num_tokens)
         if num_new <= 0:
@@ -166,17 +174,21 @@ class SequencePages:
         return num_new
 
     def is_shared(self, index: int) -> bool:
-        """Return whether page `index` has several references on any rank. Raises `IndexError` if it does not exist."""
+        """Return whether page `index` has several references on any rank.
+
+        Raises `IndexError` if the page does not exist.
+        """
         return bool(self.pool.references(self.table[:, index, None])[0] > 1)
 
     def copy_on_write(self, index: int) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Replace page `index` by a new page if it is shared. Return `(source, target)` ids; None if not shared.
+        """Replace page `index` by a new page if it is shared.
 
-        The caller must copy the contents from source to target (`page_copy.copy_pages`), and launch this copy before
-        any other program that writes to newly allocated pages. The source is safe until then, although this sequence's
-        reference to it is dropped: programs run in launch order, so nothing can overwrite it earlier.
+        Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
+        copy the contents to the new page (`page_copy.copy_pages`), and launch this copy before any other program that
+        writes to newly allocated pages. This sequence's reference to the old page is dropped at once, but no program
+        can overwrite the page before the copy, because programs run in launch order.
 
-        Raises `OutOfPagesError` if no page is free (nothing is changed), and `IndexError` if page `index` does not
+        Raises `OutOfPagesError`, and changes nothing, if no page is free. Raises `IndexError` if page `index` does not
         exist.
         """
         if not self.is_shared(index):
@@ -189,6 +201,6 @@ class SequencePages:
         return source, new[:, 0]
 
     def release(self) -> None:
-        """Drop all pages. The sequence is empty afterwards, and may `reserve` again."""
+        """Drop the references to all pages. The table is empty afterwards, and `reserve` may be called again."""
         self.pool.free(self.table)
         self._num_pages = 0

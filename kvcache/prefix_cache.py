@@ -1,4 +1,4 @@
-"""Prefix cache: full pages stay after their sequences ended, and later prompts find them by their tokens.
+"""Prefix cache: full pages stay after their sequences have ended, and later prompts find them by their tokens.
 
 The key of a page is a hash of all tokens up to its end. Sequences with equal prefixes therefore have equal keys, page
 by page.
@@ -19,12 +19,12 @@ _KEY_BYTES = 16
 
 
 class CachedPage(NamedTuple):
-    """Cached page.
+    """Page in a prefix cache.
 
     Attributes:
         key: hash of the tokens of the page and all tokens before them.
-        parent: key of the page before it; None for the first page of a sequence.
-        column: local ids of the page, one for each rank: its column in a block table.
+        parent: key of the preceding page; None for the first page of a sequence.
+        column: local ids of the page, one for each rank: a column of a block table.
     """
 
     key: bytes
@@ -35,8 +35,8 @@ class CachedPage(NamedTuple):
 class PageKeys:
     """Keys of the full pages of a growing token sequence.
 
-    Each key is a hash of the previous key and the tokens of the page. The first page uses a hash of `salt` as previous
-    key, so sequences with different salts (tenants) never have a key in common.
+    Each key is a hash of the previous key and the tokens of the page. For the first page, a hash of `salt` takes the
+    place of the previous key. Sequences with different salts (tenants) therefore never share a key.
     """
 
     def __init__(self, page_size: int, salt: str = "") -> None:
@@ -53,7 +53,7 @@ class PageKeys:
         return len(self.keys) * self._page_size + len(self._tail)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens. The cost depends only on the number of new tokens."""
+        """Append tokens, and the keys of the pages that become full. Earlier tokens are not hashed again."""
         self._tail.extend(tokens)
         size = self._page_size
         num_full = len(self._tail) // size * size
@@ -65,33 +65,37 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Interface of other holders of pages of the same allocators, such as paused sequences, that can release pages."""
+    """Interface to release pages that other objects hold in the same allocators: cached pages of paused instances.
+
+    `num_pages` counts pages of the pool of the prefix cache that uses this interface.
+    """
 
     def num_free_pages(self) -> int:
-        """Return the pages that would be free in the pool if the holders released all that they can."""
+        """Return the number of pages that would be free in the pool if all pages that can be released were released."""
         ...
 
     def make_free(self, num_pages: int) -> None:
-        """Release pages until `num_pages` are free in the pool, or until no more can be released."""
+        """Release pages until `num_pages` pages are free in the pool, or until no more can be released."""
         ...
 
 
 class PrefixCache:
     """Cache of computed pages of one pool. Sequences share them, and unused pages stay until their memory is needed.
 
-    The cache holds one reference to each cached page, and every sequence that uses the page holds another. A page with
-    no other reference is evictable: it counts as available, and `reserve` evicts it if no page is free. All sequences
-    of the pool must therefore reserve, copy and release their pages here. `PagePool.share` may be called directly,
-    because it needs no new page.
+    The cache holds one reference to each cached page, and every sequence that uses the page holds another. A page to
+    which only the cache has a reference is evictable: it counts as available, and `reserve` evicts it if no page is
+    free. All sequences of the pool must therefore reserve, copy and release their pages here. `PagePool.share` may be
+    called directly, because it needs no new page.
 
     A page is identified by its id on rank 0. Not thread-safe, like the pool.
 
     Args:
-        pool: pool that the pages belong to.
-        enabled: whether pages are cached. If not, everything else works the same.
+        pool: pool of the pages.
+        enabled: whether `insert` caches pages. If False, all other methods work the same.
 
     Attributes:
-        lender: holder of other pages. `reserve` asks it to release pages before it evicts cached pages. None: none.
+        lender: object that can release pages of other holders, or None. `reserve` calls it before it evicts cached
+            pages.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -109,12 +113,12 @@ class PrefixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Cached pages that no sequence uses."""
+        """Number of cached pages that no sequence uses."""
         return len(self._evictable)
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that `reserve` can add now, all together: free and evictable pages."""
+        """Number of pages that `reserve` can add now: free pages and evictable pages."""
         return self._num_free_pages + len(self._evictable)
 
     @property
@@ -124,7 +128,7 @@ class PrefixCache:
     # Prefixes
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading pages that are cached. Changes nothing."""
+        """Return the number of leading keys whose pages are cached. Changes nothing."""
         for index, key in enumerate(keys):
             if key not in self._columns:
                 return index
@@ -133,17 +137,17 @@ class PrefixCache:
     def fits(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         """Return whether `match(keys)` and then `reserve(..., num_tokens)` would succeed. Changes nothing.
 
-        A comparison with `num_available_pages` is not enough: a matched page is no longer evictable.
+        This is not a comparison with `num_available_pages` alone, because matched pages are no longer evictable.
         """
         num_cached = self.num_cached(keys)
         revived = sum(key in self._evictable for key in keys[:num_cached])
         return self.pool.geometry.pages_for(num_tokens) - num_cached <= self.num_available_pages - revived
 
     def match(self, keys: Sequence[bytes]) -> SequencePages:
-        """Return the pages of the longest cached prefix, as a new sequence that has a reference to each.
+        """Return the block table of a new sequence: the pages of the longest cached prefix, with a reference to each.
 
         Leave out the last token of a prompt when you compute its keys: a step must compute at least this token to
-        predict the next one.
+        predict the next token.
         """
         hits = keys[: self.num_cached(keys)]
         for key in hits:
@@ -153,13 +157,16 @@ class PrefixCache:
         return SequencePages(self.pool, table)
 
     def insert(self, keys: Sequence[bytes], pages: SequencePages, start: int = 0) -> None:
-        """Cache pages `start .. len(keys)` of a sequence. Page `i` holds the tokens of `keys[i]`.
+        """Cache the pages `range(start, len(keys))` of a sequence. Page `i` gets the key `keys[i]`.
 
-        The pages may still be uncomputed if their programs are launched before any program that reads them. They must
-        not be written again afterwards. If a key is cached already, its page stays, and the duplicate of this sequence
-        is freed with the sequence. If the cached page is evicted earlier, inserting again from 0 caches the duplicate.
+        Does nothing if the cache is disabled. If a key is cached already, the cached page stays, and the page of this
+        sequence is not cached. When the cached page is evicted, a later `insert` with `start` 0 caches the sequence's
+        page.
 
-        Raises `ValueError` if the sequence has fewer pages than keys, or a page is cached under another key.
+        The programs that compute the pages may still be running, but must be launched before any program that reads
+        the pages. The pages must not be written again.
+
+        Raises `ValueError` if the sequence has fewer pages than keys, or if a page is cached under another key.
         """
         if len(keys) > pages.num_pages:
             raise ValueError(
@@ -183,15 +190,15 @@ class PrefixCache:
     # Other pools
 
     def pages(self) -> list[CachedPage]:
-        """Return all cached pages: first the pages in use, then the evictable pages, least recently used first."""
+        """Return all cached pages: first the pages in use, then the evictable pages (least recently used first)."""
         used = [key for key in self._columns if key not in self._evictable]
         return [CachedPage(key, self._parents[key], self._columns[key]) for key in (*used, *self._evictable)]
 
     def adopt(self, pages: Iterable[CachedPage]) -> None:
-        """Cache pages that another pool had cached. Their `column` holds their ids in this pool.
+        """Cache pages that the cache of another pool had. `CachedPage.column` must hold their ids in this pool.
 
-        Takes over one reference to each page. If a key is cached already, this reference is dropped. Evictable pages
-        count as used more recently than all pages here, in the given order.
+        The cache takes over one reference of the caller to each page. If a key is cached already, this reference is
+        dropped. New pages that no sequence uses are evicted after all earlier evictable pages, in the given order.
         """
         adopted = []
         for page in pages:
@@ -204,15 +211,15 @@ class PrefixCache:
         self._make_evictable(self._table([self._columns[key] for key in adopted]))
 
     def table(self) -> Int32[np.ndarray, "tp pages"]:
-        """Return a table with the ids of all cached pages, in the order of `pages`."""
+        """Return a table with the ids of all cached pages, in the order in which they were cached."""
         return self._table(self._columns.values())
 
     # Allocation
 
     def reserve(self, pages: SequencePages, num_tokens: int) -> int:
-        """Grow a sequence to `num_tokens` tokens, evicting pages if needed. Return the number of new pages.
+        """Grow a sequence to `num_tokens` tokens, and evict pages if needed. Return the number of new pages.
 
-        Raises `OutOfPagesError` if they do not fit even then. Nothing is evicted then.
+        Raises `OutOfPagesError`, and changes nothing, if free and evictable pages do not suffice.
         """
         self._make_free(self.pool.geometry.pages_for(num_tokens) - pages.num_pages)
         return pages.reserve(num_tokens)
@@ -220,10 +227,10 @@ class PrefixCache:
     def make_private(
         self, pages: SequencePages, index: int
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Run `SequencePages.copy_on_write`, evicting a page if needed. A cached page counts as shared.
+        """Call `SequencePages.copy_on_write`. If no page is free, evict a page first. A cached page counts as shared.
 
-        Raises `OutOfPagesError` if no page is available (nothing is changed), and `IndexError` if page `index` does not
-        exist.
+        Returns the ids of the old and the new page, or None if the page is not shared. Raises `OutOfPagesError`, and
+        changes nothing, if no page is available. Raises `IndexError` if page `index` does not exist.
         """
         if not pages.is_shared(index):
             return None
@@ -236,15 +243,15 @@ class PrefixCache:
     def release(self, pages: SequencePages) -> None:
         """Drop all pages of a sequence. Cached pages that no other sequence uses become evictable.
 
-        Sequences released earlier are evicted first, and each from its end: a page is found only if all pages before
-        it are cached.
+        They will be evicted after the pages of sequences that were released earlier. The later pages of a sequence are
+        evicted before its earlier pages, because `match` finds a page only if all pages before it are cached.
         """
         table = pages.table.copy()
         pages.release()
         self._make_evictable(table[:, ::-1])
 
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` evictable pages, least recently used first. Return their number."""
+        """Evict up to `num_pages` pages, least recently used first. Return the number of evicted pages."""
         if num_pages < 0:
             raise ValueError(f"num_pages is {num_pages}; it must not be negative")
         num_pages = min(num_pages, len(self._evictable))
@@ -253,20 +260,25 @@ class PrefixCache:
         return num_pages
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Remove the pages of these keys from the cache. Unknown keys are ignored, and pages in use stay with their
-        sequences."""
+        """Remove the pages with these keys from the cache. Unknown keys are ignored.
+
+        Sequences keep the pages that they use. The other pages are freed.
+        """
         known = [key for key in dict.fromkeys(keys) if key in self._columns]
         for key in known:
             self._evictable.pop(key, None)
         self._forget(known)
 
     def clear(self) -> None:
-        """Remove all pages from the cache. Pages in use stay with their sequences, the others are freed."""
+        """Remove all pages from the cache. Sequences keep the pages that they use. The other pages are freed."""
         self._forget(list(self._columns))
         self._evictable.clear()
 
     def _make_free(self, num_pages: int) -> None:
-        """Evict until `num_pages` are free. Raises `OutOfPagesError` if that is impossible. Nothing is evicted then."""
+        """Release pages of the lender, then evict pages, until `num_pages` pages are free.
+
+        Raises `OutOfPagesError`, and changes nothing, if free and evictable pages do not suffice.
+        """
         free = self._num_free_pages
         if num_pages > free + len(self._evictable):
             raise OutOfPagesError(
@@ -279,7 +291,7 @@ class PrefixCache:
         self.evict(max(num_pages - free, 0))
 
     def _make_evictable(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Mark the pages with no reference except the cache's as evictable, in this order."""
+        """Mark the cached pages of a table as evictable, in this order, if only the cache has a reference to them."""
         if not self._keys:
             return
         table = table[:, [page in self._keys for page in table[0].tolist()]]

@@ -1,15 +1,16 @@
 """Block ids of pages after a change of the TP degree of a group of devices, and the moves that bring the pages there.
 
-A group of `b` devices holds `k = b / a` instances of degree `a`, instance `i` on devices `i*a .. i*a + a - 1`, or one
-instance of degree `b`. A *piece* is a sub-page at degree `b`. Its id is its first unit divided by the units of a piece,
-so piece `m` of local page `n` at degree `a` has id `n*k + m`. Heads are in order: piece `m` of rank `j` of an instance
-of degree `a` belongs to rank `j*k + m` at degree `b`. If this is the device that holds the piece already, the piece can
-stay in place.
+A group of `b` devices holds either one instance of degree `b`, or `k = b / a` instances of degree `a`: instance `i` on
+devices `range(i*a, (i+1)*a)` of the group. A *piece* is a sub-page at degree `b`. The id of a piece is its first unit
+divided by the units of a piece, so piece `m` of local page `n` at degree `a` has id `n*k + m`. Heads are in order:
+piece `m` of rank `j` of an instance of degree `a` belongs to rank `j*k + m` at degree `b`. If both ranks are the same
+device, the piece can stay in place.
 
 While the layers of a group change one after another, its pages have block ids in the *old layout* and in the *new
 layout*, each with its own allocators and tables. The functions of this module fill the allocators of the new layout.
-Pages are columns of tables, as in `kvcache.pages`. A list of tables has one table for each instance of degree `a`, with
-the distinct pages of this instance.
+
+A page is a column of a table, as in `kvcache.pages`. A list of tables has one table for each instance of degree `a`,
+with the distinct pages of this instance.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,18 +31,18 @@ def place_up(
 ) -> list[Int32[np.ndarray, "b _"]]:
     """Allocate the pages of `k` instances of degree `a` at degree `b`. Return their new tables, in the same order.
 
-    Pieces that can stay in place do. A piece that moves from device d to device e gets the slot of a piece that moves
-    from e to d, if there is one, so that the two trade slots. `BuddyAllocator.allocate` chooses the remaining blocks,
-    so new extents are filled last.
+    Every piece that can stay in place stays. A piece that moves from device d to device e gets the slot of a piece that
+    moves from e to d if there is one, so that the two trade slots. `BuddyAllocator.allocate_many` chooses the slots of
+    the remaining pieces, so new extents are filled last.
 
     Args:
         tables: `[a, P_i]` local page ids of the distinct pages of instance `i`.
-        references: `[P_i]` references that each page gets.
+        references: `[P_i]` number of references that each page gets.
         geometry: geometry of the pages.
         allocators: allocators of the new layout, one for each of the `b` devices. They have no live blocks, and at
             least the extents of the old layout.
 
-    Raises `OutOfPagesError` if the pages do not fit (nothing is changed), and `LayoutError` if the degrees do not
+    Raises `OutOfPagesError`, and changes nothing, if the pages do not fit. Raises `LayoutError` if the degrees do not
     match.
     """
     a, b, k = len(tables[0]), len(allocators), len(tables)
@@ -70,7 +71,10 @@ def place_up(
 
 
 def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
-    """Count the pieces of a sequence that could stay in place on each of the `k` instances of a split."""
+    """Return for each of the `k` instances of a split the number of pieces that could stay in place there.
+
+    `table` has the pages of one sequence in the old layout, at degree `b`.
+    """
     a = len(table) // k
     counts = np.zeros(k, np.int64)
     for device, ids in enumerate(table):
@@ -88,18 +92,20 @@ def place_down(
 ) -> list[Int32[np.ndarray, "a _"]]:
     """Allocate pages of degree `b` on `k` instances of degree `a`. Return their new tables, in the same order.
 
-    On each device, a page gets the block in which this device already has a piece of the page, if the block is free.
-    Otherwise the page gets the free block with the fewest pieces in the old layout, so that few moves wait for others.
+    At most one piece of a page is on the same device at both degrees. This piece stays if its slot is the right place
+    for it in a block of degree `a`, and this block is free in the new layout. The page then gets this block on the
+    device. All other pages get the free blocks that contain the fewest pieces of the old layout, so that few moves wait
+    for other moves.
 
     Args:
-        tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets, see `kvcache.assignment`. A
-            page may go to several instances.
-        references: `[P_i]` references that each page gets.
+        tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets (`kvcache.assignment`). A page
+            may go to several instances.
+        references: `[P_i]` number of references that each page gets.
         geometry: geometry of the pages.
         allocators: allocators of the new layout, one for each of the `b` devices. Their extents are the first extents
             of the old layout.
 
-    Raises `OutOfPagesError` if the pages do not fit (nothing is changed), and `LayoutError` if the degrees do not
+    Raises `OutOfPagesError`, and changes nothing, if the pages do not fit. Raises `LayoutError` if the degrees do not
     match.
     """
     b, k = len(allocators), len(tables)
@@ -142,12 +148,12 @@ def moves(
 ) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
     """Return (rank, piece id) of the source and of the target of each piece that moves, for `plan_phases`.
 
-    If a page goes to several instances, its sources occur several times.
+    Ranks are devices of the group. If a page goes to several instances, its sources occur several times.
 
     Args:
         old_tables: `[tp, P_i]` pages of instance `i` of the lower degree in the old layout.
-        new_tables: the same pages in the new layout, column by column (from `place_up` or `place_down`, updated with
-            pages that sequences reserved or released since).
+        new_tables: the same pages in the new layout, in the same order of columns. They come from `place_up` or
+            `place_down`, plus pages that sequences reserved since and minus pages that they released.
 
     Raises `LayoutError` if the layouts have different numbers of pages.
     """
@@ -169,7 +175,7 @@ def moves(
 
 
 def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "N 2"]:
-    """Return (rank, piece id) of all pieces of the pages of an instance: piece by piece, in the order of heads."""
+    """Return (device, piece id) of all pieces of the pages of an instance, ordered by head and then by page."""
     tp, num_pages = table.shape
     k = degree // tp
     rank, piece = np.divmod(np.arange(degree), k)
@@ -184,16 +190,20 @@ def _check_degrees(a: int, b: int, k: int) -> None:
 
 
 def _staying_piece(device: int, a: int, k: int) -> int | None:
-    """Return the piece of a degree-`a` page on a device that belongs to this device at degree `b` too, or None."""
+    """Return the index, within a degree-`a` page on `device`, of the piece that the device has at degree `b` too.
+
+    Return None if the device has no such piece.
+    """
     piece = device - device % a * k
     return piece if 0 <= piece < k else None
 
 
 def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
-    """Return slots on a device for pieces that arrive from `instance`. `own` are the degree-`a` pages of the device.
+    """Return the slots on `device` that pieces from `instance` can take over in a trade.
 
-    They are the slots of pieces that leave for the device where the arriving pieces come from. If that is this device
-    itself, the pieces stay in their slots. Empty if no piece of `own` goes to that device.
+    All these pieces come from one device. The slots belong to the pieces of `own`, the degree-`a` pages on `device`,
+    that leave for that device. If no piece leaves for it, the result is empty. If that device is `device` itself, the
+    pieces stay in their slots.
     """
     piece = instance * a + device // k - device % a * k
     return own * k + piece if 0 <= piece < k else own[:0]
@@ -213,14 +223,14 @@ def _claim(
 
 
 def _add_references(allocator: BuddyAllocator, units: Iterable[int], references: Int[np.ndarray, " _"]) -> None:
-    """Raise the references of blocks from one to the given numbers."""
+    """Add references to blocks that have one reference, up to the given number of each block."""
     for unit, number in zip(units, references.tolist(), strict=True):
         for _ in range(number - 1):
             allocator.share(unit)
 
 
 def _free_blocks(allocator: BuddyAllocator, block_units: int) -> Bool[np.ndarray, " _"]:
-    """Return whether each aligned block of `block_units` units is free, in ascending order of blocks."""
+    """Return for each aligned block of `block_units` units, in ascending order, whether all its units are free."""
     end = max((start + units for start, units in allocator.extents), default=0)
     free = np.zeros(end, bool)
     for start, units in allocator.extents:

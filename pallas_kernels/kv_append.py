@@ -15,13 +15,13 @@ def append_kv(
     page_ids: Int32[Array, " N"],
     slots: Int32[Array, " N"],
 ) -> list[jax.Array]:
-    """Write the key and value of token n to slot `slots[n]` of page `page_ids[n]`. Return the extents.
+    """Write the key and value of token n to slot `slots[n]` of page `page_ids[n]`.
 
-    In place if the extents are donated.
+    Returns the extents, which are updated in place if they are donated.
 
     Args:
         extents: header-centric pages, one array for each extent.
-        extent_starts: first page id of each extent, and the end of the last one. Ids count over all extents.
+        extent_starts: first page id of each extent, and the end of the last extent. Ids count over all extents.
         keys: keys after rotary embedding.
         values: projected values.
         page_ids: page of each token. A negative id writes nothing (padding).

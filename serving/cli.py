@@ -56,7 +56,7 @@ _NOT_COMPILED_FOR = (
 
 
 class WaitFor(StrEnum):
-    """Programs that must be compiled before a server is ready."""
+    """Programs that must be compiled before a server is ready: of its first layout (`start`), or all."""
 
     START = "start"
     ALL = "all"
@@ -174,7 +174,7 @@ def warmup(
 ) -> None:
     """Compile all programs of a server into the compile cache.
 
-    Takes the options of `amoeba serve`. Loads no weights: a model's config.json is enough.
+    Takes the options of `amoeba serve` that affect programs. Loads no weights: a model's config.json is enough.
     """
     with clean_exit():
         from serving.commands.serve_config import merge_settings, serve_settings

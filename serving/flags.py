@@ -24,8 +24,8 @@ class Flags:
 
     Attributes:
         heading: title of the group in the help.
-        settings: dataclass; its fields have docstrings and a type of bool, int, float, str or Path, or one of these
-            and None.
+        settings: dataclass. Each field with an option has a docstring, and the type bool, int, float, str, Path or
+            `str | int`, possibly with `| None`.
         only: names of the fields with an option; empty: all fields that are not in `without`.
         without: names of fields without an option.
         spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. The default is `--` and the
@@ -41,7 +41,7 @@ class Flags:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return a parameter for each option. The default None means that the option was not given."""
+        """Return a keyword-only parameter for each option. Its value is None if the option was not given."""
         docs = field_docs(self.settings)
         parameters = []
         for it in fields(self.settings):
@@ -61,11 +61,11 @@ class Flags:
         return parameters
 
     def spelling(self, name: str) -> tuple[str, ...]:
-        """Return the option strings of a field; an empty tuple if typer's rule applies."""
+        """Return the option strings of a field; an empty tuple if typer derives them from the name."""
         return self.spellings.get(name, ())
 
     def _help(self, name: str, docs: Mapping[str, str], default: Any) -> tuple[str, str | bool]:
-        """Return the help text of an option and its displayed default."""
+        """Return the help text of an option and its displayed default (False: none is displayed)."""
         text, without_value = docs[name], ""
         if match := _WITHOUT.search(text):
             without_value = match[1]
@@ -88,8 +88,8 @@ class Flags:
 def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Add the options of `groups` to a typer command.
 
-    The first parameter of the command receives a dict from field name to value. The dict has the options that were
-    given and the `defaults` of the groups. Two groups must not have fields of the same name.
+    The first parameter of the command receives a dict of values by field name: options that were given, and `defaults`
+    of the groups for other options. Two groups must not have fields of the same name.
     """
     generated = [parameter for group in groups for parameter in group.parameters()]
     defaults = {name: value for group in groups for name, value in group.defaults.items()}
@@ -136,7 +136,7 @@ def field_docs(settings: type) -> dict[str, str]:
 
 
 def _option_type(settings: type, name: str, hint: Any) -> Any:
-    """Return the type of an option; str if the field accepts text or a number."""
+    """Return the type of an option; str if the field accepts text or an integer. Raises `TypeError` for other types."""
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
     kinds.discard(NoneType)
     if str in kinds and kinds <= {str, int}:

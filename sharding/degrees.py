@@ -10,5 +10,5 @@ def is_degree(value: object) -> bool:
 
 
 def degrees_up_to(limit: int) -> tuple[int, ...]:
-    """Return the degrees from 1 to `limit`, in ascending order."""
+    """Return the powers of two from 1 to `limit`, inclusive, in ascending order."""
     return tuple(1 << power for power in range(limit.bit_length()))

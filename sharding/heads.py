@@ -13,13 +13,14 @@ class HeadLayout:
     """Stored heads of one attention layer: the heads of the model, plus copies or zero padding.
 
     A page holds `kv_heads` KV heads and splits into `max_tp` equal sub-pages, so `kv_heads` must be a multiple of
-    `max_tp`. If the number of KV heads of the model is not:
+    `max_tp`. There are three cases for the number of KV heads of the model:
 
-    * If it divides `max_tp` (2 KV heads at TP4), each KV head is stored `kv_copies` times, and its query heads are
-      distributed over the copies, so that all ranks compute different heads.
-    * Otherwise (3 or 6 KV heads at TP4), zero heads are added up to the next multiple of `max_tp`.
+    * A multiple of `max_tp`: all heads are stored once.
+    * A divisor of `max_tp` (2 KV heads at TP4): each KV head is stored `kv_copies` times. Its query heads are
+      distributed over the copies, so that all ranks compute different query heads.
+    * Any other number (3 or 6 KV heads at TP4): zero heads are added up to the next multiple of `max_tp`.
 
-    Padded query heads have zero weights in the query and the output projection, so they do not change results.
+    Padding query heads have zero weights in the query and the output projection, so they do not change results.
 
     Attributes:
         model_heads: number of query heads of the model.
@@ -39,7 +40,10 @@ class HeadLayout:
 
     @classmethod
     def plan(cls, num_heads: int, num_kv_heads: int, max_tp: int) -> "HeadLayout":
-        """Choose the layout. Raises `LayoutError` if `num_heads` is not a multiple of `num_kv_heads`."""
+        """Choose the layout of a model with `num_heads` query heads and `num_kv_heads` KV heads.
+
+        Raises `LayoutError` if `num_heads` is not a multiple of `num_kv_heads`, or `num_kv_heads` is below 1.
+        """
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise LayoutError(
                 f"{num_heads} query heads cannot be grouped over {num_kv_heads} KV heads: "
@@ -53,12 +57,12 @@ class HeadLayout:
         return cls(num_heads, num_kv_heads, max_tp, 1, kv_heads, group)
 
     def kv_rows(self) -> Int32[np.ndarray, " kv_heads"]:
-        """Return the KV head of the model for each stored KV head; -1 is a zero head."""
+        """Return for each stored KV head the index of the model's KV head, or -1 for a zero head."""
         stored = np.arange(self.kv_heads) // self.kv_copies
         return np.where(stored < self.model_kv_heads, stored, -1).astype(np.int32)
 
     def q_rows(self) -> Int32[np.ndarray, " heads"]:
-        """Return the query head of the model for each of the `kv_heads * group` stored heads; -1 is a zero head."""
+        """Return for each of the `kv_heads * group` stored query heads the model's query head, or -1 for padding."""
         model_group = self.model_heads // self.model_kv_heads
         kv = self.kv_rows()[:, None]
         copy = (np.arange(self.kv_heads) % self.kv_copies)[:, None]
@@ -68,5 +72,5 @@ class HeadLayout:
 
     @property
     def kv_padding(self) -> float:
-        """Stored KV heads divided by the KV heads of the model: the growth of the KV cache by copies and padding."""
+        """Ratio of stored KV heads to the KV heads of the model: the KV cache is larger by this factor."""
         return self.kv_heads / self.model_kv_heads

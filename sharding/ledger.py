@@ -1,4 +1,4 @@
-"""Ledger of the bytes of each owner on a device, with a budget."""
+"""Ledger of a device: the bytes of each owner, within a budget."""
 
 import re
 from collections import defaultdict
@@ -20,7 +20,10 @@ _UNITS = {
 
 
 def parse_bytes(size: str | int) -> int:
-    """Parse a size such as `"2GiB"`, `"512 MiB"`, `"1.5GB"` or a number of bytes, or raise `MemoryBudgetError`."""
+    """Return the number of bytes of a size such as `"2GiB"`, `"512 MiB"`, `"1.5GB"` or a plain number of bytes.
+
+    Raises `MemoryBudgetError` if the size cannot be parsed.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS:
         raise MemoryBudgetError(f"{size!r} is not a memory size: write bytes, or a number with MiB, GiB, MB or GB")
@@ -39,12 +42,13 @@ def format_bytes(size: int) -> str:
 
 @dataclass
 class Ledger:
-    """Bytes by owner on one device. Their sum never exceeds the budget.
+    """Bytes by owner on one device. The sum of all entries and reservations never exceeds the budget.
 
     Attributes:
         budget_bytes: limit for the sum of all entries and reservations.
-        entries: bytes of the buffers that live between steps, by (layer, owner). The layer is None outside of layers.
-        reserved: temporary memory of running programs (activations), by name.
+        entries: bytes of the buffers that live between steps, by (layer, owner). The layer is None for a buffer that
+            belongs to no layer.
+        reserved: bytes of temporary memory of running programs (activations), by name.
     """
 
     budget_bytes: int
@@ -62,7 +66,7 @@ class Ledger:
         return self.budget_bytes - self.live_bytes - sum(self.reserved.values())
 
     def add(self, what: str, num_bytes: int, layer: int | None = None) -> None:
-        """Add a buffer to its owner. Raises `MemoryBudgetError` if it does not fit."""
+        """Add `num_bytes` to the entry of owner `what`. Raises `MemoryBudgetError` if fewer bytes are free."""
         if num_bytes > self.free_bytes:
             raise MemoryBudgetError(
                 f"{what} needs {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of the "
@@ -71,7 +75,7 @@ class Ledger:
         self.entries[(layer, what)] += num_bytes
 
     def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
-        """Move bytes to another owner. Raises `MemoryBudgetError` if the first owner has fewer bytes."""
+        """Move bytes from owner `what` to owner `to`. Raises `MemoryBudgetError` if `what` has fewer bytes."""
         entries, owner = self.entries, (layer, what)
         held = entries[owner]
         if num_bytes > held:
@@ -82,9 +86,9 @@ class Ledger:
         entries[(layer, to)] += num_bytes
 
     def reserve(self, what: str, num_bytes: int) -> None:
-        """Reserve temporary memory of programs. Replaces an earlier reservation with the same name.
+        """Reserve temporary memory of programs under the name `what`. Replaces the earlier reservation of this name.
 
-        Raises `MemoryBudgetError` if it does not fit. The ledger is unchanged then.
+        Raises `MemoryBudgetError` if fewer bytes are free. The ledger is then unchanged.
         """
         available = self.free_bytes + self.reserved.get(what, 0)
         if num_bytes > available:

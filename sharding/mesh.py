@@ -19,13 +19,13 @@ TP_AXIS = "tp"
 
 @dataclass(frozen=True)
 class SubMesh:
-    """Aligned, contiguous group of devices, a power of two, that computes together."""
+    """Aligned, contiguous group of devices that compute together. The number of devices is a power of two."""
 
     start: int
     devices: tuple[jax.Device, ...]
-    # First group of this degree; None if this is it.
+    # The pool's first group of this degree, which starts at device 0. None if `start` is 0.
     _first: "SubMesh | None" = field(default=None, compare=False, repr=False)
-    # Abstract values of arrays that `assemble` has made, by (replicated, shape, dtype).
+    # Abstract values of arrays that `assemble` has made, by (replicated, shape, dtype) of their buffers.
     _avals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -35,12 +35,12 @@ class SubMesh:
 
     @property
     def first(self) -> "SubMesh":
-        """The first group of its degree in the pool."""
+        """Group of the same degree that starts at device 0 of the pool. This group itself if `start` is 0."""
         return self._first or self
 
     @cached_property
     def home(self) -> Home:
-        """The group as a `Home` of layers, for placements (`sharding.placement`)."""
+        """`Home` with the devices of this group, for placements (`sharding.placement`)."""
         return Home(self.start, self.tp)
 
     @cached_property
@@ -90,7 +90,11 @@ class SubMeshPool:
             )
 
     def group(self, start: int, tp: int) -> SubMesh:
-        """Return the group of `tp` devices from index `start`. Raises `LayoutError` if it is not aligned."""
+        """Return the group of `tp` devices from index `start`.
+
+        Raises `LayoutError` if `tp` is not a degree of this pool, `start` is not a multiple of `tp`, or the group ends
+        behind the last device.
+        """
         self.check_degree(tp)
         if start % tp or not 0 <= start <= len(self.devices) - tp:
             raise LayoutError(
@@ -124,13 +128,14 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
     Args:
         group: devices of the array.
         buffers: buffers `[n, ...]` in rank order.
-        replicated: False: the array has shape `[tp * n, ...]`, rows `r*n .. (r+1)*n` on rank r. True: shape `[n, ...]`.
+        replicated: True if all buffers are equal copies: the array has shape `[n, ...]`. If False, the array has shape
+            `[tp * n, ...]`, and rank r has rows `range(r*n, (r+1)*n)`.
 
     At TP1 the only buffer is returned: JAX accepts its sharding for a mesh of one device.
 
-    JAX checks the shapes and dtypes only of the first array of each kind. The check takes four times as long as the
-    rest, and a transformation makes an array for each layer at once, so later arrays skip it with a private argument
-    of JAX.
+    JAX checks shapes and dtypes of the buffers only for the first array of a kind (`replicated`, shape and dtype). The
+    check takes 80% of the time of a call, and a transformation makes arrays for all layers at once. Later arrays of the
+    kind therefore skip the check with a private argument of JAX.
     """
     tp = len(group.devices)
     if tp == 1:
@@ -149,7 +154,7 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
 
 
 def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
-    """Return the single-device buffers of an array over a group, in rank order. Copies nothing.
+    """Return the single-device buffers of an array over the devices of `group`, in rank order. Copies nothing.
 
     Raises `RuntimeError` if an array over several devices was donated or deleted.
     """
@@ -166,7 +171,10 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
 
 
 def is_lost(array: jax.Array) -> bool:
-    """Wait for an array. Return whether it is lost: a failed program got it by donation or should have computed it."""
+    """Wait for an array and return whether its contents are lost.
+
+    They are lost if the array was donated or deleted, or if the program that should compute it failed.
+    """
     if array.is_deleted():
         return True
     try:
@@ -177,9 +185,9 @@ def is_lost(array: jax.Array) -> bool:
 
 
 def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
-    """Replace lost arrays, sharded over the ranks of a group, by zeros (see `is_lost`).
+    """Replace each lost array (`is_lost`) by zeros, and return all arrays. They are sharded over the ranks of `group`.
 
-    Call this before their buffers become part of other arrays: JAX reports errors only for the first rank's buffer of
-    such an array.
+    Call this function before the buffers become part of other arrays (`assemble`): JAX reports the failure of a program
+    only for the first rank's buffer of such an array.
     """
     return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Owner(StrEnum):
-    """Owner of a buffer, inside or outside of layers. Reports and metrics show its value."""
+    """Use of a device buffer, such as KV cache or FFN weights. Reports and metrics show the value of the member."""
 
     KV_CACHE = "kv cache"
     FFN = "ffn weights"
@@ -18,5 +18,5 @@ class Owner(StrEnum):
 
     @property
     def is_weights(self) -> bool:
-        """Whether the buffers hold parameters of the model."""
+        """Whether buffers of this owner hold parameters of the model."""
         return self not in (Owner.KV_CACHE, Owner.SAMPLING, Owner.HIDDEN)

@@ -28,7 +28,7 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class FfnShape:
-    """Sizes of a model that the table needs."""
+    """Sizes of a model, from which the table is computed."""
 
     name: str
     hidden_size: int
@@ -42,7 +42,10 @@ class FfnShape:
 
     @classmethod
     def from_hf(cls, name: str, config: dict) -> "FfnShape":
-        """Read a `config.json` of a decoder with gated FFNs. Raises `ValueError` if a field is missing."""
+        """Return the sizes from the parsed `config.json` of a decoder with gated FFNs.
+
+        Raises `ValueError` if a field is missing.
+        """
         try:
             heads = config["num_attention_heads"]
             return cls(
@@ -67,7 +70,7 @@ class FfnShape:
         return {"down": matrix, "gate": matrix, "up": matrix}
 
     def kv_page_elems(self, page_size: int) -> int:
-        """Return the elements of a KV page of the engine, with the stored KV heads for `TP` ranks."""
+        """Return the elements of a KV page of the engine. Its KV heads include copies and padding for `TP` ranks."""
         kv_heads = HeadLayout.plan(self.num_heads, self.num_kv_heads, TP).kv_heads
         return kv_heads * 2 * page_size * self.head_dim
 
@@ -95,12 +98,12 @@ class Row:
 
     @property
     def padding(self) -> float:
-        """Padding as a fraction of the shard."""
+        """Padding of a TP4 shard, as a fraction of the shard before padding."""
         return self.stored_pages / self.shard_pages - 1
 
 
 def rows(model: FfnShape, page_bytes: int) -> list[Row]:
-    """Return the tensors of a model in pages of a fixed size. Every shard is padded separately."""
+    """Return the size of each FFN tensor of a model in pages of `page_bytes`. Each shard is padded separately."""
     if page_bytes < 1:
         raise ValueError(f"page_bytes is {page_bytes}; it must be at least 1")
     result = []
@@ -113,12 +116,12 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
 
 
 def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
-    """Return the tensors of a model in KV pages, padded as in the engine.
+    """Return the size of each FFN tensor of a model in KV pages of `page_size` tokens, padded as in the engine.
 
-    The inner features of a shard are rounded up until its gate-up and its down matrix are whole pages. Experts are
-    distributed over the ranks, and each is padded separately.
+    The inner features of a shard are rounded up until its gate-up matrix and its down matrix are whole pages. The
+    experts of a model are distributed over `TP` ranks, and each expert is padded separately.
 
-    Raises `ValueError` if the number of experts is not a multiple of the ranks.
+    Raises `ValueError` if the number of experts is not a multiple of `TP`.
     """
     page_elems = model.kv_page_elems(page_size)
     if model.num_experts % TP and model.num_experts > 1:
@@ -135,7 +138,7 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Print the table that the command-line arguments ask for (default: `sys.argv`)."""
     parser = argparse.ArgumentParser(
         prog="python -m sharding.page_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

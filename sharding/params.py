@@ -1,4 +1,4 @@
-"""Parameter descriptions: loading, initialization and all tensor-parallel layouts derive from them."""
+"""Descriptions of parameters. Loading, initialization and all tensor-parallel layouts derive from them."""
 
 import itertools
 import math
@@ -18,15 +18,20 @@ ReadTensor = Callable[[str], np.ndarray]
 
 
 def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray, "..."]:
-    """Expand block indices (heads) to row indices: block b becomes `b*size .. b*size + size - 1`, and -1 stays -1."""
+    """Expand indices of blocks (heads) to indices of rows along the last axis.
+
+    Block `b` becomes the rows `range(b * size, (b + 1) * size)`. A block -1 becomes `size` rows -1.
+    """
     rows = np.where(blocks[..., None] < 0, -1, blocks[..., None] * size + np.arange(size))
     return rows.reshape(*blocks.shape[:-1], -1).astype(np.int32)
 
 
 def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray, "shards rows"]:
-    """Distribute `total` rows evenly over shards of `shard_rows`. The rest of each shard is zero padding (-1).
+    """Distribute `total` rows evenly and in order over shards with `shard_rows` positions each.
 
-    Raises `LayoutError` if they do not fit.
+    Returns the row at each position of each shard. Positions without a row are -1 (zero padding).
+
+    Raises `LayoutError` if the rows do not fit.
     """
     share = -(-total // num_shards)
     if share > shard_rows:
@@ -44,14 +49,14 @@ def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Checkpoint tensor, and the position of its rows in each shard.
+    """Tensor of a checkpoint, and its distribution over the shards of a parameter.
 
     Attributes:
         name: name in the checkpoint.
         shape: shape in the checkpoint; matrices are `[out, in]`.
-        rows: `rows[c, i]` is the index along `axis` of the checkpoint tensor that becomes position i of shard c; -1 is
-            zero padding. None: every shard has the whole tensor.
-        axis: axis that is cut.
+        rows: `rows[c, i]` is the index along `axis` of the checkpoint tensor that becomes position i of shard c. An
+            index -1 means zeros. None: every shard has the whole tensor.
+        axis: axis of the tensor that is split over the shards.
     """
 
     name: str
@@ -62,23 +67,28 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
-    """Parameter: its checkpoint tensors, its shards, and its storage on devices.
+    """Description of a parameter: its checkpoint tensors, its shards, and its storage on devices.
 
-    Every device loads all `num_shards` shards, because it must be able to serve alone at TP1. At TP p, rank r computes
-    with shards `r*max_tp/p .. (r+1)*max_tp/p`, or with shards `r, r + p, ...` if `strided`. The shards of a strided
-    parameter at a higher degree are a subset of the shards of the same device at a lower degree, so a merge moves no
-    weights. A replicated parameter with one shard is used whole by every rank.
+    At degree p, rank r computes with `max_tp / p` consecutive shards: `range(r * max_tp // p, (r + 1) * max_tp // p)`.
+    If `strided`, rank r computes with every p-th shard: `range(r, max_tp, p)`. The shards of a strided parameter at a
+    higher degree are a subset of the shards of the same device at a lower degree, so a merge moves no weights. Each
+    rank computes with all shards of a replicated parameter.
+
+    A device loads all shards, because it must be able to serve alone at TP1. With a start placement, a device loads
+    only the shards that its modules use. If embeddings are tied, each device of the head loads all shards of the head,
+    because it also looks up the embeddings of all tokens there (`weights.layout.WeightLayout.shards_at`).
 
     Attributes:
-        kind: name within its layer, such as `mlp.gate_up`; unique in the layer.
+        kind: name within the layer, such as `mlp.gate_up`; unique in the layer.
         sources: checkpoint tensors, concatenated along the sharded axis.
         shard_shape: shape of one shard in computations; matrices are `[out, in]`, as in checkpoints.
-        num_shards: `max_tp` for sharded parameters, 1 for replicated ones.
-        placement: `sharded`: rank r computes with its own shards. `replicated`: every rank computes with all shards.
+        num_shards: `max_tp` for sharded parameters, 1 for replicated parameters.
+        placement: `sharded`: each rank computes with its own shards. `replicated`: each rank computes with all shards.
         page_elems: elements of a KV page. If set, a shard is stored as an extent `[pages, page_elems]`, which a
             transformation may release to the KV cache.
         init: distribution for random initialization.
-        strided: assignment of shards to ranks, see above. Only for parameters whose shards are summed in any order.
+        strided: True if a rank computes with every p-th shard, see above. Only for parameters whose shards are summed
+            in any order.
         owner: owner of the bytes in the ledger.
         layer: index of the layer; None for embedding, final norm and head.
     """
@@ -97,12 +107,12 @@ class ParamSpec:
 
     @cached_property
     def name(self) -> str:
-        """Name within the model, such as `layers.3.mlp.gate_up`; unique."""
+        """Unique name within the model, such as `layers.3.mlp.gate_up`."""
         return self.kind if self.layer is None else f"layers.{self.layer}.{self.kind}"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the device buffer of one shard: `[pages, page_elems]` or `shard_shape`."""
+        """Shape of the device buffer of one shard: `[pages, page_elems]`, or `shard_shape` without `page_elems`."""
         if self.page_elems is None:
             return self.shard_shape
         pages, rest = divmod(math.prod(self.shard_shape), self.page_elems)
@@ -111,11 +121,11 @@ class ParamSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements on a device that stores all shards, with padding."""
+        """Elements of all shards together, with padding."""
         return self.num_shards * math.prod(self.shard_shape)
 
     def num_bytes(self, dtype: jax.typing.DTypeLike) -> int:
-        """Return the bytes on a device that stores all shards, with padding."""
+        """Return the bytes of all shards together, with padding."""
         return self.num_elements * jax.numpy.dtype(dtype).itemsize
 
     @property
@@ -141,11 +151,11 @@ class ParamSpec:
         return jax.ShapeDtypeStruct(self.shard_shape, dtype)
 
     def fill_shards(self, read: ReadTensor, shards: list[np.ndarray]) -> None:
-        """Write the shards of this parameter from checkpoint tensors, with zeros as padding.
+        """Fill all shards of this parameter from checkpoint tensors, and their padding with zeros.
 
         Args:
             read: function that returns the checkpoint tensor with a given name.
-            shards: output, a contiguous array of `stored_shape` for each shard. Its contents are overwritten.
+            shards: output: one contiguous array of `stored_shape` for each shard.
         """
         outs = [shard.reshape(self.shard_shape) for shard in shards]
         position, axis = 0, 0
@@ -188,7 +198,10 @@ class ParamSpec:
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
-    """Split the rows into ranges of consecutive rows or padding: slices copy faster than gathers."""
+    """Return the half-open ranges of positions that hold either consecutive rows or only padding.
+
+    A slice copies such a range faster than a gather.
+    """
     step = np.diff(rows)
     both_padding = (rows[1:] < 0) & (rows[:-1] < 0)
     consecutive = (step == 1) & (rows[:-1] >= 0)

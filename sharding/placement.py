@@ -1,8 +1,9 @@
-"""Placements: which devices compute each module of a model, for each microbatch. Pure data, without JAX.
+"""Placements: the devices that compute each module of a model, for each microbatch. Pure data, without JAX.
 
 A *module* is the attention of a layer, with its KV cache, or the FFN of a layer. A *home* is an aligned group of
-devices that computes modules together. A *microbatch* is a share of a replica's sequences that travels through the
-layers together. A placement names a home for each module and each microbatch, and the home of the embedding and head:
+devices that compute modules together. A *replica* is one serving instance. A *microbatch* is a share of its sequences
+that travels through the layers together. A placement has a home for each module and each microbatch, and a home for
+the embedding and the head. Examples, as `str(placement)` prints them:
 
     a TP1 replica on device 0             0-29: TP1[0]
     a TP4 replica                         0-29: TP4[0-3]
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from sharding.errors import LayoutError
 
 ModuleKind = Literal["layer", "attention", "ffn"]
-"""Modules of a run of layers: both modules of each layer, or one of the two."""
+"""Modules of a run of layers: attention and FFN (`layer`), only attention, or only FFN."""
 
 MAX_STAGES = 4096
 """Most stages of a placement that is given as data."""
@@ -29,9 +30,9 @@ MAX_MICROBATCHES = 64
 
 @dataclass(frozen=True, order=True)
 class Home:
-    """Devices `start .. start + degree` of the pool, which compute modules together.
+    """Devices `range(start, start + degree)` of the pool, which compute modules together.
 
-    Raises `LayoutError` unless `degree` is a power of two and `start` a multiple of it.
+    Raises `LayoutError` if `degree` is not a power of two, or `start` is negative or not a multiple of `degree`.
     """
 
     start: int
@@ -45,7 +46,10 @@ class Home:
 
     @classmethod
     def of_devices(cls, devices: Sequence[int]) -> "Home":
-        """Return the home of a list of device indices. Raises `LayoutError` if they are not an aligned group."""
+        """Return the home with these devices, given as indices in ascending order.
+
+        Raises `LayoutError` if the devices are not an aligned group.
+        """
         if not devices or list(devices) != list(range(devices[0], devices[0] + len(devices))):
             raise LayoutError(f"devices {list(devices)} are not consecutive indices, in ascending order")
         return cls(devices[0], len(devices))
@@ -56,11 +60,11 @@ class Home:
         return range(self.start, self.start + self.degree)
 
     def overlaps(self, other: "Home") -> bool:
-        """Return whether two homes share a device. As both are aligned, one then contains the other."""
+        """Return whether the two homes share a device. If so, one contains the other, because both are aligned."""
         return self.start < other.devices.stop and other.start < self.devices.stop
 
     def contains(self, other: "Home") -> bool:
-        """Return whether all devices of another home belong to this one."""
+        """Return whether all devices of the other home belong to this home."""
         return self.start <= other.start and other.devices.stop <= self.devices.stop
 
     def __str__(self) -> str:
@@ -73,10 +77,12 @@ Homes = tuple[Home, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive layers of which the same modules have the same homes.
+    """Modules of consecutive layers with the same homes.
 
     Attributes:
-        homes: homes of these modules, one for each microbatch.
+        layers: the consecutive layers.
+        module: modules of these layers that belong to the run: both, or only attention or FFN.
+        homes: homes of the modules, one for each microbatch.
     """
 
     layers: range
@@ -126,7 +132,7 @@ class Placement:
 
     @classmethod
     def uniform(cls, home: Home, num_layers: int, num_microbatches: int = 1) -> "Placement":
-        """Return the placement of all modules of all microbatches at one home."""
+        """Return a placement of all modules, the embedding and the head at one home."""
         homes = ((home,) * num_microbatches,) * num_layers
         return cls(home, homes, homes)
 
@@ -148,13 +154,17 @@ class Placement:
 
     @cached_property
     def home(self) -> Home | None:
-        """The only home, if all modules have the same one and there is one microbatch; else None."""
+        """Home of all modules, the embedding and the head. None if there are several homes or several microbatches."""
         only = {self.head, *(home for homes in (*self.attention, *self.ffn) for home in homes)}
         return self.head if len(only) == 1 and self.num_microbatches == 1 else None
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """All modules, in the order of computation: as few runs as possible."""
+        """Runs that cover all modules, in the order of computation.
+
+        Consecutive layers form one run if all their modules are at the same homes. If attention and FFN of a layer are
+        at different homes, each of the two modules is a separate run.
+        """
         parts: list[tuple[int, ModuleKind, Homes]] = []
         for layer, (attention, ffn) in enumerate(zip(self.attention, self.ffn, strict=True)):
             if attention == ffn:
@@ -173,20 +183,26 @@ class Placement:
 
     @cached_property
     def page_groups(self) -> dict[Homes, tuple[int, ...]]:
-        """Layers by the homes of their attention. Layers of one group share page ids."""
+        """Page groups: for each distinct tuple of homes, the layers whose attention is at these homes.
+
+        The layers of a page group share page ids.
+        """
         groups: dict[Homes, list[int]] = {}
         for layer, homes in enumerate(self.attention):
             groups.setdefault(homes, []).append(layer)
         return {homes: tuple(layers) for homes, layers in groups.items()}
 
     def parallelism(self) -> list[int]:
-        """Return, for every layer, how many homes compute it side by side: CoCoServe's vector P."""
+        """Return for each layer the number of homes that compute its attention: the vector P of CoCoServe."""
         return [len({*a, *f}) if a == f else len(set(a)) for a, f in zip(self.attention, self.ffn, strict=True)]
 
     # Changes
 
     def with_modules(self, layers: range, module: ModuleKind, homes: Homes) -> "Placement":
-        """Return the placement with some modules at other homes. Raises `LayoutError` for layers that do not exist."""
+        """Return a copy of the placement with the given modules of `layers` at `homes`.
+
+        Raises `LayoutError` if a layer does not exist, or if the result is not a valid placement.
+        """
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
 
@@ -197,19 +213,23 @@ class Placement:
         return Placement(self.head, attention, self.ffn if module == "attention" else changed(self.ffn))
 
     def with_head(self, head: Home) -> "Placement":
-        """Return the placement with the embedding and the head at another home."""
+        """Return a copy of the placement with the embedding and the head at `head`."""
         return Placement(head, self.attention, self.ffn)
 
     # Data
 
     @classmethod
     def from_data(cls, data: Any, num_layers: int, num_devices: int, max_degree: int) -> "Placement":
-        """Return the placement that a dict describes, as read from JSON.
+        """Return the placement that parsed JSON describes. `docs/placement.md` has an example.
 
-        The dict has `head`, a list of devices, and `stages`, a list of dicts with `layers` (`[first, end)`), `homes`
-        (one list of devices for each microbatch, or one for all) and, optionally, `module`.
+        Args:
+            data: dict with `head` (list of devices) and `stages` (list of dicts). A stage has `layers` (first layer and
+                end), `homes` (one list of devices for each microbatch, or one for all) and optionally `module`.
+            num_layers: layers of the model.
+            num_devices: devices of the pool.
+            max_degree: largest number of devices of a home.
 
-        Raises `LayoutError`, with the value and the limit, for anything else.
+        Raises `LayoutError`, with the value and the limit, for any other data.
         """
         _check_keys("placement", data, required={"head", "stages"})
         stages = data["stages"]
@@ -239,7 +259,7 @@ class Placement:
         return cls(head, attention, ffn)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the placement as data that `from_data` takes."""
+        """Return the placement as a dict that `from_data` accepts."""
         stages, several = [], any(len(set(run.homes)) > 1 for run in self.runs)
         for run in self.runs:
             # One home stands for all microbatches if another stage tells how many there are.

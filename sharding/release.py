@@ -1,4 +1,4 @@
-"""Weight shards that devices release to the KV cache at each TP degree, in order, and the ranks that keep them."""
+"""Order in which devices release weight shards to the KV cache as the TP degree grows, and the ranks that keep them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,11 +9,11 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Buffer of a layer on every device: it holds a weight shard, or KV pages after the shard is released.
+    """Buffer of a layer on every device. It holds a weight shard first, and KV pages after the shard is released.
 
     Attributes:
         spec: parameter of the shards.
-        shards: index of the shard that each of `max_tp` neighboring devices holds in this buffer.
+        shards: index of the shard in this buffer, for each device of an aligned group of `max_tp` devices.
         degree: lowest degree at which the shards are released.
     """
 
@@ -27,12 +27,12 @@ class ReleasedShard:
 
 
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
-    """Return the extents of a layer that can become KV cache, in the order of their release.
+    """Return the weight buffers of a layer that can become KV cache, in the order of their release.
 
-    A shard is released at the lowest degree from which on its device no longer needs it. All devices release the same
-    number of shards at a degree, so that one program runs on all of them. Some devices need more shards than others: at
-    TP2 a device keeps two shards, and a third if its TP4 shard is not one of the two. The other devices then keep as
-    many.
+    A device releases a shard at the lowest degree from which on it does not need the shard. All devices release equally
+    many shards at a degree, so that one program suits all devices. If a device needs more shards than other devices,
+    the other devices keep equally many. With `max_tp` 4, for example, a device needs two shards at TP2, and a third
+    shard if neither is its TP4 shard.
 
     Args:
         specs: parameters of the layer that are stored as extents.
@@ -55,7 +55,9 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
 @lru_cache(maxsize=1024)
 def holder(spec: ParamSpec, tp: int, shard: int) -> tuple[int, int]:
-    """Return the rank that computes with `shard` at degree `tp`, and the index among the shards of this rank.
+    """Return the first rank that computes with `shard` at degree `tp`, and the index of `shard` on this rank.
+
+    The index counts the shards that the rank computes with.
 
     Raises `ValueError` if the parameter has no such shard.
     """

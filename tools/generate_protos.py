@@ -18,7 +18,7 @@ TARGETS = {
 
 
 def generate(proto: str, directory: Path) -> list[Path]:
-    """Write the modules of one .proto file into a directory; returns them."""
+    """Write the modules of one .proto file into a directory and return their paths."""
     with tempfile.TemporaryDirectory() as temporary:
         arguments = ["protoc", f"-I{PROTOS}", f"-I{files('grpc_tools') / '_proto'}"]
         arguments += [f"--{kind}_out={temporary}" for kind in ("python", "pyi", "grpc_python")]
@@ -38,7 +38,7 @@ def generate(proto: str, directory: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Write all modules, or compare them with the present files."""
+    """Write all modules. With `--check`, compare them with the present files instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
     check = parser.parse_args().check

@@ -1,7 +1,7 @@
 """Find sentences that readers have to read twice: `python tools/prose.py [--score] [PATH ...]`.
 
-The rules look for syntax that plain technical English avoids, such as a clause in place of a noun. Read docstrings,
-comments, help texts and Markdown. A hit marks a place to look at; ordinary English contains a few.
+The rules look for syntax that plain technical English avoids, such as a clause in place of a noun. They apply to
+docstrings, comments, help texts and Markdown. A hit marks a place to look at; ordinary English contains a few.
 
 Without `--score`, list the hits by file, most hits first. With `--score`, print hits per 1,000 words for each package.
 """
@@ -61,7 +61,7 @@ class Rule:
 
 
 def _rule(name: str, advice: str, *alternatives: str) -> Rule:
-    """Return a rule of regular expressions, in which a space also matches a line break."""
+    """Return a rule that matches any of the regular expressions. A space in an expression also matches a line break."""
     return Rule(name, advice, re.compile("|".join(alternatives).replace(" ", r"\s+")))
 
 
@@ -211,7 +211,7 @@ def find(passage: Passage) -> Iterator[Hit]:
 
 
 def check(path: Path) -> Report:
-    """Count the words of a file and find its hits."""
+    """Return the number of words in a file and its hits."""
     report = Report()
     for passage in passages(path):
         report.words += len(passage.text.split())

@@ -43,19 +43,19 @@ class Checkpoint(Protocol):
         ...
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of one tensor (None: of all). Arrays stay valid, and tensors can be read again."""
+        """Free the memory of a tensor (None: of all tensors). Arrays stay valid, and tensors can be read again."""
         ...
 
     def close(self) -> None:
-        """Close the files. Arrays stay valid; further reads raise `CheckpointError`."""
+        """Close the files. Arrays stay valid. Further reads raise `CheckpointError`."""
         ...
 
 
 class MappedFile:
-    """A file that is mapped read-only, and whose resident memory can be freed while views of it exist.
+    """File that is mapped into memory read-only. Its resident memory can be freed while views of the file exist.
 
-    Loading copies each tensor to devices once. Its pages are useless afterwards, but count as resident memory of the
-    process until they are dropped.
+    Loading copies each tensor to devices once. The memory pages of the tensor are then useless, but count as resident
+    memory of the process until they are freed.
     """
 
     def __init__(self, path: Path):
@@ -80,7 +80,7 @@ class MappedFile:
         return array if array.flags.aligned else array.copy()
 
     def release(self, offset: int = 0, num_bytes: int | None = None) -> None:
-        """Free the resident memory of `num_bytes` bytes (None: to the end of the file).
+        """Free the resident memory of `num_bytes` bytes from `offset` on (None: to the end of the file).
 
         Views stay valid: an access reads the file again.
         """

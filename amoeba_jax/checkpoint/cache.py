@@ -1,4 +1,4 @@
-"""Cached directories, built once on a machine and shared by all processes."""
+"""Cached directories. Each is built once on a machine and shared by all processes."""
 
 import json
 import os
@@ -21,16 +21,17 @@ def cache_root() -> Path:
 
 
 def cached_directory(target: Path, version: str, fill: Callable[[Path], None], num_bytes: int) -> Path:
-    """Return `target`, and build it with `fill(directory)` first if it is missing, incomplete or of another version.
+    """Return `target`. If the directory is missing, incomplete or of another version, first build it with `fill`.
 
-    The directory appears by one rename, so a killed process never leaves a partial one. Files that are truncated later
-    are found by their size. A lock makes concurrent processes wait for the first one.
+    A new directory is renamed to `target` when it is complete, so a killed process never leaves a partial `target`. The
+    sizes of all files are recorded, so that truncated files are noticed. If several processes call this function, a
+    lock lets one process build while the other processes wait.
 
     Args:
         target: cached directory.
         version: version of the content.
-        fill: function that writes the files into an empty directory.
-        num_bytes: approximate size of the files, which must be free on the disk.
+        fill: function that writes the files into a given empty directory.
+        num_bytes: approximate size of the files. So many bytes must be free on the disk.
 
     Raises `CheckpointError` if the cache cannot be written.
     """
@@ -70,7 +71,7 @@ def _build(target: Path, version: str, fill: Callable[[Path], None], num_bytes: 
 
 
 def _is_whole(target: Path, version: str) -> bool:
-    """Whether `target` has this version, and all its files have their recorded sizes."""
+    """Return whether `target` has this version, and all its files have their recorded sizes."""
     try:
         marker = json.loads((target / MARKER).read_text())
         return marker["version"] == version and all(

@@ -1,4 +1,4 @@
-"""A model without weights, for random weights."""
+"""Model directories without weights. The engine then uses random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from amoeba_jax.json_object import read_json_object
 
 
 class RandomCheckpoint:
-    """The config.json of a directory. The weights are random; for benchmarks and capacity checks."""
+    """Model directory of which only `config.json` is read. An engine gives the model random weights, for benchmarks."""
 
     def __init__(self, directory: Path):
         self.directory = directory

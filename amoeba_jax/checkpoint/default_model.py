@@ -29,8 +29,9 @@ def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = T
     """Return the directory of the default model in Hugging Face form (bfloat16). The first call converts the model.
 
     Args:
-        cache_dir: cache directory. Default: see `cache_root`. The model goes to `models/smollm2-135m` in it.
-        progress: whether to show the conversion, which takes about 5 s, on stderr.
+        cache_dir: cache directory; None: `cache_root()`. The model is written to its subdirectory
+            `models/smollm2-135m`.
+        progress: whether to show the progress of the conversion on stderr. It takes about 5 s.
 
     Raises:
         ModelNotFoundError: the package is not installed.
@@ -46,7 +47,10 @@ def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = T
 
 
 def _source() -> Path:
-    """Return the GGUF file of the installed package. An import of the package would need llama.cpp's bindings."""
+    """Return the GGUF file of the installed package, after a check of its size and hash.
+
+    The package is not imported, because an import would need llama.cpp's bindings.
+    """
     spec = find_spec(PACKAGE)
     path = Path(spec.origin).parent / SOURCE if spec and spec.origin else None
     if path is None or not path.is_file():
@@ -64,7 +68,7 @@ def _source() -> Path:
 
 
 def _convert(source: Path, directory: Path, progress: bool) -> None:
-    """Write `config.json`, bfloat16 weights and the tokenizer files into `directory`."""
+    """Convert the GGUF file `source`: write `config.json`, bfloat16 weights and tokenizer files into `directory`."""
     console = Console(stderr=True, quiet=not progress)
     with Progress(console=console) as bar:
         task = bar.add_task(f"Preparing {DEFAULT_MODEL} (once)", total=None)

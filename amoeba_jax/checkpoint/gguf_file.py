@@ -19,7 +19,7 @@ from amoeba_jax.checkpoint.gguf_tokenizer import write_tokenizer
 from amoeba_jax.errors import CheckpointError
 
 CONVERTER_VERSION = "2"
-"""Version of the files made from a GGUF file. A new number makes caches build them again."""
+"""Version of the files that are made from a GGUF file. If it changes, caches build the files again."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -51,11 +51,11 @@ PLAIN_DTYPES = {
 
 
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements to dequantize at once. `dequantize` makes two more copies of its result."""
+"""Elements to dequantize at once. The number is small because `dequantize` makes two more copies of its result."""
 
 
 class _Reader(GGUFReader):
-    """A reader that slices plain arrays: 0.6 s for 49,152 tokens, in place of 2 s with slices of a memmap."""
+    """Reader that slices a plain array. A vocabulary of 49,152 tokens takes 0.6 s, but 2 s with slices of a memmap."""
 
     @property
     def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,7 +67,7 @@ class _Reader(GGUFReader):
 
 
 class Entry(NamedTuple):
-    """Place, kind and shape of one tensor."""
+    """Place, kind and shape of one tensor in the file."""
 
     stored_name: str
     kind: GGMLQuantizationType
@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
 
 class GGUFCheckpoint:
-    """Weights of a GGUF file; see `Checkpoint`. Opening it reads the metadata.
+    """Weights of a GGUF file, as a `Checkpoint`. The constructor reads the metadata of the file.
 
     Raises `CheckpointError` for a damaged file, and for architectures and tensors that are not supported.
     """
@@ -139,7 +139,7 @@ class GGUFCheckpoint:
         return array
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of one tensor, or of all."""
+        """Free the memory of a tensor (None: of all tensors)."""
         if name is None:
             self._file.release()
         else:
@@ -152,7 +152,7 @@ class GGUFCheckpoint:
         self._file.close()
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write tokenizer files, made from the vocabulary in the file, into `directory`."""
+        """Make tokenizer files from the vocabulary in the file, and write them into `directory`."""
         write_tokenizer(self._metadata, self.config["max_position_embeddings"], directory)
 
     def _entry(self, name: str) -> Entry:
@@ -264,7 +264,7 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open a GGUF file, and write its tokenizer files to the cache.
+    """Open a GGUF file, and write its tokenizer files to the cache if they are not there.
 
     The cache key is the path, size and modification time of the GGUF file.
     """
@@ -278,17 +278,17 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
 
 
 def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Convert rows of a query or key projection, or its bias, from llama.cpp's rotary order to Hugging Face's.
+    """Convert the rows of a query or key projection (or bias) from llama.cpp's rotary order to Hugging Face's order.
 
-    llama.cpp pairs neighboring rows of a head. Hugging Face pairs row i with row i + half. This inverts
-    `LlamaModel.permute` of llama.cpp's `convert_hf_to_gguf.py`.
+    llama.cpp rotates pairs of neighboring rows of a head. Hugging Face rotates row i with row i + h/2, for head size h.
+    This function is the inverse of `LlamaModel.permute` in llama.cpp's `convert_hf_to_gguf.py`.
     """
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> np.ndarray:
-    """Return Llama 3.1's divisor of each rotary frequency, f32 `[head_dim / 2]` (`apply_scaling` of Meta)."""
+    """Return the divisor of each rotary frequency in Llama 3.1, f32 `[head_dim / 2]` (Meta's `apply_scaling`)."""
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / wavelength
@@ -297,5 +297,5 @@ def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> n
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal with the same float32 value: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal that has the same float32 value: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -96,7 +96,10 @@ def write_tokenizer(metadata: Mapping[str, Any], max_length: int, directory: Pat
 
 
 class Vocabulary:
-    """Vocabulary of a GGUF file: its `tokenizer.ggml.*` keys."""
+    """Vocabulary of a GGUF file, from the metadata keys `tokenizer.ggml.*`.
+
+    Raises `CheckpointError` if the kind of the vocabulary is not supported, or if it is damaged.
+    """
 
     def __init__(self, metadata: Mapping[str, Any]):
         self._metadata = metadata
@@ -119,7 +122,10 @@ class Vocabulary:
         self.add_eos: bool = self._get("add_eos_token", False)
 
     def special_id(self, role: str) -> int | None:
-        """Return the id of a role such as "bos", or None. Raises `CheckpointError` if the vocabulary lacks that id."""
+        """Return the token id for a role such as "bos", or None if there is none.
+
+        Raises `CheckpointError` if the vocabulary has no token with this id.
+        """
         token_id = self._get(f"{role}_token_id", None)
         if token_id is not None and not 0 <= token_id < len(self.tokens):
             raise CheckpointError(
@@ -129,14 +135,14 @@ class Vocabulary:
         return token_id
 
     def special(self, role: str) -> str | None:
-        """Return the token of a role such as "bos", or None."""
+        """Return the token for a role such as "bos", or None if there is none."""
         token_id = self.special_id(role)
         return None if token_id is None else self.tokens[token_id]
 
     def end_ids(self) -> list[int]:
-        """Return the ids that end a generation: end of text, end of turn, end of message.
+        """Return the ids of the tokens that end a generation: end of text, end of turn and end of message.
 
-        Many files of chat models name only `eos`, so control tokens with the name of an end count too.
+        Many files of chat models declare only `eos`. Control tokens with a name in `ENDS` are therefore included.
         """
         named = [self.special_id(role) for role in ("eos", "eot", "eom")]
         known = [
@@ -147,7 +153,7 @@ class Vocabulary:
         return list(dict.fromkeys([i for i in named if i is not None] + known))
 
     def build(self) -> Tokenizer:
-        """Build the tokenizer."""
+        """Return the tokenizer. Raises `CheckpointError` if the vocabulary is not supported or damaged."""
         tokenizer = self._byte_level() if self.kind == "gpt2" else self._sentencepiece()
         added = [
             AddedToken(token, normalized=False, special=kind != USER_DEFINED)
@@ -230,9 +236,10 @@ class Vocabulary:
 
 
 def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return merge rules equivalent to SentencePiece's scores: all splits of each piece in two, best score first.
+    """Return merge rules (left and right piece) that are equivalent to SentencePiece's scores.
 
-    Ties are in the order of `generate_merges` in transformers' `convert_slow_tokenizer.py`.
+    Each way to split a piece into two known pieces is a rule. Rules for pieces with higher scores come first. Rules
+    with equal scores are in the order of `generate_merges` in transformers' `convert_slow_tokenizer.py`.
     """
     ranked: list[tuple[float, int, int, str, str]] = []
     for piece, token_id in ids.items():

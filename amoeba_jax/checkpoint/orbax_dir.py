@@ -1,4 +1,4 @@
-"""Checkpoints of `LLM.save`: weight shards as devices hold them, written by orbax."""
+"""Checkpoints of `LLM.save`: weight shards in their layout on devices, written by orbax."""
 
 import dataclasses
 import json
@@ -19,13 +19,15 @@ from sharding.params import ParamSpec
 
 FORMAT = 3
 SHARDS = "shards"
-"""Directory of the shards."""
+"""Name of the subdirectory with the shards."""
 
 
 class OrbaxCheckpoint:
-    """A directory written by `weights.saving.save`, with shards in the sizes of the engine that saved them.
+    """Directory that `weights.saving.save` has written, with shards in the sizes of the engine that saved them.
 
-    An engine with other sizes (`ModelDims`) gets its shards converted while they are read.
+    For an engine with other sizes (`ModelDims`), `reader` converts the shards while it reads them.
+
+    Raises `CheckpointError` if the directory has another format, is damaged, or has a changed `config.json`.
     """
 
     def __init__(self, directory: Path):
@@ -51,9 +53,10 @@ class OrbaxCheckpoint:
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
     def reader(self, dims: ModelDims) -> FillShards:
-        """Return a function that fills shards for an engine with these dims.
+        """Return a function that fills shards for an engine with the sizes `dims`.
 
-        With the saved dims it copies the stored shards; otherwise it rebuilds each tensor and cuts it again.
+        If these are the saved sizes, the function copies the stored shards. Otherwise, it rebuilds each checkpoint
+        tensor and divides it into shards again.
         """
         if dims == self.saved_dims:
             return self._read_shards
@@ -77,10 +80,10 @@ class OrbaxCheckpoint:
         """Do nothing: no file stays open between reads."""
 
     def _read_shards(self, spec: ParamSpec, shards: list[np.ndarray]) -> None:
-        """Copy a parameter's shards from memory-mapped files into host memory.
+        """Copy the stored shards of a parameter from memory-mapped files into `shards`.
 
-        Uses tensorstore, in whose format orbax stores arrays. A restore by orbax takes at least 20 to 35 ms, and
-        allocates new memory for every array.
+        This function reads with tensorstore, because a restore by orbax takes at least 20 to 35 ms and allocates new
+        memory for every array. Raises `CheckpointError` if a shard cannot be read or has another shape or dtype.
         """
         opened = [self._open_shard(spec, index) for index in range(spec.num_shards)]
         for index, (stored, shard) in enumerate(zip(opened, shards, strict=True)):

@@ -40,9 +40,10 @@ class ResolvedModel:
 
 
 def resolve_model(model: str, *, revision: str | None = None) -> ResolvedModel:
-    """Find a model by the default model's name, a path, or a hub name, and download it from the hub if needed.
+    """Find a model by the name of the default model, by a path or by a hub name. Download it from the hub if needed.
 
-    An existing path wins over a hub name. Raises `ModelNotFoundError` with a list of the accepted forms.
+    If `model` is both an existing path and a hub name, the path is used. Raises `ModelNotFoundError`, with a list of
+    the accepted forms, if no model is found.
     """
     if model == DEFAULT_MODEL:
         return ResolvedModel(DEFAULT_MODEL, ensure_default_model(), "safetensors")
@@ -81,7 +82,10 @@ def open_resolved(resolved: ResolvedModel) -> Checkpoint:
 
 
 def _download(repository: str, revision: str | None) -> Path:
-    """Return the directory of a hub repository's files, downloaded if the hub's cache lacks them."""
+    """Return the directory with the files of a hub repository. Download files that the hub's cache lacks.
+
+    Raises `ModelNotFoundError` if the download fails.
+    """
     try:
         found = snapshot_download(
             repository,

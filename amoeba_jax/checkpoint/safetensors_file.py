@@ -24,7 +24,14 @@ DTYPES = {
 
 
 class Entry(NamedTuple):
-    """Place, dtype and shape of one tensor."""
+    """Place, dtype and shape of one tensor.
+
+    Attributes:
+        shard: name of the file.
+        dtype: dtype in the notation of safetensors, such as `BF16`.
+        shape: shape of the tensor.
+        offset: offset in the file, in bytes.
+    """
 
     shard: str
     dtype: str
@@ -33,12 +40,12 @@ class Entry(NamedTuple):
 
 
 class SafetensorsCheckpoint:
-    """Weights of a Hugging Face model directory; see `Checkpoint`.
+    """Weights of a Hugging Face model directory, as a `Checkpoint`.
 
-    Opening it reads `config.json` and the headers. Tensors are views of the mapped files. `safe_open` checks each
-    header, but its NumPy arrays would be copies.
+    The constructor reads `config.json` and the headers of all files. Tensors are views of the mapped files. `safe_open`
+    only checks each header, because the arrays that it returns are copies.
 
-    Raises `CheckpointError` for anything missing, truncated or corrupt, before the first tensor is read.
+    Raises `CheckpointError` in the constructor if a file is missing, truncated or corrupt.
     """
 
     def __init__(self, directory: Path):
@@ -65,7 +72,7 @@ class SafetensorsCheckpoint:
         return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, from the header."""
+        """Return the shape of a tensor, as the header has it."""
         return self._entry(name).shape
 
     def read(self, name: str) -> np.ndarray:
@@ -79,7 +86,7 @@ class SafetensorsCheckpoint:
         return self._files[entry.shard].view(name, DTYPES[entry.dtype], entry.shape, entry.offset)
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of one tensor, or of all."""
+        """Free the memory of a tensor (None: of all tensors)."""
         if name is not None:
             entry = self._entry(name)
             self._files[entry.shard].release(entry.offset, math.prod(entry.shape) * DTYPES[entry.dtype].itemsize)
@@ -102,9 +109,10 @@ class SafetensorsCheckpoint:
 
 
 def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the dtype of the matrices in a directory's safetensors files, or None if they differ or there are none.
+    """Return the dtype of all matrices in the safetensors files of a directory.
 
-    Vectors do not count: norms and tables of angles are often kept in float32.
+    Return None if dtypes differ or are not supported, or if there are no readable files. Vectors do not count, because
+    norms and tables of angles are often kept in float32.
     """
     found: set[str] = set()
     try:
@@ -116,10 +124,10 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _weights_file(directory: Path, config: dict[str, Any]) -> str:
-    """Return the name of the single file or of the index to load, chosen as `transformers` does.
+    """Return the name of the weights file or of the index to load, chosen as `transformers` does.
 
-    `transformers_weights` in config.json comes first, then a single file, then an index. So an old index beside a newer
-    single file is ignored.
+    The first choice is `transformers_weights` of config.json, the second `model.safetensors`, and the third the index.
+    An old index beside a newer single file is therefore ignored. Raises `CheckpointError` if no such file exists.
     """
     named = config.get("transformers_weights")
     if named is not None:
@@ -144,7 +152,11 @@ def _weights_file(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _shards(directory: Path, source: str) -> dict[str, set[str]]:
-    """Return the shards' file names, each with the tensors that the index places in it (none for a single file)."""
+    """Return the tensors that the index `source` places in each shard, by file name.
+
+    If `source` is a single file, return this file with an empty set. Raises `CheckpointError` if the index is damaged
+    or a shard is missing.
+    """
     if not source.endswith(INDEX_SUFFIX):
         return {source: set()}
     weight_map = _read_json(directory / source, "sharded checkpoint").get("weight_map")
@@ -165,7 +177,10 @@ def _shards(directory: Path, source: str) -> dict[str, set[str]]:
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    """Return the entries of one safetensors file, after a check against the file's size."""
+    """Return the entries of one safetensors file, by tensor name.
+
+    Raises `CheckpointError` if the header is damaged, or does not agree with the size of the file.
+    """
     actual = path.stat().st_size
     try:
         with safe_open(path, framework="numpy"):
@@ -183,7 +198,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 def _describe_damage(path: Path, actual: int, reason: str) -> str:
-    """Describe the damage of a file that `safe_open` refuses, with its correct size if that is known."""
+    """Return an error message about a file that `safe_open` refuses, with the correct size if it is known."""
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")

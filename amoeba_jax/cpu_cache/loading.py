@@ -1,4 +1,4 @@
-"""Compilation of one program, or loading from bytes."""
+"""Compilation of a program, or its loading from bytes."""
 
 import contextlib
 import logging
@@ -26,8 +26,8 @@ class Obtained:
 
     Attributes:
         compiled: executable for the requested devices.
-        portable: bytes that load on other devices; None if there are none.
-        cached: whether the program came from a cache or from the bytes of another group, without a compilation.
+        portable: bytes of the program for other devices, or None if it cannot be written as bytes.
+        cached: whether the program was not compiled now: it came from a cache or from the bytes of another group.
         relocated: whether the program was loaded from the bytes of another group of devices.
     """
 
@@ -38,7 +38,12 @@ class Obtained:
 
 
 class _LatestProgram(threading.local):
-    """Origin of the program that this thread compiled last. JAX calls listeners in the thread that compiles."""
+    """Origin of the program that this thread compiled last. JAX calls listeners in the compiling thread.
+
+    Attributes:
+        is_new: whether XLA compiled the program.
+        cache_hit: whether JAX's persistent cache had the next program.
+    """
 
     is_new = False
     cache_hit = False
@@ -69,13 +74,15 @@ def compile_or_load(
     program: str,
     portable: PortableProgram | None = None,
 ) -> Obtained:
-    """Return a program for `devices`: from `portable`, else from the disk cache, else compiled.
+    """Return a program for `devices`, loaded from `portable` or from the disk cache, or else compiled.
+
+    A compiled program is written to the disk cache.
 
     Args:
         compile: function that compiles the program for `devices`.
         devices: devices that run the program.
         model: sizes of the model, part of the key in the disk cache. If empty, the program is not kept on disk.
-        program: everything else that distinguishes the program, except its devices.
+        program: all other properties of the program that belong to its key. They do not include the devices.
         portable: bytes of the same program, compiled for another group with the same number of devices. None: the
             program is looked up on disk.
     """

@@ -3,9 +3,9 @@
 One entry serves every group of devices of the same degree. An entry is found by its key, without tracing the program.
 
 Entries lie in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit and lock and the
-repairs of `compile_cache` therefore apply to them too. The key covers everything that a program depends on: its shapes,
-the model's sizes, this project's source, versions, settings, and the kind of processor. It does not cover functions
-that are patched at run time: turn the cache off before you patch any (`compile_cache=""`).
+repairs of `compile_cache` therefore apply to them too. The key covers all inputs of a compilation: the shapes of the
+program, the sizes of the model, the source of this project, versions, settings, and the kind of processor. The key does
+not cover functions that are patched at run time. Turn the cache off (`compile_cache=""`) before you patch a function.
 """
 
 import contextlib
@@ -64,11 +64,11 @@ _SOURCE_HASH = _hash_source()
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Entry of one program in the cache.
+    """Entry of one program in the cache. It may not exist on disk yet.
 
     Attributes:
         model: sizes of the model.
-        program: everything else that distinguishes the program, except its devices.
+        program: all other properties of the program that belong to its key.
         device: any device that runs the program.
     """
 
@@ -78,14 +78,18 @@ class CacheEntry:
 
     @classmethod
     def of(cls, model: str, program: str, devices: Sequence[jax.Device]) -> "CacheEntry | None":
-        """Return the entry of a program; None if `model` is empty or there is no cache directory for `devices`."""
+        """Return the entry of a program, or None if the program cannot be cached.
+
+        A program cannot be cached if `model` is empty, if the devices are not CPUs, or if programs cannot be
+        written as bytes (`can_relocate`).
+        """
         if not model or devices[0].platform != "cpu" or not can_relocate():
             return None
         return cls(model, program, devices[0])
 
     @functools.cached_property
     def key(self) -> str:
-        """Return the file name: a hash of everything that the program depends on."""
+        """Key in the cache: a hash of the model, the program, the settings of JAX and the environment."""
         settings = [
             f"{name}={value}"
             for name, value in sorted(jax.config.values.items())
@@ -95,7 +99,7 @@ class CacheEntry:
         return f"amoeba_program-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()}"
 
     def find(self) -> PortableProgram | None:
-        """Return the program, or None. A damaged entry is removed with a warning."""
+        """Return the program, or None if the cache does not have it. A damaged entry is removed with a warning."""
         if (cache := _cache(self.device)) is None:
             return None
         try:
@@ -113,7 +117,7 @@ class CacheEntry:
             return None
 
     def write(self, program: PortableProgram) -> None:
-        """Write a program if the cache can be written. If the disk is full, log a warning."""
+        """Write the program to the cache, if there is a cache. If writing fails, log a warning."""
         cache = _cache(self.device)
         if cache is None or jax.config.values["jax_persistent_cache_min_compile_time_secs"] >= _NEVER_S:
             return
@@ -125,7 +129,7 @@ class CacheEntry:
             logger.warning("the compile cache cannot be written (%s). The next process compiles again", error)
 
     def remove(self) -> None:
-        """Remove the entry from the directory."""
+        """Remove the entry from the cache directory, if it exists."""
         directory = jax.config.values["jax_compilation_cache_dir"]
         if directory:
             with contextlib.suppress(OSError):
@@ -134,7 +138,10 @@ class CacheEntry:
 
 @contextlib.contextmanager
 def without_jax_cache_writes() -> Iterator[None]:
-    """Stop JAX from writing programs in this context and thread: this module writes them to the same directory."""
+    """Stop JAX from writing programs to its cache, in this context and thread.
+
+    This module writes the programs to the same directory itself.
+    """
     setting, directory = _min_compile_time(), jax.config.values["jax_compilation_cache_dir"]
     if setting is None or not directory or not may_hold_programs(directory):
         yield
@@ -145,9 +152,9 @@ def without_jax_cache_writes() -> Iterator[None]:
 
 @functools.cache
 def _min_compile_time() -> Any:
-    """Return JAX's setting for the shortest compilation that it caches; None if this version of JAX hides it.
+    """Return JAX's setting for the shortest compilation to cache, which a thread can override for itself.
 
-    One thread can override the setting.
+    Return None if this version of JAX has no such object.
     """
     try:
         from jax._src.config import persistent_cache_min_compile_time_secs
@@ -164,7 +171,10 @@ def _jax_cache() -> Any:
 
 
 def _cache(device: jax.Device) -> Any:
-    """Return JAX's file cache; None if there is none, other users can write to it, or the device is not a CPU."""
+    """Return JAX's file cache.
+
+    Return None if there is no cache, if other users can write to its directory, or if the device is not a CPU.
+    """
     directory = jax.config.values["jax_compilation_cache_dir"]
     if device.platform != "cpu" or not directory or not jax.config.values["jax_enable_compilation_cache"]:
         return None

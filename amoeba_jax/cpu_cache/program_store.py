@@ -22,16 +22,16 @@ _ADDED_WHEN_FULL = 16
 
 
 class ProgramStore(Generic[T]):
-    """Programs by key. The least recently used are evicted before the process runs out of memory mappings.
+    """Programs by key. The least recently used programs are evicted before the process runs out of memory mappings.
 
-    XLA:CPU maps the code of each kernel separately: 100 memory mappings or more for a program. Linux allows a process
-    65,530 (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process (measured: at some 900
-    programs). When 92% of the mappings are in use, a quarter of the programs is evicted; the compile cache provides
-    them again. Not thread-safe.
+    XLA:CPU maps the code of each kernel separately: a program takes 100 memory mappings or more. Linux allows a process
+    65,530 mappings (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process (measured: at some
+    900 programs). When 92% of the mappings are in use, a quarter of the programs is evicted. An evicted program is
+    loaded again from the compile cache. Not thread-safe.
 
     Args:
-        num_mappings: function that counts the mappings of this process.
-        max_mappings: limit. Default: the limit of Linux. None, the default of other systems: no limit.
+        num_mappings: function that counts the mappings of this process. None: count them as Linux reports them.
+        max_mappings: maximum number of mappings. None: the limit of Linux, or no limit on other systems.
     """
 
     def __init__(self, num_mappings: "Callable[[], int] | None" = None, max_mappings: int | None = None):
@@ -40,10 +40,10 @@ class ProgramStore(Generic[T]):
         self._num_mappings = num_mappings or _num_mappings
         self._unchecked = 0  # programs that may be added before the mappings are counted again
         self.num_added = 0
-        """Programs added so far, evicted programs included."""
+        """Number of programs that were added so far, including evicted programs."""
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the program of `key`. If it is missing, make and add it."""
+        """Return the program of `key` and mark it as used. If it is missing, call `make` and add the result."""
         program = self._programs.get(key)
         if program is None:
             program = make()
@@ -59,7 +59,7 @@ class ProgramStore(Generic[T]):
         return self._programs.get(key)
 
     def add(self, key: Hashable, program: T) -> None:
-        """Add a program. If the mappings run short, evict the least recently used programs."""
+        """Add a program. If 92% of the mappings are then in use, evict the least recently used programs."""
         self._programs[key] = program
         self.num_added += 1
         self._unchecked -= 1
@@ -71,13 +71,13 @@ class ProgramStore(Generic[T]):
             self._unchecked = self._safe_to_add(full - used, used) if used < full else _ADDED_WHEN_FULL
 
     def _safe_to_add(self, room: float, used: int) -> int:
-        """Return how many programs can be added before the mappings must be counted again.
+        """Return the number of programs that can be added before the mappings must be counted again.
 
-        At most as many as the store holds.
+        The result is at most the number of programs in the store.
 
         Args:
-            room: mappings that may still be used before an eviction.
-            used: mappings in use.
+            room: number of free mappings before an eviction.
+            used: number of mappings in use.
         """
         return min(int(room * len(self._programs) / (_LARGEST_TO_AVERAGE * max(used, 1))), len(self._programs))
 
@@ -112,7 +112,7 @@ def _num_mappings() -> int:
 
 
 def _max_mappings() -> int | None:
-    """Return Linux's limit for the memory mappings of a process; None on other systems."""
+    """Return the limit of Linux for the memory mappings of a process, or None on other systems."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
 """Compiled programs as bytes, which load on any group with the same number of devices.
 
 Loading takes milliseconds; compiling takes seconds. JAX has no public function that loads a program on other devices:
-`jax.experimental.serialize_executable` loads it only for the devices that it was compiled for. This module does the
-same with another device assignment. It looks up the private parts of JAX once. If they differ from JAX 0.10 to
-0.12, programs are compiled for each group of devices, with a warning.
+`jax.experimental.serialize_executable` loads a program only on the devices for which it was compiled. This module does
+the same with another device assignment. It looks up private parts of JAX 0.10 to 0.12 once. If another version lacks
+them, programs are compiled for each group of devices, with a warning.
 
-XLA has two limits (JAX 0.10.2): a program that was loaded from bytes cannot be written as bytes again, because the
-second load would miss its functions; and a program that sorts can be written only once.
+XLA has two limits (JAX 0.10.2). A program that was loaded from bytes cannot be written as bytes again, because the
+second load would miss its functions. A program that sorts can be written only once.
 """
 
 import functools
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PortableProgram:
-    """A compiled program for any group of devices. Thread-safe.
+    """Bytes of a compiled program, which load on any group with the same number of devices. Thread-safe.
 
     Attributes:
-        data: pickled executable, avals and shardings. Devices are stored as ranks.
+        data: pickled executable, with shapes and shardings of its arguments. Devices are stored as ranks.
         trees: tree structures of the arguments and of the results.
     """
 
@@ -37,7 +37,10 @@ class PortableProgram:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled, devices: Sequence[jax.Device]) -> "PortableProgram | None":
-        """Serialize a program that XLA has just compiled for `devices`. Return None if that is not possible."""
+        """Serialize a program that XLA has just compiled for `devices`. Return None if this is not possible.
+
+        After an unexpected error, relocation is disabled (`disable_relocation`).
+        """
         if devices[0].platform != "cpu" or not can_relocate():
             return None
         try:
@@ -53,9 +56,10 @@ class PortableProgram:
             return None
 
     def load(self, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-        """Load the program on `devices`, as many as it was compiled for.
+        """Load the program on `devices`. Their number must be the number for which the program was compiled.
 
-        Donation and shardings are the same as in a program compiled for `devices`. Damaged bytes raise any error.
+        Donation and shardings are the same as in a program compiled for `devices`. Damaged bytes can raise an error of
+        any type.
         """
         executable, arguments, no_kwargs = _Unpickler(self.data, devices).load()
         placed = tuple(executable.xla_executable.local_devices())
@@ -67,7 +71,7 @@ class PortableProgram:
 
 @dataclass(frozen=True)
 class _PrivateJax:
-    """Classes and functions of JAX that are not public."""
+    """Private classes and functions of JAX."""
 
     executable: type
     device: type
@@ -77,12 +81,12 @@ class _PrivateJax:
 
 
 def disable_relocation(error: Exception) -> None:
-    """Compile programs for each group of devices from now on, with one warning."""
+    """Stop writing programs as bytes in this process, so that each group of devices compiles. Warn once."""
     _warn_once(f"{type(error).__name__}: {error}")
 
 
 def can_relocate() -> bool:
-    """Return whether programs can be written as bytes: JAX has the private parts and no attempt has failed."""
+    """Return whether programs can be written as bytes: JAX has the private parts, and no attempt has failed so far."""
     return _private_jax() is not None and not _warn_once.cache_info().currsize
 
 
@@ -99,7 +103,7 @@ def _private_jax() -> _PrivateJax | None:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler like JAX's own, in which a device is written as its rank."""
+    """Pickler like JAX's own for executables, but a device is written as its rank."""
 
     def __init__(self, file: io.BytesIO, devices: Sequence[jax.Device]):
         super().__init__(file)

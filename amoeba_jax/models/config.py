@@ -17,7 +17,11 @@ SUPPORTED_FAMILIES = tuple(_QKV_BIAS)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: base `theta`, and the scaling of frequencies by `rope_type`."""
+    """Rotary position embedding: base `theta`, and scaling of the frequencies.
+
+    `rope_type` selects the scaling: `default` (none), `linear` or `llama3` (Llama 3.1). The other fields are its
+    parameters, named as in `config.json`.
+    """
 
     theta: float
     rope_type: str = "default"
@@ -27,7 +31,7 @@ class RopeConfig:
     original_max_position_embeddings: float = 8192
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """Return the angular frequencies, f32 `[head_dim / 2]`. `llama3` is the scaling of Llama 3.1."""
+        """Return the scaled angular frequencies, f32 `[head_dim / 2]`, in radians per position."""
         base = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.rope_type == "linear":
             base = base / self.factor
@@ -45,7 +49,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a decoder. Sizes are without padding."""
+    """Sizes and options of a decoder, from its `config.json`. Sizes are without padding."""
 
     family: str
     hidden_size: int
@@ -67,13 +71,16 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Longest context in tokens. Linear scaling stretches it beyond `max_position`."""
+        """Longest context in tokens: `max_position`, times the factor of linear scaling."""
         stretch = self.rope.factor if self.rope.rope_type == "linear" else 1.0
         return int(self.max_position * max(stretch, 1.0))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
-        """Read the content of a config.json. Raises `CheckpointError` for an unsupported value, with its field."""
+        """Return the config from a parsed `config.json`. Missing fields get the defaults of `transformers`.
+
+        Raises `CheckpointError`, with the field, for a value that is not supported.
+        """
         family = config.get("model_type")
         if family not in SUPPORTED_FAMILIES:
             raise CheckpointError(
@@ -121,7 +128,7 @@ class ModelConfig:
 
 
 def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with the family's defaults, which `transformers` fills in."""
+    """Return the config, with the defaults of `transformers` for missing fields of this family."""
     from transformers import AutoConfig  # slow to import
 
     # A copy, because `transformers` fills in fields of nested dicts in place.
@@ -145,7 +152,7 @@ def _positive(hf: dict[str, Any], field: str) -> int:
 
 
 def _rope(hf: dict[str, Any]) -> RopeConfig:
-    """Return the rotary settings. `transformers` has moved all older forms into `rope_parameters`."""
+    """Return the rotary settings of a completed config. There, `rope_parameters` replaces all older forms."""
     rope = hf.get("rope_parameters") or {}
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise CheckpointError(
@@ -173,7 +180,7 @@ def _positive_number(rope: dict[str, Any], field: str) -> float:
 
 
 def _sliding_windows(family: str, hf: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, None for full attention."""
+    """Return the sliding window of each layer in tokens, or None for a layer with full attention."""
     if hf.get("sliding_window") is None or family == "llama":
         return (None,) * num_layers
     if family == "mistral":  # ignores `layer_types`, as in `transformers`

@@ -1,4 +1,4 @@
-"""Decoder in segments: runs of consecutive layers, with the embedding before and the head after them."""
+"""Decoder, divided into segments: runs of consecutive layers with the embedding, and the head."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +28,7 @@ from sharding.placement import ModuleKind
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward network, each with a residual connection."""
+    """Pre-norm attention, FFN, or both, each with a residual connection. `module` selects the parts of the layer."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int, module: ModuleKind = "layer"):
         self.eps = dims.config.norm_eps
@@ -54,10 +54,10 @@ class DecoderLayer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding. Every device has the whole table.
+    """Token embedding. Every rank has the whole table, because it looks up all tokens.
 
-    An untied table is `[vocabulary, D]`. A tied embedding uses the buffers of the head's shards, `[vocabulary shard,
-    D]`.
+    An untied table is one array `[vocabulary, D]`. A tied embedding uses the buffers of all shards of the head, each
+    `[vocabulary shard, D]`.
     """
 
     def __init__(self, dims: ModelDims):
@@ -85,7 +85,10 @@ class Embedding(nnx.Module):
 
 
 def head_spec(dims: ModelDims) -> ParamSpec:
-    """Describe the output projection, `[vocabulary shard, D]`. A tied model takes it from the embedding."""
+    """Return the spec of the output projection, with shards `[vocabulary shard, D]`.
+
+    With tied embeddings, its checkpoint tensor is the embedding.
+    """
     config = dims.config
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     rows = deal_rows(config.vocab_size, dims.max_tp, dims.vocab_shard)
@@ -95,7 +98,7 @@ def head_spec(dims: ModelDims) -> ParamSpec:
 
 
 class Head(nnx.Module):
-    """Final norm and logits. The vocabulary is split over the ranks, and the logits are gathered."""
+    """Final norm and logits. Each rank computes a part of the vocabulary, and then gets the logits of all ranks."""
 
     def __init__(self, dims: ModelDims, tp: int):
         self.dims, self.tp = dims, tp
@@ -122,16 +125,17 @@ class Head(nnx.Module):
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Modules that one program computes: consecutive layers, one kind of module of them, the embedding, or the head.
+    """Part of a model that one program computes: both modules or one module of consecutive layers, embedding, or head.
 
-    Segments of layers on devices that hold the embedding include it, for the segment that begins a step. So all runs of
-    layers that compute alike share one executable, and the embedding needs none of its own.
+    If the devices of a segment hold the embedding, its program includes the embedding, but runs it only in the first
+    segment of a step. All segments with equal layers can therefore share one executable, and the embedding needs no
+    executable of its own.
 
     Attributes:
-        start: first layer; the number of layers for the head.
-        windows: sliding window of each layer (None: full attention); empty for the embedding and the head.
-        module: modules of each layer, or `embedding` or `head`.
-        embeds: whether the program can begin a step with the embeddings of its tokens.
+        start: first layer. For the head, the number of layers.
+        windows: sliding window of each layer (None: full attention). Empty for the embedding and the head.
+        module: modules of each layer (`layer`: both), or `embedding` or `head`.
+        embeds: whether the program can begin a step with the embeddings of the tokens.
     """
 
     start: int
@@ -149,7 +153,7 @@ class SegmentPlan:
 
 
 class Segment(nnx.Module):
-    """Embedding and layers of one segment, or the head, at degree `tp`, with abstract parameters."""
+    """Modules of one segment at degree `tp`. The parameters have shapes and dtypes, but no data."""
 
     def __init__(self, dims: ModelDims, plan: SegmentPlan, tp: int):
         self.embedding = Embedding(dims) if plan.embeds else None
@@ -159,23 +163,23 @@ class Segment(nnx.Module):
 
 
 def leaf_variables(segment: Segment) -> list[nnx.Variable]:
-    """Return the segment's parameters, in the order of the program's arguments."""
+    """Return the parameters of a segment, in the order in which its program takes the weights."""
     state = nnx.split(segment)[1]
     return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def is_sharded(variable: nnx.Variable) -> bool:
-    """Whether the ranks have different shards of this parameter, rather than the same shard."""
+    """Return whether ranks use different shards of this parameter. False if they all use the same shard."""
     metadata = variable.get_metadata()
     spec: ParamSpec = metadata["spec"]
     return spec.placement == "sharded" and not metadata.get("whole", False)
 
 
 def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ...]:
-    """Cut a model into runs of at most `segment_layers` layers, of equal length if possible, without the head.
+    """Divide the layers of a model into segments of at most `segment_layers` layers, of equal length if possible.
 
-    One executable serves all equal runs. With 30 layers on CPU, segments of 8 layers compile in half the
-    time of the whole model, and a decode step takes at most 2% longer.
+    One executable serves all segments with equal windows. With 30 layers on CPU, segments of 8 layers compile in half
+    the time of the whole model, and a decode step takes at most 2% longer.
     """
     windows = dims.config.sliding_windows
     count = len(windows)
@@ -187,18 +191,18 @@ def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ..
 
 
 def module_plan(dims: ModelDims, layers: range, module: ModuleKind, *, embeds: bool) -> SegmentPlan:
-    """Return the segment of some layers, or of one kind of module of them. Segments of FFNs never embed."""
+    """Return the segment of the given modules of consecutive layers. Segments of FFNs never embed."""
     windows = dims.config.sliding_windows[layers.start : layers.stop]
     return SegmentPlan(layers.start, windows, module, embeds and module != "ffn")
 
 
 def embedding_plan() -> SegmentPlan:
-    """Return the segment of the embedding alone, for steps that begin on devices without it."""
+    """Return the segment of the embedding alone, for steps whose first layers are on devices without the embedding."""
     return SegmentPlan(0, (), "embedding")
 
 
 def head_plan(dims: ModelDims) -> SegmentPlan:
-    """The head: final norm and logits."""
+    """Return the segment of the head: final norm and logits."""
     return SegmentPlan(dims.config.num_layers, (), "head", embeds=False)
 
 
@@ -213,5 +217,5 @@ def model_specs(dims: ModelDims) -> dict[str, ParamSpec]:
 
 
 def num_parameters(dims: ModelDims) -> int:
-    """Return the number of parameters, without padding and copies."""
+    """Return the number of parameters of the model, without padding and copies."""
     return sum(spec.model_elements for spec in model_specs(dims).values())

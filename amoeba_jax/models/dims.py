@@ -16,8 +16,8 @@ VOCAB_ALIGNMENT = 16
 class ModelDims:
     """Sizes of a model as one engine stores it: padded weight shards and page geometry.
 
-    They follow from the model's config and the settings below (see `EngineConfig`). A matrix is cut into `max_tp`
-    shards. A shard that a merge may turn into KV cache is padded to whole KV pages.
+    The sizes follow from the model's config and the other fields, which are settings of `EngineConfig`. A matrix is
+    divided into `max_tp` shards. A shard that can become KV cache is padded to whole KV pages.
     """
 
     config: ModelConfig
@@ -36,17 +36,17 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Elements of a KV page; None if FFN shards never become KV cache (`max_tp` = 1)."""
+        """Elements of a KV page, for FFN shards. None if they never become KV cache, because `max_tp` is 1."""
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Elements of a KV page; None if attention shards never become KV cache."""
+        """Elements of a KV page, for attention shards. None if they never become KV cache."""
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
     def ffn_shard(self) -> int:
-        """Inner features of the FFN per shard, rounded up so that `gate_up` and `down` shards are whole pages."""
+        """Inner features of an FFN shard, rounded up so that `gate_up` and `down` shards are whole pages."""
         share = -(-self.config.ffn_size // self.max_tp)
         if self.ffn_page_elems is None:
             return share
@@ -55,12 +55,12 @@ class ModelDims:
 
     @property
     def vocab_share(self) -> int:
-        """Vocabulary entries of a shard, without padding."""
+        """Vocabulary entries of a shard of the head, without padding."""
         return -(-self.config.vocab_size // self.max_tp)
 
     @property
     def vocab_shard(self) -> int:
-        """Rows of a vocabulary shard, with padding."""
+        """Rows of a shard of the head, with padding to a multiple of `VOCAB_ALIGNMENT`."""
         if self.max_tp == 1:
             return self.vocab_share
         return -(-self.vocab_share // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT

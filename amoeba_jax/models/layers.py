@@ -21,8 +21,8 @@ class QueryGroup(NamedTuple):
     """Sequences of a step with equally many tokens: `B` sequences of `T` tokens.
 
     Attributes:
-        query_positions: positions `[B, T]`, -1 for padding.
-        tables: pages of each sequence, one table for each extent (`kvcache.page_lists`).
+        query_positions: `[B, T]` position of each token in its sequence; -1 for padding.
+        tables: pages of the sequences, one table for each extent (`kvcache.page_lists`).
     """
 
     query_positions: Int32[Array, "B T"]
@@ -50,17 +50,17 @@ class StepContext(NamedTuple):
 
 
 def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
-    """Return a parameter that has the shape and dtype of one shard but no data, with its `ParamSpec`."""
+    """Return a parameter without data. It has the shape and dtype of one shard of `spec`, and `spec` as metadata."""
     return nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=0)
 
 
 def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner, layer: int | None = None) -> nnx.Param:
-    """Return the scale vector of an RMS norm, which every rank uses as a whole."""
+    """Return the scale vector of an RMS norm, without data. Every rank uses the whole vector."""
     return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init="ones", owner=owner, layer=layer))
 
 
 def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
-    """Return a parameter without data for each shard that a rank computes with at degree `tp` (see `parameter`)."""
+    """Return a parameter (see `parameter`) for each shard that a rank computes with at degree `tp`."""
     abstract = spec.abstract(dims.dtype)
     return nnx.List([nnx.Param(abstract, spec=spec, shard=index) for index in range(spec.local_shards(tp))])
 
@@ -68,28 +68,28 @@ def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
 def matmul(kernel: Float[Array, "O I"], x: Float[Array, "I N"]) -> Float[Array, "O N"]:
     """Return `kernel @ x` in f32, with full f32 precision for f32 inputs.
 
-    Kernels are output-major and activations feature-major, because XLA on CPU packs the right operand of a product
-    first. Here that is the small operand. All products of a 125M model take 31 ms for 8 tokens and 49 ms for 32, in
-    place of 44 and 75 ms as `x @ W` (2 cores, f32).
+    Kernels are output-major and activations feature-major, because XLA on CPU first packs the right operand of a
+    product: here `x`, which is small. All products of a 125M model take 31 ms for 8 tokens and 49 ms for 32 tokens,
+    instead of 44 ms and 75 ms as `x @ W` (2 cores, f32).
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(kernel, x, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def rank_sum(x: jax.Array, tp: int) -> jax.Array:
-    """Return the sum over the ranks of an instance."""
+    """Return the sum of `x` over the `tp` ranks."""
     return lax.psum(x, TP_AXIS) if tp > 1 else x
 
 
 def rms_norm(x: Float[Array, "... h"], scale: Float[Array, " h"], eps: float) -> Float[Array, "... h"]:
-    """Return the root-mean-square norm of the last axis, computed in f32, in the dtype of `x`."""
+    """Normalize the last axis by its root mean square, and multiply by `scale`. Computes in f32, returns `x.dtype`."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (scale * wide.astype(x.dtype)).astype(x.dtype)
 
 
 def hidden_norm(x: Float[Array, "D N"], scale: Float[Array, " D"], eps: float) -> Float[Array, "D N"]:
-    """Return `rms_norm` of each token's hidden state."""
+    """Apply `rms_norm` along the first axis: to the hidden state of each token."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
     return (scale[:, None] * wide.astype(x.dtype)).astype(x.dtype)
@@ -208,7 +208,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Gated SiLU feed-forward network. Each shard has some of the inner features; the results of shards are added."""
+    """Gated SiLU feed-forward network. The inner features are split over the shards, whose results are added."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         self.tp = tp

@@ -26,7 +26,7 @@ _starting_threads = threading.Lock()
 
 
 def compile_jobs(jobs: int | None) -> int:
-    """Return the number of programs to compile at once: `jobs`, or the number of processors, at most 8."""
+    """Return the number of programs to compile at once: `jobs` if set, else the number of processors, at most 8."""
     return jobs or max(1, min(os.cpu_count() or 1, _MAX_JOBS))
 
 
@@ -41,7 +41,7 @@ def _start_threads(threads: Iterable[threading.Thread]) -> None:
 
 
 class Arrival(NamedTuple):
-    """A compiled program, or the error that compiling it raised."""
+    """Result of a request: the compiled program, or the error of its compilation. The other field is None."""
 
     spec: ProgramSpec
     program: Executable | None
@@ -49,16 +49,16 @@ class Arrival(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Threads that compile requested programs: urgent programs first, then the others in order.
+    """Threads that compile requested programs: first the urgent programs, then all other programs, each in order.
 
-    The threads start with the first request. All methods are thread-safe; only one thread may call `take`.
+    The threads start with the first request. All methods are thread-safe, but only one thread may call `take`.
 
     Args:
         jobs: number of threads.
 
     Attributes:
-        serving: whether requests run. If so, half of the threads compile, at lower priority; the others start no
-            program.
+        serving: whether the engine computes requests of clients. If True, only half of the threads start new
+            compilations, and all threads run at a lower priority.
         on_arrival: function that the compile threads call after each program. It must not block.
     """
 
@@ -93,7 +93,10 @@ class BackgroundCompiler:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, specs: Iterable[ProgramSpec], urgent: bool = True) -> list[ProgramSpec]:
-        """Request programs. Return the programs that were not requested before, or that became urgent now."""
+        """Request programs. Return the programs that were not requested before, or that become urgent now.
+
+        After `close`, requests are ignored.
+        """
         new = []
         with self._changed:
             here = self._compiling | {arrival.spec.key for arrival in self._arrived}
@@ -119,7 +122,7 @@ class BackgroundCompiler:
         return new
 
     def forget(self, keys: Collection[Hashable]) -> None:
-        """Withdraw requests. Programs that a thread is compiling still arrive."""
+        """Withdraw requests by the keys of their programs. A program that a thread is compiling still arrives."""
         with self._changed:
             for key in keys:
                 self._urgent.pop(key, None)
@@ -127,7 +130,7 @@ class BackgroundCompiler:
             self._changed.notify_all()
 
     def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival]:
-        """Return the programs that arrived since the last call. With `keys`, take only these programs."""
+        """Return and remove the arrived programs. With `keys`, only programs with these keys."""
         with self._changed:
             arrived = [arrival for arrival in self._arrived if keys is None or arrival.spec.key in keys]
             for arrival in arrived:
@@ -135,7 +138,10 @@ class BackgroundCompiler:
         return arrived
 
     def wait(self, keys: Collection[Hashable] | None = None) -> None:
-        """Wait until a program can be taken or none is left. With `keys`, wait only for these programs."""
+        """Wait until a program can be taken, or until no requested program is left.
+
+        With `keys`, only programs with these keys count.
+        """
 
         def over() -> bool:
             if any(keys is None or arrival.spec.key in keys for arrival in self._arrived):
@@ -158,9 +164,10 @@ class BackgroundCompiler:
             thread.join()
 
     def _next(self, index: int) -> list[ProgramSpec]:
-        """Wait for programs to compile, and return programs of one family (`ProgramSpec.family`).
+        """Wait until thread `index` may compile, and return the requested programs of one family to compile.
 
-        Return an empty list if the compiler is closed.
+        Programs of a family differ only in their devices (`ProgramSpec.family`). Return an empty list if the compiler
+        is closed.
         """
         with self._changed:
             while not self._closed and (not (self._urgent or self._later) or index >= self.num_working):
@@ -182,9 +189,9 @@ class BackgroundCompiler:
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
     def _set_priorities(self) -> None:
-        """Lower the priority of the threads while requests run, and raise it again afterwards.
+        """Give the threads a lower priority if `serving`, else the priority of the process. Only on Linux.
 
-        The priority stays low if the process may not raise it. Only on Linux.
+        The priority stays low if the process has no permission to raise it.
         """
         if self._niceness is None:  # only Linux has priorities for threads
             return
@@ -208,7 +215,10 @@ class BackgroundCompiler:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
 
     def _compile(self, family: list[ProgramSpec]) -> Iterator[tuple[ProgramSpec, Executable]]:
-        """Compile the first program of a family, and load the others from its bytes."""
+        """Compile the first program of a family, and load the remaining programs from the bytes of the first.
+
+        Without such bytes (`PortableProgram`), each program is compiled.
+        """
         portable = None
         for spec in sorted(family, key=lambda spec: spec.devices):
             executable, portable = compiling.compile_program(spec, portable)
@@ -227,9 +237,9 @@ class BackgroundCompiler:
 
 
 def compile_programs(specs: Iterable[ProgramSpec], jobs: int) -> Iterator[Executable]:
-    """Compile programs in `jobs` threads and yield each when it is ready.
+    """Compile programs in `jobs` threads and yield each program when it is ready.
 
-    Raises the first error after the threads have finished the programs that they were compiling.
+    If a program does not compile, raise its error as soon as all threads have ended their current program.
     """
     compiler = BackgroundCompiler(jobs)
     compiler.want(specs)

@@ -1,4 +1,4 @@
-"""Inputs of one step, packed into two integer arrays for each rank."""
+"""Inputs of a step, packed into two integer arrays."""
 
 import math
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ from jaxtyping import Int32
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Static shape of a step. A step with fewer sequences or tokens is padded to it.
+    """Static shape of a step. A step with fewer sequences or tokens is padded to this shape.
 
     Attributes:
-        groups: `(B, T)` for each query group: B sequences of T tokens each. A decode step is `((B, 1),)`.
-        table_width: entries of a block table: pages that a sequence can have.
+        groups: `(B, T)` for each query group: B sequences with T tokens each. The groups of a decode step are
+            `((B, 1),)`.
+        table_width: entries of a block table: the maximum number of pages of a sequence.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -28,12 +29,12 @@ class BatchShape:
 
     @property
     def num_rows(self) -> int:
-        """Number of sequences of the step."""
+        """Number of rows (sequences) of the step, with padding."""
         return sum(batch for batch, _ in self.groups)
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Offset and shape of every field in a rank's `StepBatch.packed`."""
+        """Offset and shape of every field in one rank's row of `StepBatch.packed`, by name."""
         rows, tokens = (self.num_rows,), (self.num_tokens,)
         shapes = {
             "tokens": tokens,
@@ -46,7 +47,7 @@ class BatchShape:
 
     @cached_property
     def row_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Offset and shape of every field in a rank's `StepBatch.rows`."""
+        """Offset and shape of every field in one rank's row of `StepBatch.rows`, by name."""
         return row_fields(self.num_rows)
 
     @cached_property
@@ -59,7 +60,7 @@ class BatchShape:
 
 
 def row_fields(num_rows: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return offset and shape of the fields that the head takes. They depend only on the number of sequences."""
+    """Return offset and shape of the fields of `StepBatch.rows`, by name. The head takes these fields."""
     return _side_by_side({"last_token": (num_rows,), "slots": (num_rows,)})
 
 
@@ -72,19 +73,24 @@ def _side_by_side(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tu
 
 
 class StepBatch:
-    """Inputs of a step on the host.
+    """Inputs of a step on the host: the array `packed` for the layers and the array `rows` for the head.
 
-    The layers take `packed`, `[tp, packed_size]`, and the head takes `rows`, `[tp, 2 R]`. The fields below are views
-    into these arrays. All fields except `tables` are the same on every rank.
+    Both arrays have one row for each rank, in which fields lie side by side. `set` and `set_table` write fields, and
+    `unpack` reads them inside a program. All fields except `tables` are equal on all ranks. N is the number of tokens
+    of the step, R the number of rows (sequences), and W the width of a block table in pages.
 
-    Fields, with N tokens, R rows (sequences) and W pages in a table:
+    Fields in `packed`, `[tp, packed_size]`:
         tokens: `[N]` token ids that the host knows.
-        sources: `[N]` slot of the sampled token to use instead of `tokens`, if the host has not read it yet; else -1.
-        positions: `[N]` position in the sequence; -1 for padding.
-        tables: `[tp, R, W]` local page ids, in logical order.
-        num_pages: `[R]` number of valid entries in each table.
-        last_token: `[R]` index of each row's last token, for which the head computes logits.
-        slots: `[R]` slot that stores the row's next token; -1 if the row ends before its prompt does.
+        sources: `[N]` slot of the sampled token that replaces the entry of `tokens`, because the host has not read it
+            yet. -1: use the entry of `tokens`.
+        positions: `[N]` position of the token in its sequence; -1 for padding.
+        tables: `[R, W]` local page ids of each row, in logical order.
+        num_pages: `[R]` number of valid entries in the table of each row.
+
+    Fields in `rows`, `[tp, 2 R]`:
+        last_token: `[R]` index among the N tokens of the last token of each row. The head computes its logits.
+        slots: `[R]` slot that stores the next token of each row. -1: the row is padding, or a chunk that is not the
+            last chunk of its prompt.
     """
 
     def __init__(self, shape: BatchShape, tp: int):
@@ -96,7 +102,7 @@ class StepBatch:
         self.set("slots", np.full(shape.num_rows, -1))
 
     def set(self, name: str, values: np.ndarray) -> None:
-        """Fill a field with the same values on every rank."""
+        """Write the field `name`, with the same values on every rank."""
         array, fields = (self.packed, self.shape.fields)
         if name in self.shape.row_fields:
             array, fields = (self.rows, self.shape.row_fields)
@@ -104,7 +110,7 @@ class StepBatch:
         array[:, offset : offset + math.prod(shape)] = np.asarray(values, np.int32).reshape(-1)
 
     def set_table(self, row: int, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Fill the block table of one row on every rank."""
+        """Write the block table of one row on every rank. Raises `ValueError` if the table has too many pages."""
         offset, (_, width) = self.shape.fields["tables"]
         if table.shape[1] > width:
             raise ValueError(f"a block table of {table.shape[1]} pages exceeds the {width} pages of step {self.shape}")
@@ -113,7 +119,7 @@ class StepBatch:
 
 
 def unpack(packed: Int32[jax.Array, " size"], fields: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, jax.Array]:
-    """Return the fields of one rank's row of `StepBatch.packed` or `StepBatch.rows`, inside a program."""
+    """Return the fields by name, inside a program. `packed`: one rank's row of `StepBatch.packed` or `rows`."""
     return {
         name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
         for name, (offset, shape) in fields.items()

@@ -1,4 +1,4 @@
-"""Step shapes for which programs are compiled. Fewer shapes compile sooner; more shapes waste less padding.
+"""Step shapes for which programs are compiled. Fewer shapes compile faster. More shapes waste less time on padding.
 
 `benchmarks/step_shapes.py` measures the gain of each group of shapes. docs/startup.md has its figures.
 """
@@ -20,10 +20,10 @@ MAX_PROMPT_LOGITS_CHUNK = 64
 
 
 def hidden_tokens(config: EngineConfig, width: int) -> int:
-    """Return the tokens of the largest step, rounded up to a multiple of 16.
+    """Return the number of tokens of the largest step, rounded up to a multiple of 16.
 
     Args:
-        width: devices, or microbatches, that bring `max_num_seqs` sequences each to the largest instance.
+        width: factor of `max_num_seqs` in the largest instance (`EnginePlan.width`).
     """
     largest = config.max_num_batched_tokens + config.max_num_seqs * width - 1
     return -(-largest // 16) * 16
@@ -33,18 +33,21 @@ class Buckets:
     """Step shapes of instances of one degree.
 
     A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both
-    limits are powers of two. A step has one of three forms (groups as in `BatchShape`):
+    limits are powers of two. There are three forms of steps (groups as in `BatchShape`):
 
     - only decodes: `(B, 1)`, with B a power of two.
-    - one prompt: `(1, T)`, and decodes in the other rows. The step has `few_rows` or `max_num_seqs` rows.
-    - up to four prompts: `(4, T)`, and decodes in the other rows. The step has `max_num_seqs` rows. Only if 4 T is at
-      most `max_num_batched_tokens`.
+    - one prompt: `(1, T)`, and decodes in the remaining rows. The step has `few_rows` or `max_num_seqs` rows.
+    - up to four prompts: `(4, T)`, and decodes in the remaining rows. The step has `max_num_seqs` rows. This form
+      exists only if 4 T is at most `max_num_batched_tokens`.
 
     T is `max_num_batched_tokens`, a quarter of it, a sixteenth, and so on. Unused rows are padding.
 
     Args:
+        max_num_seqs: maximum number of sequences of an instance.
+        max_num_batched_tokens: maximum number of prompt tokens in a step.
+        table_width: entries of a block table.
         few_rows: rows of small steps with a prompt. All degrees must use the same number, so that such a step keeps
-            its shape while layers change their degree. Default: 8, or `max_num_seqs` if that is less.
+            its shape while layers change their degree. None: 8, or `max_num_seqs` if that is less.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, table_width: int, few_rows: int | None = None):
@@ -55,44 +58,45 @@ class Buckets:
 
     @cached_property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Batch sizes of steps that only decode, including steps during transitions."""
+        """Numbers of rows of steps that only decode, also during transitions."""
         return tuple(1 << power for power in range(self.max_num_seqs.bit_length()))
 
     @cached_property
     def mixed_rows(self) -> tuple[int, ...]:
-        """Numbers of rows of steps with a prompt."""
+        """Numbers of rows of steps with one prompt."""
         return tuple(sorted({self.few_rows, self.max_num_seqs}))
 
     @cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Lengths of prompt chunks."""
+        """Lengths of prompt chunks in tokens, in ascending order."""
         return _by_quarters(self.max_num_batched_tokens, MIN_CHUNK)
 
     @cached_property
     def prompt_logits_chunks(self) -> tuple[int, ...]:
-        """Lengths of the chunks of prompts that need log-probabilities."""
+        """Lengths of prompt chunks in requests for log-probabilities of the prompt."""
         return tuple(size for size in self.chunk_sizes if size <= MAX_PROMPT_LOGITS_CHUNK) or self.chunk_sizes[:1]
 
     def chunk_rows(self, chunk: int) -> tuple[int, ...]:
-        """Return the numbers of prompts, 1 and perhaps 4, for which there are steps with chunks of this size."""
+        """Return the possible numbers of prompts in a step with chunks of this size: `(1,)` or `(1, 4)`."""
         several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
         return (1, _COARSE) if several else (1,)
 
     def chunk_size(self, length: int, at_most: float = math.inf) -> int:
-        """Return the chunk size for a prompt with `length` tokens left.
+        """Return the chunk size for a prompt with `length` remaining tokens.
 
-        Take the smallest size that holds all tokens, or else the largest size. If the tokens fill at most half of it,
-        take the next smaller size instead, because several small steps cost less than the padding. Sizes above
-        `at_most` are excluded, except the smallest size.
+        This is the smallest size that holds all tokens, or the largest size if none does. If the tokens fill at most
+        half of the chunk, take the next smaller size, because several small steps cost less than the padding. Sizes
+        above `at_most` are excluded, except the smallest size.
         """
         sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
-        """Return how many waiting prompts to compute in a step with `num_decodes` decodes.
+        """Return the number of waiting prompts to compute in a step with `num_decodes` decodes: from 1 to 4.
 
-        A step for four prompts is used if at least three wait and its rows suffice. Otherwise it is one prompt.
+        More than one prompt is computed only if at least three prompts wait, steps of four prompts exist for this chunk
+        size, and their rows suffice.
         """
         several = self.chunk_rows(chunk)[-1]
         if several > 1 and waiting + 1 >= several and num_decodes + several <= self.max_num_seqs:
@@ -108,7 +112,7 @@ class Buckets:
         return self._shape(rows, prompts, chunk)
 
     def all(self) -> list[BatchShape]:
-        """Return every step shape that serving can need."""
+        """Return all step shapes."""
         shapes = [self._shape(size, 0, 0) for size in self.decode_sizes]
         for chunk in self.chunk_sizes:
             shapes += [self._shape(rows, 1, chunk) for rows in self.mixed_rows]

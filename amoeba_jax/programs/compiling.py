@@ -22,14 +22,15 @@ class Executable:
 def compile_program(
     spec: ProgramSpec, portable: PortableProgram | None = None
 ) -> tuple[Executable, PortableProgram | None]:
-    """Compile a program, or load it from `portable` or from the compile cache. Return it with the
-    bytes for other groups of devices (None: it has none).
+    """Compile a program, or load it from `portable` or from the compile cache.
 
-    Raises `RuntimeError` if XLA would copy a buffer that the program must update in place.
+    Return the program, and its bytes for other groups of devices (None if there are no such bytes).
 
     Args:
         spec: program to compile.
-        portable: bytes of the same program for another group of devices.
+        portable: bytes of the same program for another group of devices, or None.
+
+    Raises `RuntimeError` if XLA would copy a buffer that the program must update in place.
     """
     start = time.perf_counter()
     obtained = compile_or_load(spec.compile, spec.on, model=spec.model, program=repr(spec.family), portable=portable)

@@ -1,4 +1,4 @@
-"""List of every program that serving can need. It depends on sizes alone, not on weights, buffers or devices."""
+"""Lists of all programs that serving can need. They depend only on sizes, not on weights, buffers or devices."""
 
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -17,10 +17,9 @@ from sharding.placement import Placement
 
 
 def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the programs of all instances of the degrees and of all transitions between these degrees, each once.
+    """Return the programs of all instances of the given degrees and of all transitions between them, each once.
 
-    Programs of special calls are not included: `LLM.logits`, and transformations that keep weights (see
-    `kept_weights`).
+    The list lacks the programs of `LLM.logits` and of transformations that keep all weights (see `kept_weights`).
     """
     by_degree = enumerate_by_degree(plan, executables, degrees)
     return [spec for specs in by_degree.values() for spec in specs]
@@ -31,8 +30,9 @@ def enumerate_by_degree(
 ) -> dict[int, list[ProgramSpec]]:
     """Return the programs of `enumerate_programs` by degree, in the order of `degrees`.
 
-    The list of a degree has the programs of its instances, and of transitions to and from the degrees that precede it
-    in `degrees`. Programs of an earlier list are left out.
+    The list of a degree has the programs of its instances, and of transitions between this degree and the degrees that
+    precede it in `degrees`. Programs of an earlier list are left out. With a start placement, `degrees` is ignored: the
+    only list has all programs of the instance.
     """
     found: dict[object, ProgramSpec] = {}
     if plan.placement is not None:
@@ -49,10 +49,11 @@ def enumerate_by_degree(
 
 
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the programs of merged instances that keep all weights, as they must while requests are paused.
+    """Return the programs of merged instances that keep all weights, and of transitions to and from the lowest degree.
 
-    A merge usually releases weights to the KV cache. If it does not, the instance has fewer extents and needs other
-    programs. Includes transitions to and from the lowest of the degrees. Excludes programs of `enumerate_programs`.
+    A merge usually releases weights to the KV cache. It keeps all weights if requests are paused while the merged
+    instance serves. The instance then has fewer extents and needs other programs. Programs of `enumerate_programs` are
+    left out.
     """
     known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
     lowest, found = min(degrees), dict[object, ProgramSpec]()
@@ -68,7 +69,9 @@ class StepKind(NamedTuple):
     """A step that an instance with a start placement may run.
 
     Attributes:
-        microbatch: microbatch of the step; None for a step of all microbatches.
+        shape: shape of the step.
+        logits_of: tokens whose logits the head computes: the last token of each row, or all tokens.
+        microbatch: index of the only microbatch of the step. None: the step has all microbatches.
     """
 
     shape: BatchShape
@@ -127,9 +130,9 @@ def _steps(plan: EnginePlan, executables: Executables, group: SubMesh, released:
 def least_specs(
     plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
 ) -> Iterator[ProgramSpec]:
-    """Yield the fewest programs with which an instance can serve requests: two steps and their samplers.
+    """Yield the programs with which a new instance can already serve requests: two steps and their samplers.
 
-    One step decodes the most sequences; the other also computes a chunk of a prompt.
+    One step decodes as many sequences as possible. The other step also computes a chunk of a prompt.
     """
     buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
     prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])

@@ -26,18 +26,20 @@ _MAX_RETRIES = 3
 class Executables:
     """One compiled program for each key, compiled on first use or ahead of time. Not thread-safe.
 
-    Segments (runs of consecutive layers) of equal shape share a program: their weights are inputs.
+    Segments (runs of consecutive layers) of equal shape share a program, which takes their weights as inputs.
 
     Args:
-        beside: whether `request` compiles in the background. If not, `get` compiles in place.
+        dims: sizes of the model.
+        strict: see the attribute.
+        beside: whether `request` compiles in the background. If False, `request` does nothing, and `get` compiles.
         jobs: number of background threads.
 
     Attributes:
         specs: factory of the specs that the methods take.
-        strict: whether a `complete` registry refuses new programs. Evicted programs (see `ProgramStore`) are loaded
-            again in any case.
-        num_late: programs compiled or loaded after the registry was `complete`.
-        num_awaited: programs compiled or loaded when a request needed them, not ahead of time.
+        strict: whether the registry refuses new programs once it is `complete`. Evicted programs (`ProgramStore`) are
+            not new: they are loaded again.
+        num_late: number of programs that were compiled or loaded after the registry became `complete`.
+        num_awaited: number of programs that were compiled or loaded because a request needed them at once.
         background: threads that compile for `request`, `compile_later` and `prepare`.
     """
 
@@ -66,12 +68,12 @@ class Executables:
 
     @property
     def num_made(self) -> int:
-        """Number of programs compiled or loaded from the compile cache so far."""
+        """Number of programs that were added so far, whether compiled or loaded from the compile cache."""
         return self._store.num_added
 
     @property
     def complete(self) -> bool:
-        """Whether a warm-up has compiled all programs. A program compiled later delays requests."""
+        """Whether a warm-up has compiled all programs. A later compilation then delays requests."""
         return self._complete
 
     def set_complete(self) -> None:
@@ -79,22 +81,26 @@ class Executables:
         self._complete = True
 
     def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
-        """Return the program. If it is missing, compile it, or raise `NotCompiledError` if `strict` and `complete`."""
+        """Return the compiled program, and compile it first if it is missing.
+
+        Raises the error of an earlier compilation in the background (once), the errors of the compiler, and
+        `NotCompiledError` for a new program if the registry is `strict` and `complete`.
+        """
         return self.executable(spec).compiled
 
     def executable(self, spec: ProgramSpec) -> Executable:
-        """Return the program like `get`, with its properties."""
+        """Return the program with its properties. Compiles and raises as `get` does."""
         return self._store.get(spec.key, lambda: self._make(spec))
 
     # In the background
 
     @property
     def version(self) -> int:
-        """A number that changes whenever the answer of `available` or `has_failed` may change."""
+        """A number that changes when the results of `available` and `has_failed` may change."""
         return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether `get` would return or raise at once for each program. Always true if `beside` is off."""
+        """Return whether `get` would return or raise without compiling, for every program. True without `beside`."""
         return not self._beside or not self._absent(specs)
 
     @property
@@ -103,13 +109,13 @@ class Executables:
         return bool(self._failed)
 
     def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether one of the programs failed in the background. `get` would raise its error."""
+        """Return whether any of the programs failed to compile in the background, so that `get` would raise."""
         return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether all programs are `available`. If not, compile the missing ones in the background.
+        """Return whether all programs are `available`. If not, start to compile missing programs in the background.
 
-        These programs precede the programs of `compile_later`.
+        They are compiled before the programs of `compile_later`.
         """
         if not self._beside or not (absent := self._absent(specs)):
             return True
@@ -118,25 +124,26 @@ class Executables:
         return False
 
     def num_missing(self, specs: Iterable[ProgramSpec]) -> int:
-        """Return the number of programs that `request` would compile."""
+        """Return the number of programs that `request` would compile if `beside` is on."""
         return len(self._with_originals(self._absent(specs)))
 
     def estimate_compile_s(self, num_programs: int) -> float | None:
-        """Return the expected seconds to compile `num_programs` programs, or None if no program was compiled so far."""
+        """Return the expected seconds to compile `num_programs` programs, or None without any compiled program."""
         seconds = [executable.info.compile_s for executable in self]
         return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Compile missing programs in the background, in this order. Return the missing programs without waiting."""
+        """Start to compile missing programs in the background, in this order. Return the missing programs at once."""
         absent = self._absent(specs)
         self.background.want(self._with_originals(absent), urgent=False)
         return absent
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
-        """Store the programs compiled in the background and return their keys.
+        """Store the programs that arrived from the background threads, and return their keys.
 
-        If a program did not compile, or `check` (called with each program) raised an error, keep the error. `get`
-        raises it once. After `_RETRY_S` the error is forgotten, so that the program is compiled again.
+        `check` is called with each program. If it raises an error, or the program did not compile, the error is stored
+        in place of the program, and `get` raises it once. Errors are forgotten after `_RETRY_S` seconds, so that the
+        programs are compiled again. The keys include failed programs and programs that `prepare` has stored.
         """
         if time.monotonic() >= self._retry_at:
             self._forget_failures()
@@ -147,7 +154,7 @@ class Executables:
     def _take_in(
         self, arrived: list[Arrival], check: Callable[[Executable], None] = lambda _: None
     ) -> list[ProgramSpec]:
-        """Store programs, and the errors of programs that did not compile or that `check` refused. Return all specs."""
+        """Store arrived programs, or the errors of their compilation or of `check`. Return all their specs."""
         for spec, executable, error in arrived:
             try:
                 if executable is None:
@@ -164,7 +171,11 @@ class Executables:
         return [arrival.spec for arrival in arrived]
 
     def _forget_failures(self) -> None:
-        """Forget errors, so that failed programs are compiled again in the background, if that is allowed."""
+        """Forget errors of programs, so that the background threads may compile these programs again.
+
+        An error stays after `_MAX_RETRIES` retries. All errors stay if there is no compilation in the background, or if
+        the registry is `strict` and `complete`.
+        """
         self._retry_at = math.inf
         if not self._beside or (self.strict and self._complete):
             return
@@ -182,7 +193,7 @@ class Executables:
         ]
 
     def check(self, specs: Iterable[ProgramSpec]) -> None:
-        """Raise `NotCompiledError` if `get` would refuse one of the programs."""
+        """Raise `NotCompiledError` if any of the programs is new and the registry is `strict` and `complete`."""
         if self.strict and self._complete:
             for spec in specs:
                 if spec.key not in self._known:
@@ -205,9 +216,10 @@ class Executables:
         return found
 
     def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Return the specs, each preceded by its `original` if that program is missing.
+        """Return the specs. A spec is preceded by its `ProgramSpec.original` if that program is missing.
 
-        The original is the same program for the first group of the degree. All groups load their programs from it.
+        The original is the same program for the first group of the degree. All groups load their programs from its
+        bytes.
         """
         found: dict[Hashable, ProgramSpec] = {}
         for spec in specs:
@@ -233,9 +245,10 @@ class Executables:
         logger.warning("program %s is compiled or loaded while requests wait: %s", spec, reason)
 
     def prepare(self, specs: Iterable[ProgramSpec]) -> Iterator[Executable]:
-        """Compile missing programs in the background and yield each when it is ready, present programs first.
+        """Yield the present programs, then compile the missing programs and yield each when it is ready.
 
-        Raises the errors of the compiler, and `NotCompiledError` like `get`.
+        Missing programs are compiled in the background, or one by one if the registry is `complete`. Raises the errors
+        of `get`.
         """
         missing = []
         for key, spec in {spec.key: spec for spec in specs}.items():

@@ -1,4 +1,4 @@
-"""Division of a device's memory between weights, KV cache and temporaries."""
+"""Division of the memory of a device between weights, KV cache and temporaries."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,19 +47,19 @@ class MemoryPlan:
     activation_bytes: int
     sampling_bytes: int
     hidden_bytes: int
-    """Buffer of hidden states, as wide as the largest step."""
+    """Size of the buffer of hidden states, which is as wide as the largest step."""
     staging_bytes: int
-    """Buffers for pages in flight between devices while instances merge or split."""
+    """Size of temporaries for pages that move between devices while instances merge or split."""
     phase_pages: int
-    """Number of pages that two devices exchange at once."""
+    """Number of pages that a device sends in one phase of an exchange (`kvcache.migration`); 0 without exchanges."""
     page_bytes: int
     """Size of one page of one layer."""
     num_pages: int
-    """Number of pages in each layer's KV extent."""
+    """Number of pages in the first KV extent of each layer."""
 
 
 class DeviceTooSmallError(MemoryBudgetError):
-    """A device whose budget leaves no room for a single KV page. `needed_bytes` would suffice."""
+    """Error: the budget of a device leaves no room for one KV page of each layer. `needed_bytes` would suffice."""
 
     def __init__(self, message: str, budget_bytes: int, needed_bytes: int):
         super().__init__(message)
@@ -67,7 +67,11 @@ class DeviceTooSmallError(MemoryBudgetError):
 
 
 def device_budget(config: EngineConfig, device: jax.Device) -> int:
-    """Return the bytes that the engine may use on a device."""
+    """Return the bytes that the engine may use on a device.
+
+    This is `device_memory` if set, else a share of the memory that the device reports (`memory_utilization`), else
+    2 GiB.
+    """
     if config.device_memory is not None:
         return parse_bytes(config.device_memory)
     stats = device.memory_stats()
@@ -77,9 +81,9 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 
 
 def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return an upper estimate of a step's temporaries: hidden states, the widest intermediates and f32 logits.
+    """Return an upper estimate of the bytes of a step's temporaries: hidden states, intermediates and f32 logits.
 
-    If the compiled programs need more, a warm-up reserves the difference.
+    If the compiled programs need more, a warm-up reserves the difference. `width` is `EnginePlan.width`.
     """
     rows = config.max_num_seqs * width
     tokens = config.max_num_batched_tokens + rows
@@ -93,9 +97,9 @@ def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> in
 
 
 def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: int, platform: str) -> int:
-    """Return the temporaries of a program that computes with weights of 16 bits on CPU: XLA makes f32 copies of them.
+    """Return the bytes of the f32 copies that XLA makes of 16-bit weights on CPU, in the largest program.
 
-    The largest program has either the head or `segment_layers` layers.
+    The largest program has either the head or `segment_layers` layers. The result is 0 on other platforms and for f32.
     """
     itemsize = jnp.dtype(dims.dtype).itemsize
     if platform != "cpu" or itemsize == 4:
@@ -108,23 +112,24 @@ def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: in
 def sampling_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
     """Return the bytes of the sampling state on a device: last tokens (i32), flags (i32) and biases (f32).
 
-    Each device has room for all sequences of the largest instance, because the first device samples for all.
+    Each device has a state for all sequences of the largest instance, because the first device of an instance samples
+    for all ranks. `width` is `EnginePlan.width`.
     """
     return config.max_num_seqs * width * (4 + 8 * dims.config.vocab_size)
 
 
 def hidden_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return the bytes of a device's hidden states, and of two flags that mark the first segment of a step."""
+    """Return the bytes of the hidden states on a device, plus two flags that mark the first segment of a step."""
     return dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize + 2
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
-    """Return the bytes of the temporaries of an exchange: pages to send, received pages and one copy."""
+    """Return the bytes of temporaries of an exchange of pages: sent pages, received pages and one copy."""
     return phase_pages * (3 * page_bytes + STAGING_IDS)
 
 
 class FixedBytes(NamedTuple):
-    """Bytes of a device that do not depend on its modules: temporaries of steps, sampling state, hidden states."""
+    """Bytes that a device needs whichever modules it has: temporaries of steps, sampling state, hidden states."""
 
     activations: int
     sampling: int
@@ -136,10 +141,12 @@ class FixedBytes(NamedTuple):
 
 
 def fixed_bytes(dims: ModelDims, config: EngineConfig, width: int, weight_bytes: int, platform: str) -> FixedBytes:
-    """Return what every device that computes needs besides weights and KV cache.
+    """Return the bytes that a device needs in addition to weights and KV cache.
 
     Args:
-        width: devices, or microbatches, that bring `max_num_seqs` sequences each to the largest instance.
+        dims: sizes of the model.
+        config: settings of the engine.
+        width: factor of `max_num_seqs` in the largest instance (`EnginePlan.width`).
         weight_bytes: bytes of the whole model.
         platform: platform of the devices. In a dry run it may differ from the platform of this process.
     """
@@ -161,15 +168,21 @@ def divide_memory(
     exchanges: bool = False,
     phase_pages: int | None = None,
 ) -> MemoryPlan:
-    """Give weights and temporaries of one device their memory, and the KV cache the rest.
+    """Divide the memory of one device. The KV cache gets all memory that weights and temporaries do not need.
 
     Args:
-        num_layers: layers whose KV cache the device holds.
-        exchanges: whether the device exchanges pages with others while instances merge or split.
-        phase_pages: pages that it exchanges at once. Default: by the memory that is left.
+        dims: sizes of the model.
+        budget_bytes: memory of the device.
+        weight_bytes: bytes of the weights on the device.
+        fixed: bytes of steps, sampling state and hidden states.
+        num_layers: number of layers whose KV cache the device holds.
+        kv_cache_tokens: limit of the KV cache, in tokens. None: no limit.
+        exchanges: whether the device exchanges pages with other devices while instances merge or split.
+        phase_pages: number of pages that the device sends in one phase of an exchange. None: from 2 to 16, depending on
+            the memory that weights and temporaries do not need.
 
-    Raises `DeviceTooSmallError`, with the bytes that would be enough, if the weights do not fit or nothing is left for
-    one page of each layer, and `MemoryBudgetError` if there is no room for `kv_cache_tokens`.
+    Raises `DeviceTooSmallError` if weights, temporaries and one page of each layer do not fit. Raises
+    `MemoryBudgetError` if the KV cache would hold fewer than `kv_cache_tokens` tokens.
     """
     fixed_and_weights = weight_bytes + fixed.total
     page_bytes = dims.pages.page_elems * jnp.dtype(dims.dtype).itemsize
@@ -220,7 +233,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory of a device that holds all layers. Raises the errors of `divide_memory`.
 
-    In a dry run `platform` may differ from the platform of `device`.
+    `weight_bytes` are the bytes of the whole model. In a dry run `platform` may differ from the platform of `device`.
     """
     return divide_memory(
         dims,

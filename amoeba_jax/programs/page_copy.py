@@ -1,4 +1,4 @@
-"""Copy of a page, for sequences that stop sharing it."""
+"""Program that copies a page, for a sequence that writes to a shared page."""
 
 import itertools
 
@@ -14,8 +14,9 @@ from sharding.mesh import TP_AXIS, SubMesh
 def compile_page_copy(dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a program `(extents, ids) -> extents` that copies one page of one layer on every rank.
 
-    `extents` are donated arrays `[tp * pages, page_elems]`. `ids` are `[tp, 2]`: source and target page of each rank. A
-    program of all 30 layers of SmolLM2 would take 7 s to compile and 150 MiB, at each degree.
+    `extents` are donated arrays `[tp * pages, page_elems]`. `ids` `[tp, 2]` are the source and target page of each
+    rank. The program copies a page of one layer only: a program for all 30 layers of SmolLM2 would take 7 s to compile
+    and 150 MiB, at each degree.
     """
     starts = tuple(itertools.accumulate((pages * group.tp for pages in extent_pages), initial=0))
 

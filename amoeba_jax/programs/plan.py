@@ -43,22 +43,22 @@ class EnginePlan:
         dims: sizes of the model.
         devices: devices of the engine.
         weights: sizes of the weights, which need not be loaded.
-        memory: division of a device's memory; by default the result of `plan_memory`, which may raise
-            `MemoryBudgetError`.
-        platform: platform that memory is divided for; by default the platform of `devices`.
+        memory: division of the memory of a device. None: computed by `plan_memory`, or from the start placement.
+        platform: platform for which memory is divided. None: the platform of `devices`.
 
     Attributes:
-        placement: start placement of the only instance; None if instances have a degree, and may merge and split.
-        segments: runs of layers, each compiled as one program.
-        cutter: cuts runs of layers into segments.
+        placement: start placement of the only instance. None if the engine has instances that merge and split.
+        segments: runs of consecutive layers that cover the model. Each is compiled as one program.
+        cutter: cuts runs of layers of a placement into segments.
         head: segment of the final norm and the output head.
-        hidden_tokens: tokens that fit in a group's buffer of hidden states.
-        num_slots: sequences whose last tokens an instance remembers.
+        hidden_tokens: number of tokens in a buffer of hidden states.
+        num_slots: number of slots of an instance: sequences whose last tokens it keeps on the devices.
         max_model_len: limit of prompt plus output, in tokens.
-        overlaps_exchanges: whether layers switch inside step programs; see `EngineConfig.overlap_exchange`.
-        loops_exchanges: whether one program runs all phases of an exchange of pages; see `ExchangeKind`.
+        overlaps_exchanges: whether step programs may also exchange pages; see `EngineConfig.overlap_exchange`.
+        loops_exchanges: whether one program with a loop runs the phases of an exchange; see `ExchangeKind`.
 
-    Raises `ConfigError` if `max_model_len` exceeds the context length of the model.
+    Raises `ConfigError` if `max_model_len` exceeds the context length of the model, and `MemoryBudgetError` if the
+    model does not fit.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class EnginePlan:
 
     @cached_property
     def device_plans(self) -> dict[int, MemoryPlan]:
-        """Memory of each device of the start placement; of all devices without one."""
+        """Division of memory by device index: devices of the start placement, or all devices if there is none."""
         devices = self.sub_meshes.devices
         if self.placement is None:
             return dict.fromkeys(range(len(devices)), self.memory)
@@ -124,17 +124,23 @@ class EnginePlan:
 
     @property
     def width(self) -> int:
-        """Devices, or microbatches, that bring `max_num_seqs` sequences each to the largest instance."""
+        """Factor of `max_num_seqs` in the largest instance: `max_num_seqs * width` sequences may run at once.
+
+        This is the largest degree, or `placement_width` if that is greater.
+        """
         width = 1 if self.placement is None else placement_width(self.placement)
         return max(self.config.max_tp, width)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that instances can have. An instance with a start placement keeps the degree of its head."""
+        """Degrees that instances can have. With a start placement, this is only the degree of the head."""
         return self.sub_meshes.degrees() if self.placement is None else (self.placement.head.degree,)
 
     def buckets(self, width: int) -> Buckets:
-        """Return the step shapes of an instance. Each of `width` devices, or microbatches, brings `max_num_seqs`."""
+        """Return the step shapes of an instance that runs `max_num_seqs * width` sequences.
+
+        `width` is the degree of the instance. For a start placement, see `placement_width`.
+        """
         if width not in self._buckets:
             config = self.config
             self._buckets[width] = Buckets(
@@ -146,15 +152,18 @@ class EnginePlan:
         return self._buckets[width]
 
     def most_rows(self, tp: int) -> int:
-        """Return the most sequences that an instance of degree `tp` decodes in a step."""
+        """Return the maximum number of sequences that an instance of degree `tp` decodes in a step."""
         return self.buckets(tp).max_num_seqs
 
     def extent_pages(self, released: int) -> tuple[int, ...]:
-        """Return the pages of each extent of a layer if weights are released for degree `released`."""
+        """Return the number of pages of each extent of a layer if weights are released for degree `released`."""
         return (self.memory.num_pages, *self.weights.extent_pages(released))
 
     def capacity_tokens(self, tp: int, released: int) -> int:
-        """Return the tokens that fit in an empty instance of degree `tp`, with weights released for `released`."""
+        """Return the number of tokens that fit in an empty instance of degree `tp`.
+
+        Weights are released for degree `released`. With a start placement, return the maximum length of one sequence.
+        """
         if self.placement is not None:
             return self._longest_context()
         return sum(self.extent_pages(released)) * tp * self.dims.page_size
@@ -170,7 +179,16 @@ class EnginePlan:
         extent_pages: tuple[int, ...],
         exchange: PageExchange | None = None,
     ) -> ProgramSpec:
-        """Return the spec for the layers of a segment, with an exchange of other layers' pages if one is given."""
+        """Return the spec of the program that computes a segment in a step.
+
+        Args:
+            specs: factory of specs.
+            group: devices that run the program.
+            segment: layers to compute, of any kind but the head.
+            shape: shape of the step.
+            extent_pages: number of pages of each extent of a layer.
+            exchange: exchange of pages of other layers that the program runs at the same time. None: no exchange.
+        """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(
             group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange, segment.module, segment.embeds
@@ -180,7 +198,7 @@ class EnginePlan:
     def head_spec(
         self, specs: ProgramSpecs, group: SubMesh, shape: BatchShape, logits_of: LogitsOf = "last"
     ) -> ProgramSpec:
-        """Return the spec for the head of a step."""
+        """Return the spec of the program that computes the head in a step: logits of the last or of all tokens."""
         tokens = shape.num_tokens if logits_of == "all" else 0
         key = HeadKey(group.device_indices, shape.num_rows, tokens, self.num_slots, self.hidden_tokens)
         return specs.head(key, group)
@@ -193,7 +211,7 @@ class EnginePlan:
         extent_pages: tuple[int, ...],
         logits_of: LogitsOf = "last",
     ) -> Iterator[ProgramSpec]:
-        """Yield the specs for all programs of a step on one group, each once."""
+        """Yield the specs of all programs of a step on one group, each once: the segments and the head."""
         for segment in {segment.windows: segment for segment in self.segments}.values():
             yield self.layers_spec(specs, group, segment, shape, extent_pages)
         yield self.head_spec(specs, group, shape, logits_of)
@@ -203,8 +221,8 @@ def segment_layers(platform: str, num_layers: int) -> int:
     """Return the default number of layers in a segment.
 
     Each launch costs some 0.2 ms on CPU: decode steps of SmolLM2 with one sequence take 2% to 6% longer with 3 layers
-    in a segment than with 5. Larger programs need more memory mappings and host memory on CPU. Small models keep at
-    least two segments, which switch one after the other.
+    in a segment than with 5. Larger programs need more memory mappings and host memory on CPU. Models of 5 layers still
+    have two segments, so that their layers do not all change their degree at once.
     """
     if platform != "cpu":
         return 8

@@ -1,4 +1,4 @@
-"""Descriptions of programs that can be compiled: a key, and a function that compiles. They need no buffers."""
+"""Descriptions of programs (specs): a key, and a function that compiles the program. They need no buffers."""
 
 import functools
 import threading
@@ -56,13 +56,13 @@ class ProgramSpec:
         key: identity of the program. Specs with equal keys describe the same program.
         compile: function that compiles the program.
         donated_bytes: bytes that the program must update in place, on each device.
-        plan: layers of a step program or head. Other segments of the same shape share the program. None: the program
-            runs no layers.
-        restored: shards of one layer, for a program that restores weights. Other layers share the program. Empty for
+        plan: a segment that the program computes, for a step or head program. All segments of the same shape share the
+            program. None for other programs.
+        restored: shards of one layer, for a program that restores weights. All layers share the program. Empty for
             other programs.
         on: devices that run the program.
-        first: function that makes the spec of the same program for the first group of this degree. None: this is the
-            first group.
+        first: function that returns the spec of the same program for the first group of this degree, which starts at
+            device 0. None: the program already runs there.
         model: sizes of the model, part of the key in the disk cache.
     """
 
@@ -77,7 +77,10 @@ class ProgramSpec:
 
     @property
     def original(self) -> "ProgramSpec | None":
-        """Spec for the first group of the same degree if the programs differ only in their devices; else None."""
+        """Spec of the program for the first group of the same degree, if both programs differ only in their devices.
+
+        None if the programs differ otherwise, or if this spec is for the first group.
+        """
         if self.first is None:
             return None
         first = self.first()
@@ -92,12 +95,12 @@ class ProgramSpec:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Indices of the program's devices in the pool."""
+        """Indices of the devices that run the program, in the pool."""
         return self.key.devices
 
     @property
     def family(self) -> Hashable:
-        """Key without devices. Programs of a family differ only in their devices, so one trace serves all."""
+        """Key without device indices. Programs of a family differ only in their devices, so they share one trace."""
         if isinstance(self.key, ProgramKey):
             return self.key.kind, len(self.key.devices), self.key.shape
         return self.key.family
@@ -107,7 +110,7 @@ class ProgramSpec:
 
 
 def _of_any_group(make: Make) -> Make:
-    """Decorate a method that makes the spec for a group: set `on`, `first` and `model` of the spec."""
+    """Decorate a method that returns the spec of a group. The decorator sets `on`, `first` and `model` of the spec."""
 
     @functools.wraps(make)
     def made(self: "ProgramSpecs", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramSpec:
@@ -119,7 +122,7 @@ def _of_any_group(make: Make) -> Make:
 
 
 class ProgramSpecs:
-    """Factory of the specs for a model's programs. Logits of all programs are `[V, R]`."""
+    """Factory of the specs of all programs of a model. Logits have shape `[V, R]` in all programs."""
 
     def __init__(self, dims: ModelDims):
         self.dims = dims
@@ -131,7 +134,7 @@ class ProgramSpecs:
     # Steps
 
     def step(self, key: StepKey, plan: SegmentPlan, group: SubMesh) -> ProgramSpec:
-        """Return the spec for a segment (a run of consecutive layers) of a step."""
+        """Return the spec of the program that computes the segment `plan` in a step."""
         options = step_options(group.devices[0].platform)
 
         def compile() -> jax.stages.Compiled:
@@ -144,7 +147,7 @@ class ProgramSpecs:
         return ProgramSpec(key, compile, donated, plan=plan, on=group.devices, first=first, model=self.model)
 
     def head(self, key: HeadKey, group: SubMesh) -> ProgramSpec:
-        """Return the spec for the head: final norm and logits. Steps with the same number of rows share it."""
+        """Return the spec of the program that computes the head: final norm and logits."""
 
         def compile() -> jax.stages.Compiled:
             return self._traced(key, lambda: head_program(self.dims, key)).compile(group)
@@ -155,7 +158,7 @@ class ProgramSpecs:
         return ProgramSpec(key, compile, plan=head_plan(self.dims), on=group.devices, first=first, model=self.model)
 
     def _traced(self, key: StepKey | HeadKey, make: Callable[[], StepProgram]) -> StepProgram:
-        """Return the traced program of the key's family; trace it if needed."""
+        """Return the traced program of the family of `key`. Call `make` to trace it if it is not kept."""
         with self._lock:
             program = self._steps.get(key.family)
         if program is None:
@@ -168,11 +171,12 @@ class ProgramSpecs:
 
     @_of_any_group
     def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
-        """Return the spec of `(hidden, rows) -> hidden`, which distributes the hidden states of a step in a transition.
+        """Return the spec of a program `(hidden, rows) -> hidden` that splits hidden states between parts of a group.
 
-        A group has `tp / lower` members of `lower` ranks each. Before, every rank holds the columns of all members, and
-        each member has `rows` columns. Afterwards, the buffers of a member begin with its own columns. The program
-        always moves `most_rows` columns, so that it serves any number of rows; the surplus columns are unused.
+        A group has `tp / lower` parts of `lower` ranks each, and each part has `rows` columns of the hidden states.
+        Before, every rank holds the columns of all parts, in order. Afterwards, the buffer of each rank begins with the
+        columns of its part. The program always moves `most_rows` columns, so that it serves any number of rows. The
+        surplus columns are unused.
 
         `hidden` is `[tp * D, hidden_tokens]` over the ranks, donated. `rows` is a scalar, the same on all ranks.
         """
@@ -186,7 +190,10 @@ class ProgramSpecs:
 
     @_of_any_group
     def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
-        """Return the spec of `(hidden, rows) -> hidden`, the inverse of `split`: every rank gets all columns."""
+        """Return the spec of a program `(hidden, rows) -> hidden`, the inverse of `split`.
+
+        Every rank gets the columns of all parts, in order.
+        """
 
         def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:
             every = lax.all_gather(hidden[:, :most_rows], "tp")[::lower]
@@ -217,8 +224,10 @@ class ProgramSpecs:
 
     @_of_any_group
     def take_columns(self, group: SubMesh, num_tokens: int, hidden_tokens: int) -> ProgramSpec:
-        """Return a program `(hidden, start) -> columns` on one device: a copy of `num_tokens` columns of a buffer of
-        hidden states `[D, hidden_tokens]`, from column `start` on."""
+        """Return the spec of a program `(hidden, start) -> columns` on the first device of the group.
+
+        It copies `num_tokens` columns of a buffer of hidden states `[D, hidden_tokens]`, from column `start` on.
+        """
 
         def take(hidden: jax.Array, start: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(hidden, start, num_tokens, axis=1)
@@ -227,8 +236,11 @@ class ProgramSpecs:
 
     @_of_any_group
     def put_columns(self, group: SubMesh, num_tokens: int, hidden_tokens: int) -> ProgramSpec:
-        """Return a program `(hidden, start, columns) -> hidden` on one device. It writes `num_tokens` columns into a
-        buffer of hidden states `[D, hidden_tokens]`, from column `start` on. Donates `hidden`."""
+        """Return the spec of a program `(hidden, start, columns) -> hidden` on the first device of the group.
+
+        It writes `num_tokens` columns into a buffer of hidden states `[D, hidden_tokens]`, from column `start` on.
+        `hidden` is donated.
+        """
 
         def put(hidden: jax.Array, start: jax.Array, columns: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(hidden, columns, start, axis=1)
@@ -257,13 +269,16 @@ class ProgramSpecs:
 
     @_of_any_group
     def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of `sampler.sample` for `rows` sequences. `packed`: result of `rows.packed_size`."""
+        """Return the spec of `sampler.sample` for `rows` sequences. `packed` is `sampling.rows.packed_size(rows)`."""
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("sample", group, sampler.sample, shapes, small=True)
 
     @_of_any_group
     def sample_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of `sampler.sample_full`, with sizes as in `sample`. Donates `flags`."""
+        """Return the spec of `sampler.sample_full`. Donates `flags`.
+
+        `packed` is `sampling.rows.packed_size(rows, full=True)`.
+        """
         state = (num_slots, self.dims.config.vocab_size)
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
         return self._on_first("sample_full", group, sampler.sample_full, shapes, donate=(2,), small=True)
@@ -278,7 +293,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramSpec:
-        """Return the spec of `sampler.token_logprobs` for logits of `tokens` tokens and as many targets."""
+        """Return the spec of `sampler.token_logprobs` for the logits of `tokens` tokens and `tokens` target tokens."""
         shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
         return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
 
@@ -320,7 +335,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramSpec:
-        """Return the spec of `compile_page_copy`."""
+        """Return the spec of the program that `compile_page_copy` compiles."""
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramSpec(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
@@ -334,7 +349,7 @@ class ProgramSpecs:
         phase_pieces: int,
         kind: ExchangeKind,
     ) -> ProgramSpec:
-        """Return the spec of `compile_exchange`."""
+        """Return the spec of the program that `compile_exchange` compiles."""
         key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
 
@@ -346,7 +361,10 @@ class ProgramSpecs:
 
     @_of_any_group
     def restore(self, group: SubMesh, released: tuple[ReleasedShard, ...], step_pages: int) -> ProgramSpec:
-        """Return the spec of `compile_restore` for the released shards of a layer. All layers share the program."""
+        """Return the spec of the program that `compile_restore` compiles for shards of one layer.
+
+        All layers share the program.
+        """
         dims = self.dims
         places = [tuple(one.shards[device % dims.max_tp] for device in group.device_indices) for one in released]
         shapes = [one.spec.stored_shape for one in released]

@@ -18,11 +18,11 @@ def compile_restore(
     """Compile a program `(shards, extents) -> extents` that fills the released extents of one layer with weights.
 
     `shards` and `extents` are lists with one array `[tp * pages, page_elems]` for each entry of `released`. For each
-    entry, every rank sends one of the shards that it has kept (`source_place`) to a peer, and the peer writes the shard
-    to its extent without temporaries. `extents` are donated, and the results hold weights.
+    entry, every rank sends a shard that it has kept (`source_place`) to a peer, and the peer writes the shard to its
+    extent without temporaries. `extents` are donated, and the results hold weights.
 
-    On CPU, XLA would send bf16 as f32. So bf16 is sent there as integers, `step_pages` pages at a time, with
-    temporaries of twice as many pages.
+    On CPU, XLA would send bf16 as f32. The program therefore sends bf16 as integers there, `step_pages` pages at a
+    time. Its temporaries are then `2 * step_pages` pages.
     """
     in_steps = group.devices[0].platform == "cpu" and dtype == jnp.bfloat16
 
@@ -56,7 +56,10 @@ def compile_restore(
 
 
 def source_place(released: ReleasedShard, max_tp: int, group: SubMesh) -> int:
-    """Return which of its shards a rank sends in `compile_restore`: the index is the same on all ranks of the group."""
+    """Return the index of the shard that a rank sends in `compile_restore`, among the shards that the rank keeps.
+
+    The index is the same on all ranks of the group.
+    """
     places = {holder(released.spec, group.tp, released.shards[d % max_tp])[1] for d in group.device_indices}
     (place,) = places
     return place

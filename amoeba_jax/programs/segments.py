@@ -1,4 +1,4 @@
-"""Segments of arbitrary runs of layers."""
+"""Division of runs of layers into segments."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,13 @@ from sharding.placement import ModuleKind
 
 
 class SegmentCutter:
-    """Segments of runs of layers: the model's own segments if a run contains them whole, else single layers.
+    """Division of runs of layers into segments.
 
-    Every placement is computed by programs of these lengths alone.
+    If a run contains a whole segment of the model, this segment is used. All other layers of the run become segments of
+    one layer. The segments of all placements therefore have few different lengths.
 
     Args:
+        dims: sizes of the model.
         segments: segments of the whole model, in order.
     """
 
@@ -21,7 +23,11 @@ class SegmentCutter:
         self._segments = {segment.start: segment.layers for segment in segments}
 
     def cut(self, layers: range, module: ModuleKind, *, embeds: bool) -> tuple[SegmentPlan, ...]:
-        """Return the segments of some consecutive layers."""
+        """Return the segments of the given modules of consecutive layers, in order.
+
+        `embeds` tells whether their programs can begin a step (`SegmentPlan.embeds`). Attention or FFN alone is always
+        cut into single layers.
+        """
         found, layer = [], layers.start
         while layer < layers.stop:
             whole = self._segments.get(layer)

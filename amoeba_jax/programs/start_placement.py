@@ -16,9 +16,10 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 def read_placement(config: EngineConfig, dims: ModelDims) -> Placement | None:
-    """Return the placement that `config.placement` describes; None if there is none, or it is `auto`.
+    """Return the placement that `config.placement` describes as JSON, or as the name of a JSON file.
 
-    Raises `ConfigError` for text that is no JSON, and `LayoutError` for a placement that is not possible.
+    Return None if it is `auto` or None. Raises `ConfigError` if the file cannot be read or the text is not JSON, and
+    `LayoutError` if the placement is not possible.
     """
     text = config.placement
     if text is None or text == "auto":
@@ -47,9 +48,10 @@ def _read_file(name: str) -> str:
 def plan_devices(
     weights: WeightLayout, placement: Placement, budget_bytes: int, fixed: FixedBytes, kv_cache_tokens: int | None
 ) -> dict[int, MemoryPlan]:
-    """Divide the memory of each device of a placement. All layers on a device get the same number of pages.
+    """Divide the memory of each device of a placement. Return the plans by device.
 
-    Raises `DeviceTooSmallError` for a device that does not hold its modules and one page of each of its layers.
+    All layers on a device get the same number of pages. Raises `DeviceTooSmallError` if the modules of a device and one
+    page of each layer do not fit.
     """
     dims = weights.dims
     plans = {}
@@ -70,13 +72,17 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return the pages of each layer's extent at each home: those of its device with the least memory."""
+    """Return for each home of attention modules the number of pages of a layer: the minimum over its devices."""
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
 
 
 def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_size: int) -> int:
-    """Return the tokens of the longest sequence that an empty instance holds, in its microbatch with most room."""
+    """Return the length, in tokens, of the longest sequence that fits in an empty instance.
+
+    This is the capacity of the microbatch with the most pages. The capacity of a microbatch is the minimum over its
+    page groups (`Placement.page_groups`).
+    """
     groups = placement.page_groups
     return max(
         min(pages[homes[number]] * homes[number].degree for homes in groups) * page_size
@@ -85,16 +91,20 @@ def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_siz
 
 
 def placement_width(placement: Placement) -> int:
-    """Return the factor by which a placement multiplies `max_num_seqs`: microbatches times devices of their homes."""
+    """Return the factor by which a placement multiplies `max_num_seqs`.
+
+    This is the number of microbatches, times the smallest degree of a home of attention modules.
+    """
     degree = min(home.degree for homes in placement.attention for home in homes)
     return placement.num_microbatches * degree
 
 
 def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: int, fixed: FixedBytes) -> Placement:
-    """Return the placement on the fewest devices, from the first on, that hold the model and a step of prompt tokens.
+    """Return the placement `auto`: consecutive layers on each of the first devices, on as few devices as possible.
 
-    Each device computes consecutive layers. Layers are dealt so that the device with the least room for the KV cache
-    has as much as possible. The first device also has the embedding and the head.
+    The devices must hold the model and the KV cache of `max_num_batched_tokens` tokens. Layers are distributed so that
+    the smallest number of pages of a device is as large as possible. The first device also has the embedding and the
+    head.
 
     Raises `MemoryBudgetError` if all devices together are too small.
     """
@@ -116,7 +126,7 @@ def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: in
 
 
 def _spread(weights: WeightLayout, num_devices: int, budget_bytes: int, fixed: FixedBytes) -> Placement:
-    """Return the placement that spreads the layers over the first devices by memory."""
+    """Return the placement that distributes the layers over the first `num_devices` devices by free memory."""
     num_layers, size = weights.dims.config.num_layers, weights.itemsize
     of_layer = [0] * num_layers
     ends = 0

@@ -26,13 +26,13 @@ LogitsOf = Literal["last", "all"]
 
 
 class PageExchange(NamedTuple):
-    """One phase of an exchange of pages in other layers, run inside the program of a step.
+    """One phase of an exchange of pages (`kvcache.migration.Phase`) in other layers, inside the program of a step.
 
     Attributes:
         num_layers: number of layers whose pages move.
-        extent_pages: pages of each extent of these layers, in both layouts.
+        extent_pages: number of pages of each extent of these layers.
         phase_pieces: `K` of the phase.
-        distance: distance between the ranks that exchange; see `ExchangeKind`.
+        distance: distance of the phase; None for a general phase.
     """
 
     num_layers: int
@@ -43,18 +43,18 @@ class PageExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class StepKey:
-    """Key of the program for the layers of a segment.
+    """Key of the program that computes a segment in a step.
 
     Attributes:
         devices: indices of the group's devices in the pool.
         windows: attention windows of the segment's layers; see `SegmentPlan`.
         batch: shape of the step.
-        extent_pages: pages of each KV extent of a layer, the same for all layers.
-        num_slots: sequences whose last tokens the device remembers.
-        hidden_tokens: tokens that fit in the buffer of hidden states.
+        extent_pages: number of pages of each KV extent of a layer, the same for all layers.
+        num_slots: number of entries of `last_tokens`; see `StepProgram`.
+        hidden_tokens: number of tokens in the buffer of hidden states.
         exchange: exchange of pages of other layers in the same program, or None.
-        module: modules of each layer, or `embedding`.
-        embeds: whether the program takes the last tokens, and can begin a step.
+        module: modules of each layer, or `embedding`; see `SegmentPlan`.
+        embeds: whether the program can begin a step with the embeddings of the tokens.
     """
 
     devices: tuple[int, ...]
@@ -82,11 +82,13 @@ class StepKey:
 
 @dataclass(frozen=True)
 class HeadKey:
-    """Key of the program for the head. All steps with the same number of rows share it. See also `StepKey`.
+    """Key of the program that computes the head. All steps with the same number of rows share the program.
+
+    `devices`, `num_slots` and `hidden_tokens` are as in `StepKey`.
 
     Attributes:
-        num_rows: sequences of the step. The head computes the logits of their last tokens.
-        num_tokens: tokens of the step if the head computes the logits of all tokens; else 0.
+        num_rows: number of rows (sequences) of the step. The head computes the logits of their last tokens.
+        num_tokens: number of tokens of the step if the head computes the logits of all tokens, else 0.
     """
 
     devices: tuple[int, ...]
@@ -106,7 +108,10 @@ class HeadKey:
 
 
 class HeadOutput(NamedTuple):
-    """Result of the head, the same on every rank. R is the rows of the step, or its tokens for logits of `"all"`."""
+    """Result of the head, the same on every rank.
+
+    R is the number of rows of the step, or the number of its tokens if the head computes the logits of all tokens.
+    """
 
     argmax_ids: Int32[Array, " R"]
     """Greedy tokens for the host; `NO_TOKEN` in rows whose logits are NaN."""
@@ -117,28 +122,29 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """Program of a segment for all groups of one degree. `compile` makes the executable of one group.
+    """Program of a segment or of the head, for all groups of one degree. `compile` returns the executable of a group.
 
-    Layers are a function `(weights, kv, hidden, packed, last_tokens, first) -> (kv, hidden)`:
-        weights: leaves of the segment, in the order of `leaf_variables`.
-        kv: one list of extents for each layer. Donated.
-        hidden: hidden states of the group, `[D, hidden_tokens]`. The first columns are the step's tokens. Donated.
-        packed: inputs of the step, `[tp, size]`.
+    The program of a segment is a function `(weights, kv, hidden, packed, last_tokens, first) -> (kv, hidden)`:
+        weights: weights of the segment, in the order of `leaf_variables`.
+        kv: one list of extents for each layer, donated. Empty for FFNs.
+        hidden: hidden states, `[D, hidden_tokens]`, donated. The first columns are the tokens of the step.
+        packed: `StepBatch.packed`. FFNs do not take it.
         last_tokens: token sampled last in each slot, `[num_slots]`.
-        first: bool; whether the segment is the first of the step. If so, it starts from the embeddings of the tokens.
-            Segments that do not embed take no `last_tokens` and `first`, and FFNs no `packed` and an empty `kv`.
+        first: bool scalar. If true, the segment begins the step, with the embeddings of the tokens. Segments that do
+            not embed take neither `last_tokens` nor `first`.
 
-    With an exchange, the function also takes `(others, send, receive)` and returns `others`: the extents of the layers
-    whose pages move (donated), and the ids of the phase, `[tp, 1, *pieces]`. The step and the exchange are independent,
-    so that XLA can compute while pages are in flight.
+    With an exchange, the function also takes `(others, send, receive)` and returns `others`. `others` are the extents
+    of the layers whose pages move, donated. `send` and `receive` are the ids of the phase, `[tp, 1, *pieces]`. Step and
+    exchange are independent, so that XLA can compute while pages move between devices.
 
-    The head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput` with `rows` `[tp, 2 R]` of the step's
-    batch. It donates nothing.
+    The program of the head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput`, where `rows` is
+    `StepBatch.rows`. It donates nothing.
 
     Attributes:
-        function: function under `shard_map` over a mesh without devices, so that one trace serves all groups.
-        arguments: shapes of the arguments.
-        sharded_weights: flag of each leaf that tells whether ranks hold different shards.
+        function: the function, under `shard_map` over a mesh without devices, so that one trace serves all groups.
+        arguments: shapes and dtypes of the arguments.
+        sharded_weights: flag of each weight: True if ranks hold different shards.
+        is_head: whether this is the program of the head.
     """
 
     function: Callable[..., Any]
@@ -147,7 +153,11 @@ class StepProgram:
     is_head: bool = False
 
     def compile(self, group: SubMesh, options: Options | None = None) -> jax.stages.Compiled:
-        """Compile the program for a group."""
+        """Compile the program for the devices of a group. `options` are compile options of XLA."""
+        return self.lower(group).compile(options)
+
+    def lower(self, group: SubMesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+        """Lower the program for a group, or for other platforms with as many devices as the group."""
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
         replicated = group.replicated
         if self.is_head:
@@ -160,11 +170,11 @@ class StepProgram:
         jitted = jax.jit(
             self.function, donate_argnums=donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
         )
-        return jitted.lower(*self.arguments).compile(options)
+        return jitted.trace(*self.arguments).lower(lowering_platforms=platforms)
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
-    """Return the program for the layers of `plan`. Of the devices in `key`, only the number matters."""
+    """Return the program of the segment `plan` in the shape of `key`. Only the number of devices in `key` matters."""
     tp, shape = len(key.devices), key.batch
     segment = Segment(dims, plan, tp)
     graph, state = nnx.split(segment)
@@ -227,7 +237,7 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
 
 
 def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
-    """Return the program for the head. Of the devices in `key`, only the number matters."""
+    """Return the program of the head. Only the number of devices in `key` matters."""
     tp = len(key.devices)
     segment = Segment(dims, head_plan(dims), tp)
     graph, state = nnx.split(segment)
@@ -258,7 +268,7 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
 
 
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
-    """Return stored weights in the shapes for computing."""
+    """Reshape the weights from their stored shapes to the shapes for computations (`ParamSpec.shard_shape`)."""
     return [
         weight.reshape(variable.get_metadata()["spec"].shard_shape)
         for weight, variable in zip(weights, variables, strict=True)
@@ -286,9 +296,9 @@ def _mapped(function: Callable[..., Any], tp: int, in_specs: Any, out_specs: Any
 def _embedded(
     model: Any, fields: dict[str, jax.Array], last_tokens: jax.Array, hidden: Float[Array, "D N"], first: jax.Array
 ) -> Float[Array, "D N"]:
-    """Return the input of the layers: embeddings in the first segment of a step, `hidden` in the others.
+    """Return the input of the layers: the embeddings of the tokens if `first`, else `hidden`.
 
-    A row with a source slot embeds the token that an earlier step sampled; other rows embed the host's token.
+    A token with a source slot is read from `last_tokens`. Any other token comes from the host.
     """
     sources = fields["sources"]
 
@@ -303,7 +313,7 @@ def _embedded(
 
 
 def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
-    """Return the bytes of extents and hidden states that a step updates in place, on each rank."""
+    """Return the bytes of extents and hidden states that a step program updates in place on each rank."""
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
     num_pages = 0 if key.module == "ffn" else sum(key.extent_pages) * len(key.windows)
@@ -313,7 +323,10 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
 
 
 def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
-    """Return the layer as a function `(leaves, x, extents, context)`, which serves all layers of the same kind."""
+    """Return a function `(leaves, x, extents, context)` that computes any layer of the same kind.
+
+    `leaves` are the weights of the layer.
+    """
     graph, state = nnx.split(layer)
     treedef = jax.tree.structure(state)
 
@@ -330,7 +343,7 @@ def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDt
 def _context(
     dims: ModelDims, shape: BatchShape, tp: int, extent_pages: tuple[int, ...], fields: dict[str, jax.Array]
 ) -> StepContext:
-    """Compute rotary factors, write targets and tables for each extent, once for all layers of the program."""
+    """Return the inputs that all layers of a program share: rotary factors, pages to write, and tables by extent."""
     positions = fields["positions"]
     frequencies = jnp.asarray(dims.config.rope.inverse_frequencies(dims.config.head_dim))
     angles = positions.astype(jnp.float32)[:, None] * frequencies

@@ -1,4 +1,4 @@
-"""Programs of a group that changes its degree: steps during the transition, page exchanges, restored weights."""
+"""Programs of a group that changes its degree: steps during the transition, page exchanges, restoring of weights."""
 
 from functools import cached_property
 from itertools import permutations
@@ -19,20 +19,29 @@ from sharding.release import ReleasedShard
 
 
 class TransitionPrograms:
-    """Programs of one transition between a lower degree and the degree of a group.
+    """Programs of one transition of a group of devices: a merge of lower-degree instances, or a split into them.
 
-    Steps during the transition run the programs of instances of both degrees; see `step_specs`.
+    During the transition, the layers change their degree one after another. Steps then use programs of both degrees
+    (`step_specs`).
 
     Args:
         plan: sizes of the engine.
         executables: registry of programs.
-        group: devices at the higher degree.
+        group: devices of the group. The higher degree is `group.tp`.
         lower: lower degree.
-        up: whether the group changes from the lower to the higher degree.
-        released: degrees whose unneeded weights are released to the KV cache, before and after the transition.
-        rows: rows of a decode step of each instance of the lower degree.
+        up: True for a merge (from the lower to the higher degree), False for a split.
+        released: degree for which weights are released to the KV cache (`WeightLayout.released`), before and after the
+            transition.
+        rows: number of rows of each lower-degree instance in a decode step.
         memory_first: whether the FFNs of all layers have the higher degree while the pages of any layer move. All
             extents of the higher degree are then KV cache during the moves.
+
+    Attributes:
+        members: device groups of the lower-degree instances.
+        old_extents, new_extents: pages of each extent of a layer, before and after the transition.
+        low_extents, high_extents: pages of each extent of a layer, at the lower and at the higher degree.
+        low_shape: shape of a decode step of one lower-degree instance.
+        shape: shape of a decode step of all members together.
     """
 
     def __init__(
@@ -68,32 +77,32 @@ class TransitionPrograms:
 
     @cached_property
     def piece_bytes(self) -> int:
-        """Bytes of a piece: a rank's part of one page of one layer at the higher degree."""
+        """Bytes of a piece: the part of a rank in one page of one layer, at the higher degree."""
         return self.dims.pages.page_elems * jnp.dtype(self.dims.dtype).itemsize // self.group.tp
 
     @cached_property
     def restored_bytes(self) -> int:
-        """Bytes of restored weights in each layer, on all ranks together."""
+        """Bytes of the restored weights of one layer, on all ranks together."""
         elements = sum(shard.spec.num_elements // shard.spec.num_shards for shard in self.restored(0))
         return elements * jnp.dtype(self.dims.dtype).itemsize * self.group.tp
 
     @property
     def changes_weights(self) -> bool:
-        """Whether extents become weights or weights become extents."""
+        """Whether the transition releases weights to the KV cache or restores them."""
         return self.released[0] != self.released[1]
 
     def restored(self, layer: int) -> tuple[ReleasedShard, ...]:
-        """Return the extents of a layer that become weights again. Empty if no weights come back, as in a merge."""
+        """Return the shards of a layer whose buffers become weights again. Empty for a merge, which restores none."""
         before, after = self.released
         if before <= after:
             return ()
         return self._weights.released(layer, before)[len(self._weights.released(layer, after)) :]
 
     def step_specs(self) -> list[ProgramSpec]:
-        """Return the programs of decode steps, however many layers have changed so far.
+        """Return all programs that decode steps can need during the transition.
 
-        These are the steps of the instances of both degrees, `split` and `join` between them, and copies of columns for
-        steps of one instance of the lower degree.
+        These are the step programs of the instances of both degrees, `split` and `join` for hidden states between
+        layers of different degrees, and column copies for a step of a single lower-degree instance.
         """
         specs, plan = self._executables.specs, self.plan
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
@@ -119,7 +128,7 @@ class TransitionPrograms:
         return list({spec.key: spec for spec in needed}.values())
 
     def _column_copies(self, shape: BatchShape) -> list[ProgramSpec]:
-        """Return the programs that bring the hidden states of a step of one lower instance to the whole group."""
+        """Return the programs that copy the hidden states of one lower-degree instance to the whole group."""
         specs, pool = self._executables.specs, self.plan.sub_meshes
         devices = [pool.group(device, 1) for device in self.group.device_indices]
         width = self.plan.hidden_tokens
@@ -127,7 +136,10 @@ class TransitionPrograms:
         return [make(device, *size) for device in devices for make in (specs.take_columns, specs.put_columns)]
 
     def _steps_with_exchange(self) -> list[ProgramSpec]:
-        """Return all programs of `step_with_exchange`: for each segment shape, number of other layers and distance."""
+        """Return all programs of `step_with_exchange`.
+
+        There is one for each shape of a segment, number of layers whose pages move, and distance of a phase.
+        """
         pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
         return [
@@ -146,7 +158,7 @@ class TransitionPrograms:
     def step_with_exchange(
         self, segment: SegmentPlan, shape: BatchShape, num_layers: int, distance: int | None
     ) -> jax.stages.Compiled | None:
-        """Return a program that runs a segment and beside it one phase of a page exchange in `num_layers` other layers.
+        """Return the program that computes a segment and also runs one phase of a page exchange in other layers.
 
         Return None if the program is not compiled yet.
 
@@ -154,13 +166,13 @@ class TransitionPrograms:
             segment: layers to compute.
             shape: shape of the step.
             num_layers: number of layers whose pages move.
-            distance: distance of the phase (see `kvcache.migration.Phase`).
+            distance: distance of the phase (`kvcache.migration.Phase`); None for a general phase.
         """
         spec = self._step_with_exchange(segment, shape, num_layers, distance)
         return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
-        """Return the programs of steps with a chunk of a prompt, in one chunk size that serves all prompts."""
+        """Return the programs of steps with a chunk of a prompt, for one chunk size, which suffices for all prompts."""
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
@@ -171,19 +183,19 @@ class TransitionPrograms:
         return needed + self._column_copies(shape)
 
     def prompt_copies(self) -> list[ProgramSpec]:
-        """Return the programs that bring hidden states of prompts of any chunk size to the whole group."""
+        """Return the programs that copy the hidden states of a prompt chunk of any size to the whole group."""
         buckets = self.plan.buckets(self.lower)
         shapes = [buckets.step(0, 1, chunk) for chunk in buckets.chunk_sizes]
         return [spec for shape in shapes for spec in self._column_copies(shape)]
 
     def restore_specs(self) -> list[ProgramSpec]:
-        """Return the program that restores weights, if any. All layers share it."""
+        """Return a list with the program that restores weights. Empty if no weights are restored."""
         if not (released := self.restored(0)):
             return []
         return [self._executables.specs.restore(self.group, released, self.phase_pieces)]
 
     def exchange_specs(self) -> list[ProgramSpec]:
-        """Return a program for each kind of page exchange."""
+        """Return the programs that exchange pages, one for each kind (`kvcache.exchange.ExchangeKind`)."""
         return [self._exchange_spec(kind) for kind in self._exchange_kinds]
 
     @property
@@ -216,22 +228,25 @@ class TransitionPrograms:
 
     @cached_property
     def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
-        """Programs that move pages of one layer between the ranks, by kind (see `kvcache.exchange`)."""
+        """Compiled programs that move pages of one layer between the ranks, by kind (`kvcache.exchange`)."""
         return {kind: self._executables.get(self._exchange_spec(kind)) for kind in self._exchange_kinds}
 
     def move_temporaries(self, *, pages: bool) -> int:
-        """Return the bytes of temporaries on a device for restoring weights and, if `pages`, moving pages."""
+        """Return the largest temporaries, in bytes on a device, of the programs that restore weights.
+
+        If `pages`, the programs that exchange pages count too.
+        """
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)
 
     @cached_property
     def restore(self) -> jax.stages.Compiled:
-        """Program that restores all `restored` weights of a layer. There must be some."""
+        """Compiled program that restores the weights of a layer. Read this only if `restored` is not empty."""
         (spec,) = self.restore_specs()
         return self._executables.get(spec)
 
     def prepare_steps(self, *, prompts: bool) -> None:
-        """Compile the programs of steps. Raises the errors of the compiler."""
+        """Compile the missing programs of decode steps and, if `prompts`, of prompts. Raises errors of the compiler."""
         needed = self.step_specs() + (self.prompt_specs() if prompts else [])
         for _ in self._executables.prepare(needed):
             pass

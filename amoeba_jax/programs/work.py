@@ -1,15 +1,17 @@
-"""The work list of a step: which home computes which segments for which rows, and how hidden states travel.
+"""Work list of a step: the segments that each home computes, and the transfers of hidden states between homes.
 
-A step is of one microbatch, whose tokens are the first columns of every buffer, or of all microbatches, in blocks of
-equal width. A home then computes the blocks of its microbatches side by side, in their order:
+`sharding.placement` defines homes, microbatches and runs. A step computes either one microbatch or all microbatches. In
+a step of one microbatch, its tokens are the first columns of every buffer of hidden states. In a step of all
+microbatches, the tokens of each microbatch are a *block* of columns, and all blocks are equally wide. A home has the
+blocks of its microbatches side by side, in the order of the microbatches:
 
     layers 5-14 on devices 0 and 1, two microbatches, blocks of 4 rows
 
     device 0   layers 0-4: blocks 0 1     layers 5-14: block 0          layers 15-29 and head: blocks 0 1
     device 1                     | copy   layers 5-14: block 1   | copy
 
-If the layers go from the parts of an aligned group to the whole group, or back, one collective program moves the blocks
-(`join`, `split`). Any other transfer copies columns from device to device.
+If one run of layers is at the parts of an aligned group and the next run at the whole group, or the other way round,
+one collective program moves the blocks (`join`, `split`). Any other transfer copies columns from device to device.
 """
 
 from collections.abc import Mapping
@@ -27,17 +29,19 @@ from sharding.placement import Home, Homes, Placement
 _COPY_RATIO = 8
 
 Blocks = tuple[int, ...]
-"""Microbatches whose blocks of a step lie side by side."""
+"""Microbatches whose blocks lie side by side in a buffer, in this order."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Segments that one home computes.
+    """Segments that one home computes, one after another.
 
     Attributes:
-        blocks: microbatches whose rows it computes; None for all rows of a step of one microbatch.
-        group: page group that the attention reads; None without attention.
-        begins: whether the first segment embeds the tokens.
+        home: devices that compute.
+        segments: segments to compute, in order.
+        blocks: microbatches whose blocks the home computes. None in a step of one microbatch: all rows of the step.
+        group: key of the page group (`Placement.page_groups`) of the attention. None if no segment has attention.
+        begins: whether the first segment begins the step, with the embeddings of the tokens.
     """
 
     home: Home
@@ -47,7 +51,7 @@ class Compute:
     begins: bool = False
 
     def shape(self, step: BatchShape, num_microbatches: int) -> BatchShape:
-        """Return the shape of these rows, given the shape of the step."""
+        """Return the shape of the rows that the home computes. `step` is the shape of the whole step."""
         if self.blocks is None or len(self.blocks) == num_microbatches:
             return step
         return BatchShape(((step.num_rows // num_microbatches * len(self.blocks), 1),), step.table_width)
@@ -55,10 +59,14 @@ class Compute:
 
 @dataclass(frozen=True)
 class ColumnCopy:
-    """Blocks of hidden states that go from one device to another, or to another place on the same device.
+    """Copy of hidden states from one device to another, or to other columns on the same device.
 
     Attributes:
-        blocks: number of blocks; None for all tokens of a step of one microbatch.
+        source: device that has the hidden states.
+        source_block: index of the first block in the buffer of `source`.
+        target: device that gets the hidden states.
+        target_block: index of the first block in the buffer of `target`.
+        blocks: number of blocks. None in a step of one microbatch: all tokens of the step.
     """
 
     source: int
@@ -70,13 +78,13 @@ class ColumnCopy:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Hidden states that change their place between two runs of layers.
+    """Transfer of hidden states between the homes of two runs of layers.
 
     Attributes:
-        kind: `join` or `split`, by one collective program over `home`, or `copy`.
-        home: the larger home of a `join` or `split`.
+        kind: `join` or `split` (one collective program over `home`), or `copy` (copies of columns).
+        home: larger home of a `join` or `split`; None for a `copy`.
         lower: degree of the smaller homes of a `join` or `split`.
-        copies: copies of a `copy`. All sources are read before any target is written.
+        copies: copies of a `copy`. All sources are read before the first target is written.
     """
 
     kind: Literal["join", "split", "copy"]
@@ -89,10 +97,12 @@ Work = Compute | Transfer
 
 
 def work_list(placement: Placement, microbatch: int | None, cutter: SegmentCutter) -> tuple[Work, ...]:
-    """Return the work of a step, in order, up to the hidden states that the head reads.
+    """Return the work of a step in order: from the embedding to the transfer of hidden states to the home of the head.
 
     Args:
-        microbatch: the microbatch of the step; None for a step of all microbatches, in blocks.
+        placement: placement of the instance.
+        microbatch: index of the only microbatch of the step. None: the step has all microbatches, in blocks.
+        cutter: cuts runs of layers into segments.
     """
     return _WorkList(placement, microbatch, cutter).build()
 
@@ -105,7 +115,7 @@ class _WorkList:
         self._microbatch = microbatch
         self._work: list[Work] = []
         self._at: dict[Home, Blocks] = {}
-        """Where the hidden states are: homes, with the microbatches whose blocks they have."""
+        """Homes with the current hidden states, and the microbatches whose blocks they have."""
 
     def build(self) -> tuple[Work, ...]:
         placement = self._placement
@@ -133,7 +143,7 @@ class _WorkList:
         self._work.append(Compute(home, segments, blocks, group, begins))
 
     def _move_to(self, wanted: dict[Home, Blocks]) -> None:
-        """Append the transfer that brings the hidden states to other homes, if one is needed."""
+        """Append the transfer of the hidden states to the homes `wanted`, if a transfer is needed."""
         before, self._at = self._at, wanted
         if not before or before == wanted:
             return
@@ -181,13 +191,18 @@ def work_specs(
     num_microbatches: int,
     extent_pages: Mapping[Home, tuple[int, ...]],
 ) -> list[ProgramSpec]:
-    """Return the programs of one item of a work list.
+    """Return the programs of one item of a work list, in order.
 
-    For a `copy` these are two programs for each copy, in order: the read and the write.
+    A `Compute` has a program for each segment, a `join` or `split` has one, and a `copy` has two programs for each of
+    its copies: the read and the write.
 
     Args:
+        plan: sizes of the engine.
+        specs: factory of specs.
+        work: item of the work list.
         step: shape of the step.
-        extent_pages: pages of each extent of a layer on a rank, by home.
+        num_microbatches: number of microbatches of the placement.
+        extent_pages: number of pages of each extent of a layer on a rank, by home.
     """
     pool, width = plan.sub_meshes, plan.hidden_tokens
     if isinstance(work, Compute):
@@ -216,7 +231,10 @@ def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
 
 
 def _collective(before: dict[Home, Blocks], after: dict[Home, Blocks]) -> Transfer | None:
-    """Return the `join` or `split` that moves all blocks, if the smaller homes are the parts of the larger one."""
+    """Return the `join` or `split` that moves all blocks, or None if the smaller homes are not parts of the larger.
+
+    Each part must have exactly one block, in the order of the microbatches.
+    """
     for kind, parts, wholes in (("join", before, after), ("split", after, before)):
         ((whole, blocks), *others), lower = wholes.items(), next(iter(parts)).degree
         if others or not 2 <= len(parts) == len(blocks) or whole.degree != lower * len(parts):

@@ -1,4 +1,4 @@
-"""Host side of sampling: settings of a sequence, inputs of a step for `sampling/sampler.py`, and its results."""
+"""Host side of sampling: settings of a sequence, and inputs and results of the sampler (`sampling/sampler.py`)."""
 
 import hashlib
 import struct
@@ -43,17 +43,17 @@ MAX_BAD_WORD_PAIRS = 256
 """Pairs per row of `sample_full`, and limit of a request's bad words of several tokens.
 
 The number is fixed, so that one program serves all requests. With 32 rows of SmolLM2 on CPU, a greedy sample with bad
-words takes 2.3 ms; 256 pairs cost no more than 64, and 1,024 pairs cost 0.2 ms more. A step sends 2 KiB per row.
+words takes 2.3 ms. 64 pairs take as long, and 1,024 pairs take 0.2 ms longer. A step sends 2 KiB of pairs per row.
 """
 
-# Text before a word while it is encoded. Vocabularies have no token of a newline and a letter.
+# Text before a word while it is encoded. No vocabulary has a token with a newline and a letter.
 _BEFORE = "\n"
 
 BadWords = tuple[tuple[int, ...], ...]
 Pairs = Int32[np.ndarray, "2 pairs"]
-"""Tokens that must come last, and the tokens that are banned after them."""
+"""Banned pairs of tokens: if the last token is `[0, i]`, the next token must not be `[1, i]`."""
 Endings = Mapping[int, Sequence[tuple[tuple[int, ...], tuple[int, int]]]]
-"""Bad words of at least three tokens, by their third last token: `(all but the last two, pair of the last two)`."""
+"""Bad words of at least three tokens, by the third last token. Each word is `(all but the last two, last two)`."""
 
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
@@ -67,17 +67,17 @@ class SamplingRow:
 
     Attributes:
         params: settings of the request.
-        vocab_size: tokens that the model has logits for.
-        kind: least that the sequence needs: "greedy" the argmax, "sample" the program `sample`, "full" the program
-            `sample_full`.
-        uses_state: whether the sequence uses the rows of its slot in `flags` and `bias`.
+        vocab_size: number of tokens with logits.
+        kind: cheapest sufficient sampler: "greedy" (argmax), "sample" (program `sample`) or "full" (program
+            `sample_full`).
+        uses_state: whether the sequence needs its rows of `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
-        held_back: stop tokens and end-of-sequence tokens, which are banned before `min_tokens`.
+        held_back: stop tokens and end-of-sequence tokens, which are banned for the first `min_tokens` tokens.
         banned: bad words of one token.
         bad_words: bad words of several tokens, at most `MAX_BAD_WORD_PAIRS`.
         two_tokens: bad words of two tokens, as pairs.
         endings: bad words of more than two tokens.
-        settings: packed fields from `options` on.
+        settings: values of `FIELDS` from `options` on, floats as their bits.
     """
 
     params: SamplingParams
@@ -104,9 +104,9 @@ class StepRow(NamedTuple):
 
     Attributes:
         row: settings of the sequence.
-        slot: index of the sequence's state, or `NO_SLOT`.
-        position: position in the sequence of the token to choose; part of the random key.
-        generated: tokens generated before, including tokens that the host has not read yet.
+        slot: index of the sequence in the arrays of sampling state, or `NO_SLOT`.
+        position: index in the sequence of the token to choose. The random key depends on it.
+        generated: number of tokens generated so far, including tokens that the host has not read yet.
         pairs: result of `bad_word_pairs`.
     """
 
@@ -125,13 +125,16 @@ class TokenLogprobs(NamedTuple):
 
     logprob: Float[np.ndarray, " N"]
     rank: Int32[np.ndarray, " N"]
-    """Number of tokens that are at least as probable. 1: the most probable token."""
+    """Number of tokens that are at least as probable as the token, including itself. 1: the most probable token."""
     top_ids: Int32[np.ndarray, "N top"]
     top_logprobs: Float[np.ndarray, "N top"]
 
 
 class SamplingResult(NamedTuple):
-    """Tokens and log-probabilities of a step. `logprobs` is None after `sample`, and 0 for rows that did not ask."""
+    """Tokens and log-probabilities of a step. `logprobs` is None after `sample`.
+
+    After `sample_full`, log-probabilities are 0 in rows of sequences that did not request them.
+    """
 
     tokens: Int32[np.ndarray, " R"]
     logprobs: TokenLogprobs | None
@@ -143,7 +146,7 @@ class SamplingResult(NamedTuple):
 def sampling_row(
     params: SamplingParams, seed: int, vocab_size: int, eos_token_ids: Iterable[int], bad_words: BadWords = ()
 ) -> SamplingRow:
-    """Return the sampling settings of a sequence. The sequences of one request differ only by `with_seed`.
+    """Return the sampling settings of a sequence. Sequences of one request differ only in their seeds (`with_seed`).
 
     As in vLLM, `min_tokens` bans end-of-sequence tokens even with `ignore_eos`, because text should not continue after
     such a token.
@@ -151,16 +154,17 @@ def sampling_row(
     Args:
         params: settings of the request.
         seed: seed of the sequence, in [0, 2**32).
-        vocab_size: tokens that the model has logits for. Bad words and end tokens beyond are ignored: they never come.
+        vocab_size: number of tokens with logits. Bad words and end tokens with larger ids are ignored, because they are
+            never generated.
         eos_token_ids: end-of-sequence tokens.
         bad_words: token ids of bad words, from `bad_word_ids`.
 
     Raises:
         RequestError: there are more than `MAX_BAD_WORD_PAIRS` bad words of several tokens, or the settings together
-            leave no token.
+            allow no token.
     """
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    # Words longer than the output never come.
+    # A word that is longer than the output cannot be generated.
     words = [word for word in dict.fromkeys(bad_words) if len(word) <= params.max_tokens and max(word) < vocab_size]
     banned = tuple(word[0] for word in words if len(word) == 1)
     longer = tuple(word for word in words if len(word) > 1)
@@ -204,7 +208,7 @@ def sampling_row(
 
 
 def _check_masks(params: SamplingParams, vocab_size: int, banned: tuple[int, ...], held_back: tuple[int, ...]) -> None:
-    """Raise `RequestError` if no token is left. Bad words of several tokens are not considered."""
+    """Raise `RequestError` if no token is allowed. Bad words of several tokens are not considered."""
     if params.allowed_token_ids is None and len(banned) + len(held_back) < vocab_size:
         return
     allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
@@ -230,18 +234,18 @@ def _as_pairs(pairs: Sequence[tuple[int, ...]]) -> Pairs:
 def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
     """Return a seed in [0, 2**32) for sample `index` of a request without a seed.
 
-    It is a hash, so two samples of different requests have the same seed only with probability 2**-32.
+    The seed is a hash, so two samples of different requests have the same seed only with probability 2**-32.
     """
     numbers = struct.pack("<3Q", engine_seed % 2**64, request_number, index)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest(), "little")
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
-    """Return the token ids of each word inside a text, without and with a space before it, each form once.
+    """Return the token ids of each word in two forms, without and with a space before it. Equal forms appear once.
 
-    Both are encoded behind a newline, whose tokens are cut off: at the start of a text SentencePiece vocabularies put a
-    space of their own before a word. vLLM leaves out the form after a space if it has another length; here both are
-    banned.
+    Each form is encoded after a newline, and the tokens of the newline are cut off. At the start of a text,
+    SentencePiece vocabularies would add a space before the word. vLLM omits the form with a space if it has another
+    number of tokens. Here both forms are banned.
 
     Raises `RequestError` for a word that has no tokens, or that the tokenizer cannot encode.
     """
@@ -286,15 +290,17 @@ def state_rows(
 
 
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
-    """Return the banned next tokens of a row, each with the token that must come before it.
+    """Return the bad words that the next token may complete: for each word, a pair of its last two tokens.
 
-    Bad words of two tokens are always included. A longer word is compared only after its third last token.
+    Bad words of two tokens are always candidates. A longer word is a candidate if its tokens before the last two
+    directly precede the last token of the sequence.
 
     Args:
         row: settings of the sequence.
         output_known: generated tokens that the host has read.
-        in_flight: whether one more token was sampled that only the device has. If not, the host compares the last token
-            itself, and returns pairs with `ANY_TOKEN`.
+        in_flight: whether the last token of the sequence was sampled but not read by the host. If so, all candidates
+            are returned, and the device compares the first token of each pair with that token. If not, the host
+            compares, and only the matches are returned, with `ANY_TOKEN` as first token.
     """
     end = len(output_known) if in_flight else len(output_known) - 1
     if not row.bad_words or end < 0:
@@ -311,21 +317,22 @@ def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: boo
 
 
 def _ends_with(tokens: Sequence[int], end: int, wanted: tuple[int, ...]) -> bool:
-    """Whether `tokens[:end]` ends with `wanted`."""
+    """Return whether `tokens[:end]` ends with `wanted`."""
     start = end - len(wanted)
     return start >= 0 and tuple(tokens[start:end]) == wanted
 
 
 def packed_size(num_rows: int, *, full: bool = False) -> int:
-    """Return the number of integers that `pack` returns."""
+    """Return the length of the array that `pack` returns for the same arguments."""
     return (len(FIELDS) + full * 2 * MAX_BAD_WORD_PAIRS) * num_rows
 
 
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
     """Pack the settings of a step into one i32 array: each field for all rows, then the pairs.
 
-    Floats are stored as their bits. Rows after `rows` are padding: greedy, and not recorded. Only with `full` (for
-    `sample_full`) there are pairs, `[2, num_rows, MAX_BAD_WORD_PAIRS]`; entries beyond a row's `num_pairs` are unused.
+    Floats are stored as their bits. Rows after the given `rows` are padding: their greedy tokens are not recorded.
+    Pairs are included only if `full` is true, for `sample_full`. Their shape is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
+    Each row uses its first `num_pairs` pairs.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)
@@ -358,7 +365,14 @@ def unpack_logprobs(packed: Int32[np.ndarray, "N columns"]) -> TokenLogprobs:
 
 
 def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> dict[int, Logprob]:
-    """Return the log-probabilities of `token`, entry `index` of `logprobs`, and of the `k` most probable tokens."""
+    """Return one position's log-probabilities by token id: of its token and of the `k` most probable tokens.
+
+    Args:
+        logprobs: log-probabilities of all positions.
+        index: index of the position in `logprobs`.
+        token: token at this position.
+        k: number of most probable tokens, at most `MAX_LOGPROBS`.
+    """
     entry = {token: Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))}
     top = zip(logprobs.top_ids[index, :k].tolist(), logprobs.top_logprobs[index, :k].tolist(), strict=True)
     for place, (top_id, top_logprob) in enumerate(top, 1):

@@ -1,8 +1,8 @@
 """Choice of the next tokens on the device, in the order of vLLM's sampler.
 
 First masks (allowed tokens, bad words, stop tokens before `min_tokens`), biases and penalties change the logits. With
-temperature 0 the most probable token is taken. Otherwise a token is drawn after temperature, min-p, top-k and top-p, in
-this order. Tokens as probable as the last token that a filter keeps are kept too.
+temperature 0 the most probable token is taken. Otherwise temperature, min-p, top-k and top-p are applied in this order,
+and a token is drawn. A filter also keeps all tokens that are exactly as probable as the last token that it must keep.
 
 The token of a row depends only on its logits, settings and state, never on other rows. Its noise comes from the key
 `fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
@@ -10,9 +10,10 @@ The token of a row depends only on its logits, settings and state, never on othe
 Logits are `[V, R]`, as a step returns them, and are never transposed as a whole. Times in comments are for XLA on CPU
 with 49,152 tokens and 32 rows, on two cores.
 
-If the largest logit of a row is not finite, the device takes some token, and the host gets `NO_TOKEN`. Any NaN in a
-hidden state makes all its logits NaN. A single NaN among finite logits (a damaged row of the head) either does the same
-or is never chosen: XLA's maximum on CPU may ignore it, and a check would be one more pass over all logits.
+If the largest logit of a row is not finite, the device takes an arbitrary token, and the host gets `NO_TOKEN`. A NaN in
+a hidden state makes all logits of the row NaN. A single NaN among finite logits comes from a damaged row of the head.
+XLA's maximum on CPU may ignore such a NaN. Its token is then never chosen, and the host gets a normal token: a check
+would be one more pass over all logits.
 """
 
 import math
@@ -53,7 +54,7 @@ def set_state(
     flags_row: Int32[Array, " V"],
     bias_row: Float[Array, " V"],
 ) -> tuple[Int32[Array, "slots V"], Float[Array, "slots V"]]:
-    """Replace one slot's rows of `flags` and `bias`. Donates both."""
+    """Replace the rows of one slot in `flags` and `bias`, and return both arrays. Donates `flags` and `bias`."""
     return flags.at[slot].set(flags_row), bias.at[slot].set(bias_row)
 
 
@@ -62,7 +63,7 @@ def sample(
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
     """Choose the tokens of rows of the kinds "greedy" and "sample" (`SamplingRow.kind`).
 
-    Returns `(updated last_tokens, tokens)`.
+    Returns `(last_tokens, result)`: the updated last token of each slot, and the chosen tokens for `unpack_result`.
     """
     fields, _ = _unpack(packed, logits.shape[1])
     tokens, max_logit = _choose(logits, fields)
@@ -76,11 +77,10 @@ def sample_full(
     bias: Float[Array, "slots V"],
     packed: Int32[Array, " size"],
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
-    """Choose the tokens of rows of any kind, with log-probabilities. Returns `(last_tokens, flags, result)`.
+    """Choose the tokens of rows of any kind, with log-probabilities. Returns updated `(last_tokens, flags, result)`.
 
     Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
-    `logits` before any masks. If masks leave no token (a bad word of several tokens when few are allowed), they are
-    ignored.
+    `logits` before any masks. If a row's masks, biases and bad words together leave no token, the row uses `logits`.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -116,9 +116,9 @@ def sample_full(
 
 
 def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> Int32[Array, "N columns"]:
-    """Return bits for `unpack_logprobs`: log-probability and rank of each target, and the most probable tokens.
+    """Return the log-probability and rank of each target, and the most probable tokens, packed for `unpack_logprobs`.
 
-    There are 2 + 2 * `MAX_LOGPROBS` columns. For a prompt, `targets` are the next tokens.
+    The result has 2 + 2 * `MAX_LOGPROBS` columns. For the positions of a prompt, `targets` are the next tokens.
     """
     max_logit = logits.max(axis=0)
     log_mass = jnp.log(jnp.where(logits > -jnp.inf, jnp.exp(logits - max_logit), 0).sum(axis=0))
@@ -134,7 +134,7 @@ def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> 
 
 
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
-    """Return the fields `[R]` by name, and the pairs of `sample_full`: required last tokens, and banned tokens."""
+    """Return the fields `[R]` by name, and the pairs of banned tokens (see `Pairs`). `sample` has 0 pairs."""
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
     fields |= {name: lax.bitcast_convert_type(fields[name], jnp.float32) for name in FLOATS}
@@ -147,7 +147,8 @@ def _with_state(
     bias: Float[Array, "slots V"],
     fields: dict[str, jax.Array],
 ) -> Float[Array, "V R"]:
-    """Apply masks, biases and penalties to the logits of rows that use state."""
+    """Apply masks, biases and penalties to rows with the option `USES_STATE`: rows whose settings have penalties,
+    biases, masks or `min_tokens`. Other rows are returned unchanged."""
     row_flags = flags.at[fields["slot"]].get(mode="clip").T
     processed = logits + bias.at[fields["slot"]].get(mode="clip").T
     held_back = (fields["options"] & BELOW_MIN_TOKENS > 0) & (row_flags & STOPS > 0)
@@ -164,12 +165,15 @@ def _with_state(
 
 
 def for_host(tokens: Int32[Array, " R"], max_logit: Float[Array, " R"]) -> Int32[Array, " R"]:
-    """Return the tokens for the host: `NO_TOKEN` if the row's largest logit, `max_logit`, is not finite."""
+    """Return the tokens to send to the host: `NO_TOKEN` in rows whose largest logit, `max_logit`, is not finite."""
     return jnp.where(jnp.isfinite(max_logit), tokens, NO_TOKEN)
 
 
 def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return a token and the largest logit of each row: greedy (lowest id of equals) at temperature 0, else drawn."""
+    """Return the chosen token and the largest logit of each row.
+
+    At temperature 0 the token is the most probable token (the lowest id of equals). Otherwise it is drawn.
+    """
     greedy, max_logit = argmax(logits)
     draws = fields["temperature"] > 0
 
@@ -184,9 +188,9 @@ def _draw(
 ) -> Int32[Array, " R"]:
     """Draw a token of each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
 
-    Top-p needs no sort. If the token with the best score is inside the top p, it is the result. Otherwise all tokens at
-    most as probable are outside too, and the best of the more probable tokens is tried. The first try succeeds with
-    probability p or more; the expected number of tries grows at most with log(V).
+    Top-p needs no sort. If the token with the best score is inside the top p, it is the result. Otherwise all equally
+    and less probable tokens are outside too, and the best of the more probable tokens is tried next. The first try
+    succeeds with probability p or more. The expected number of tries grows at most with log(V).
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -221,9 +225,10 @@ def _draw(
 def _scaled(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, "V R"]:
-    """Return logits over temperature, shifted to at most 0, so that a tiny temperature does not make several infinite.
+    """Return `(logits - max_logit) / temperature`.
 
-    Each branch computes them again, which takes less time than storing them.
+    All values are at most 0, so a tiny temperature cannot turn several values into +infinity. Each branch of `_draw`
+    computes the values again, which takes less time than storing them.
     """
     return (logits - max_logit) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)
 
@@ -231,7 +236,7 @@ def _scaled(
 def _top_k_floor(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, " R"]:
-    """Return each row's k-th largest scaled logit, or -inf if `top_k` is below 1. All paths give the same value."""
+    """Return each row's `top_k`-th largest scaled logit, or -inf if `top_k` is below 1. All branches agree exactly."""
     vocab_size, rows = logits.shape
     few = min(_SMALL_TOP_K, vocab_size)
     k = jnp.minimum(fields["top_k"], vocab_size)
@@ -279,7 +284,7 @@ def _take(x: Float[Array, "V R"], tokens: Int32[Array, " R"]) -> Float[Array, " 
 
 
 def _block_maxima(x: Float[Array, "V R"], most: int) -> tuple[int, Float[Array, "blocks R"]]:
-    """Return the size of equal blocks of at most `most` tokens, and the maximum of each block."""
+    """Cut the vocabulary into equal blocks of at most `most` tokens. Return the block size and the block maxima."""
     size = math.gcd(x.shape[0], most)
     return size, x.reshape(-1, size, x.shape[1]).max(axis=1)
 
@@ -303,7 +308,8 @@ def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R
 def _largest(x: Float[Array, "V N"], k: int) -> tuple[Float[Array, "N k"], Int32[Array, "N k"]]:
     """Return the k largest values of each row and their tokens, like `lax.top_k(x.T, k)`: lower ids first among equals.
 
-    These are in the k blocks with the largest maxima. For k = 20 this takes 1 ms instead of 3 ms.
+    Only the k blocks with the largest maxima are searched, because they contain all results. For k = 20 this takes 1 ms
+    instead of 3 ms.
     """
     size, maxima = _block_maxima(x, _LARGEST_BLOCK)
     if len(maxima) <= k:
@@ -316,7 +322,7 @@ def _largest(x: Float[Array, "V N"], k: int) -> tuple[Float[Array, "N k"], Int32
 
 
 def _kth_largest(x: Float[Array, "V R"], k: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """Return the k-th largest value of each row by bisection on its bits. All values are at most 0."""
+    """Return the k-th largest value of each row by bisection on its bits. All values of `x` must be at most 0."""
 
     def value(bits: jax.Array) -> jax.Array:
         return -lax.bitcast_convert_type(jnp.minimum(bits, _FLOAT_INF), jnp.float32)

@@ -5,17 +5,17 @@ from collections.abc import Iterator, Mapping
 import jax
 
 ShardKey = tuple[str, int]
-"""Name of the parameter, and index of the shard."""
+"""Name of a parameter (`ParamSpec.name`), and index of the shard."""
 
 ReleaseKey = tuple[int, int]
-"""Layer and degree. All shards of the layer that become KV cache when this degree is reached have this key."""
+"""Layer and degree: key of all shards of this layer that become KV cache when an instance reaches this degree."""
 
 
 class DeviceShards(Mapping[ShardKey, jax.Array]):
     """Weight shards of one device, each in its own buffer.
 
-    Shards that are released together (see `sharding.release`) are stored together, so that `take` removes all of them
-    at once. Removing each shard from one large dictionary would take most of the time of a release.
+    Shards that are released together (see `sharding.release`) are stored together, so that `take` removes them all at
+    once. Removing each shard from one large dictionary would take most of the time of a release.
 
     Args:
         releases: release key of each shard that can become KV cache. Other shards have no entry.
@@ -39,7 +39,7 @@ class DeviceShards(Mapping[ShardKey, jax.Array]):
         return sum(len(shards) for shards in self._shards.values())
 
     def take(self, release: ReleaseKey) -> dict[ShardKey, jax.Array]:
-        """Remove and return all shards with a release key. Raises `KeyError` if they are not here."""
+        """Remove and return all shards with this release key. Raises `KeyError` if the device has none."""
         return self._shards.pop(release)
 
     def clear(self) -> None:

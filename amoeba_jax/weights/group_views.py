@@ -1,7 +1,7 @@
 """Cache of weight arrays over the devices of a group.
 
-Such an array (a *view*) combines the buffers of weight shards on several devices without a copy. Making one takes time,
-so it is kept until one of its buffers changes.
+Such an array (a *view*) combines the buffers of weight shards on several devices without a copy. Assembling a view
+takes time, so it is kept until a buffer of it changes.
 """
 
 from collections import defaultdict
@@ -15,11 +15,15 @@ from sharding.mesh import SubMesh
 
 T = TypeVar("T")
 Place = tuple[int, bool]
-"""Index among the shards that a rank computes with, and whether the ranks have different shards at this index."""
+"""Index among the shards that a rank computes with, and a flag: True if the ranks have different shards there."""
 
 
 class GroupViews:
-    """Cached views by group of devices. The caller fills the caches, and drops the views of buffers that change."""
+    """Cached views by group of devices.
+
+    The `of_` methods return dicts to which the caller adds views. The caller must also drop the views of buffers that
+    change.
+    """
 
     def __init__(self) -> None:
         self._parameters: dict[tuple[int, int], dict[str, dict[Place, jax.Array]]] = {}
@@ -27,26 +31,29 @@ class GroupViews:
         self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
 
     def of_parameter(self, group: SubMesh, name: str) -> dict[Place, jax.Array]:
-        """Return the mutable cache of a parameter's views."""
+        """Return the cached views of a parameter on a group. The dict may be changed."""
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the mutable cache of the weights that the program of each segment takes as arguments."""
+        """Return the cached weight arguments of segment programs on a group, by segment. The dict may be changed."""
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the mutable cache of the shards of a layer that can become KV cache, by their order of release."""
+        """Return the cached views of a layer's shards that can become KV cache. The dict may be changed.
+
+        Its keys are indices in the order of release (`WeightLayout.released`).
+        """
         return self._extents[group.start, group.tp][layer]
 
     def forget_shards(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
-        """Drop all views of shards that are released or restored on a group's devices.
+        """Drop all views of shards that are released or restored on the devices of a group.
 
         Args:
             group: devices of the shards.
             layer: layer of the shards.
             places: indices of the shards in the order of release.
-            degrees: degree at which the shards are released, by parameter. Groups of this or a higher degree do not use
-                them, so their views stay.
+            degrees: degree at which the shards are released, by parameter. Groups of this degree or a higher degree do
+                not use the shards, so the views of these groups stay.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -59,13 +66,19 @@ class GroupViews:
                     extents.pop(place, None)
 
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on a group's devices. `layer` is None for parameters outside the layers."""
+        """Drop all views of a parameter on the devices of a group.
+
+        `layer` is None if the parameter belongs to no layer. The arguments of all segments are dropped then.
+        """
         for _, views in _over(group, self._parameters):
             views.pop(name, None)
         self._forget_segments(group, layer)
 
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
-        """Drop the arguments of segments that contain `layer` (None: all), at degrees less than `below` (None: all)."""
+        """Drop the arguments of the segments with layer `layer` (None: of all segments).
+
+        With `below`, only groups of a lower degree than `below` drop arguments.
+        """
         for (_, tp), segments in _over(group, self._segments):
             if below is None or tp < below:
                 for plan in [plan for plan in segments if layer is None or layer in plan.layers]:
@@ -79,6 +92,6 @@ class GroupViews:
 
 
 def _over(group: SubMesh, views: Mapping[tuple[int, int], T]) -> list[tuple[tuple[int, int], T]]:
-    """Return the entries of groups that overlap with a group."""
+    """Return the entries of all groups that share a device with `group`."""
     first, stop = group.start, group.start + group.tp
     return [(key, found) for key, found in views.items() if key[0] < stop and first < key[0] + key[1]]

@@ -1,4 +1,4 @@
-"""Sizes of a model's weights, and the shards that each degree releases. Needs no buffers."""
+"""Sizes of a model's weights, and the shards that are released to the KV cache at each degree. Needs no buffers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from sharding.release import ReleasedShard, released_shards
 
 @dataclass(frozen=True)
 class Padding:
-    """Stored elements and model elements of one kind of parameter."""
+    """Elements of one kind of parameter: stored elements (with padding and copies) and elements of the model."""
 
     stored: int
     model: int
@@ -49,14 +49,15 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards together."""
+        """Bytes of all shards of all parameters, each counted once."""
         return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
 
     def shards_at(self, placement: Placement) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return the shards that each device of a placement computes with, by parameter.
+        """Return the indices of the shards that each device of a placement needs, by device and parameter.
 
-        A home of degree p has, on each rank, the rank's shards of its modules. The devices of `head` have the
-        embedding, the final norm and the head. A tied embedding is looked up in all shards of the head.
+        Each rank of a home needs its shards of the home's modules (`ParamSpec.shard_indices`). The devices of
+        `Placement.head` also need the embedding, the final norm and the head. With tied embeddings, these devices need
+        all shards of the head, because each rank looks up the embeddings of all tokens in them.
         """
         found: dict[int, dict[str, set[int]]] = {device: defaultdict(set) for device in placement.devices}
         for name, spec in self.specs.items():
@@ -70,14 +71,14 @@ class WeightLayout:
         }
 
     def _homes(self, spec: ParamSpec, placement: Placement) -> set[tuple[Home, bool]]:
-        """Return the homes that compute with a parameter, and whether they need all of its shards."""
+        """Return pairs of a home that computes with a parameter, and whether each rank of it needs all shards."""
         if spec.layer is None:
             return {(placement.head, spec.owner is Owner.HEAD and self.dims.config.tied_embeddings)}
         modules = placement.attention if spec.kind.startswith("attention") else placement.ffn
         return {(home, False) for home in modules[spec.layer]}
 
     def padding(self) -> dict[str, Padding]:
-        """Return the cost of padding and copied heads, by kind of parameter (`attention.qkv`, `mlp.down` and so on)."""
+        """Return stored and model elements of the parameters, by kind (`attention.qkv`, `mlp.down` etc.)."""
         totals: dict[str, list[int]] = {}
         for spec in self.specs.values():
             total = totals.setdefault(spec.kind, [0, 0])
@@ -86,9 +87,12 @@ class WeightLayout:
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
-        """Return the shards of a layer that a degree releases to the KV cache, in the order of release."""
+        """Return the shards of a layer that are KV cache at `degree`, in the order of release.
+
+        They include the shards that lower degrees release.
+        """
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the pages of each released shard of a layer at a degree. All layers have the same."""
+        """Return the number of pages of each shard that `released` returns. It is the same for all layers."""
         return tuple(shard.num_pages for shard in self.released(0, degree))

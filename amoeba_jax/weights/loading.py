@@ -1,4 +1,4 @@
-"""Loading of weights: several threads read ahead of the devices, by a bounded amount."""
+"""Loading of weights. Threads read the next parameters, up to a limit, while a parameter is copied to devices."""
 
 import os
 from collections import deque
@@ -15,7 +15,7 @@ from amoeba_jax.checkpoint.base import FillShards
 from sharding.params import ParamSpec
 
 _ALIGNMENT = 64
-"""Alignment in bytes from which JAX uses host memory without a copy."""
+"""Alignment in bytes. JAX uses host memory with this alignment without a copy."""
 
 _MAX_THREADS = 8
 
@@ -39,15 +39,15 @@ OpenWeights = Callable[[], AbstractContextManager[WeightReader]]
 
 
 def default_threads() -> int:
-    """Return the number of usable cores, at most 8, because memory bandwidth limits the copies."""
+    """Return the number of usable cores, but at most 8: memory bandwidth limits the copies."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_THREADS)
 
 
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
-    """Yield each parameter with its shards, in order, while threads read the next parameters.
+    """Yield each parameter with all its shards, in order, while threads read the next parameters.
 
-    The shards are valid until the next parameter is requested; then their memory is used again. Parameters are read
-    into `reader.threads + 1` buffers of `slot_bytes` each. A larger parameter gets its own memory temporarily.
+    The shards are valid until the next parameter is requested. Their memory is then used again. Parameters are read
+    into `reader.threads + 1` buffers of `slot_bytes` each. A larger parameter gets temporary memory.
 
     Errors of `reader.fill` are raised here. Close the iterator if you leave it early, so that it waits for its threads.
     """
@@ -101,7 +101,7 @@ def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
-    """Return a parameter's shards in their stored shapes, as misaligned views of `memory` (bytes).
+    """Return arrays for the shards of a parameter, in their stored shapes, as misaligned views of `memory` (bytes).
 
     On CPU, `device_put` of JAX 0.10 to 0.12 uses aligned NumPy memory without a copy, even with `may_alias=False`. Such
     memory could not be used again, and a donation would copy it. Misaligned memory is always copied once;
@@ -113,7 +113,7 @@ def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list
 
 
 def _misaligned(memory: np.ndarray, dtype: np.dtype) -> int:
-    """Return the offset in `memory` that is one element after an aligned address."""
+    """Return an offset in `memory` that lies one element behind an aligned address."""
     return -memory.ctypes.data % _ALIGNMENT + dtype.itemsize
 
 
@@ -123,9 +123,9 @@ def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
-    """Copy each shard to its devices, wait, and return the copies: one list for each shard, in the order of `devices`.
+    """Copy shard `i` to all devices of `devices[i]` and wait. Return the copies in the same order.
 
-    The shards must come from `staging_shards`. Their memory may be used again afterwards.
+    The shards must come from `staging_shards`. Their memory may be used again after the call.
     """
     return jax.block_until_ready(
         [[jax.device_put(shard, device) for device in its] for shard, its in zip(shards, devices, strict=True)]

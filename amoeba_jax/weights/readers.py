@@ -20,10 +20,10 @@ _COMPARED_ROWS = 1 << 12
 
 
 def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config`, with `tie_word_embeddings` off if the checkpoint stores a head unlike its embedding.
+    """Return `config`, with `tie_word_embeddings` off if the stored head differs from the stored embedding.
 
-    `transformers` 5 does the same, and logs that the config is wrong. Both tensors are read if the config ties them and
-    both are stored.
+    Both tensors are read, but only if the config ties them and both are stored. A difference is logged. `transformers`
+    5 does the same.
     """
     if not config.get("tie_word_embeddings") or not checkpoint.names() >= {EMBEDDING, HEAD}:
         return config
@@ -47,10 +47,10 @@ def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[st
 
 
 def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
-    """Raise `CheckpointError` for the first tensor that is missing or whose shape disagrees with the config.
+    """Raise `CheckpointError` for the first tensor that is missing or has another shape than the config implies.
 
-    Reads only headers, so that a bad checkpoint is refused before anything large is loaded. Like `transformers`, logs a
-    warning about tensors that the model has no use for.
+    Reads only headers, so that a bad checkpoint is refused before anything large is loaded. Logs a warning about
+    tensors that the model does not use, like `transformers`.
     """
     names = checkpoint.names()
     specs = model_specs(dims)
@@ -91,7 +91,10 @@ def checkpoint_reader(checkpoint: Checkpoint, dims: ModelDims) -> FillShards:
 
 
 def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillShards:
-    """Return a function that fills shards with random weights, the same for every `max_tp` and page size."""
+    """Return a function that fills shards with random weights of standard deviation `std`.
+
+    The weights depend on `seed` and the names of the tensors, but not on `max_tp` or the page size.
+    """
 
     def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
         def sample(name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Saving of weight shards as devices hold them, by orbax."""
+"""Saving of weight shards in their layout on devices, with orbax."""
 
 import dataclasses
 import json
@@ -23,9 +23,10 @@ _TOKENIZER_FILES = (
 
 
 def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None) -> None:
-    """Write weight shards, config, layout and tokenizer files into a directory.
+    """Write weight shards, config, layout and tokenizer files into a directory, which `OrbaxCheckpoint` reads.
 
-    Raises `CheckpointError` if the directory exists and is not empty.
+    `tokenizer_directory` has the tokenizer files to copy; None: no tokenizer files. Raises `CheckpointError` if
+    `directory` exists and is not empty.
     """
     directory = directory.expanduser().resolve()
     if directory.exists() and any(directory.iterdir()):

@@ -1,4 +1,4 @@
-"""Weights on all devices: each shard once, in its own buffer."""
+"""Weights on all devices: each shard of a device is in its own buffer."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ class _Change:
 
     Attributes:
         places: indices of the shards in the order of release.
-        keys: keys of the shards on each rank, in the same order.
-        releases: release keys of the shards.
-        sizes: bytes per device, by owner.
-        degrees: highest degree that releases shards of a parameter, by parameter.
+        keys: keys of the shards on each rank, in the order of `places`.
+        releases: release keys of the shards (`DeviceShards.take`).
+        sizes: bytes of the shards on each device, by owner.
+        degrees: highest degree at which these shards are released, by parameter.
     """
 
     places: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Change:
 
 
 class WeightStore(WeightLayout):
-    """Weight shards of all devices. Arrays over a group of devices share their buffers."""
+    """Weight shards of all devices. The arrays that programs take share the buffers of the shards."""
 
     def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
         super().__init__(dims)
@@ -57,7 +57,7 @@ class WeightStore(WeightLayout):
     def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
         """Return the bytes of padding and copied heads on a device, by layer and owner.
 
-        Released shards do not count. Padding counts as spread evenly over the shards of a parameter.
+        Released shards do not count. All shards of a parameter count as equally padded.
         """
         totals: dict[tuple[int | None, str], int] = defaultdict(int)
         for name, spec in self.specs.items():
@@ -73,10 +73,16 @@ class WeightStore(WeightLayout):
         on_load: Callable[[str], None],
         placement: Placement | None = None,
     ) -> None:
-        """Put every parameter on its devices, and call `on_load` with each one's name when it is there.
+        """Copy every parameter to its devices, and add its bytes to their ledgers.
 
-        Without a placement, every device gets all shards of every parameter. If reading or `on_load` fails, nothing
-        stays on the devices.
+        With a placement, each device gets the shards of `shards_at`. Otherwise, every device gets all shards. If
+        reading or `on_load` fails, all shards are dropped again.
+
+        Args:
+            reader: source of the weights.
+            ledgers: ledger of each device. The store keeps them for later changes.
+            on_load: function that is called with the name of each parameter when it is on its devices.
+            placement: start placement, or None.
         """
         self._ledgers = ledgers
         wanted = None if placement is None else self.shards_at(placement)
@@ -108,8 +114,8 @@ class WeightStore(WeightLayout):
     def _read(self, reader: WeightReader) -> Parameters:
         """Yield every parameter with its shards, which are valid until the next parameter is requested.
 
-        Parameters outside the layers come first, the largest first, because they need extra host memory: the devices
-        are still almost empty then.
+        Parameters that belong to no layer come first, in descending order of size. They are larger than the buffers of
+        `read_ahead` and need extra host memory, which is still free while the devices hold few weights.
         """
         dtype = jnp.dtype(self.dims.dtype)
         order = sorted(self.specs.values(), key=lambda it: 0 if it.layer is not None else -it.num_elements)
@@ -117,9 +123,15 @@ class WeightStore(WeightLayout):
         return read_ahead(order, reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
-        """Read the weights of a group again, without the shards that each rank's entry of `degrees` releases.
+        """Read the weights of a group again, without shards that are released.
 
-        Each shard is replaced only when its new buffer is ready, so after a failure the group has the shards as before.
+        Each shard is replaced only when its new buffer is ready. If reading fails, the group still has all shards that
+        it had before. Shards that were KV cache and become weights again are added at the end.
+
+        Args:
+            reader: source of the weights.
+            group: devices to read for.
+            degrees: degree for which weights are released on each rank (`released`).
         """
         back: list[dict[ShardKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:
@@ -144,10 +156,10 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, spec.owner, buffer.nbytes, spec.layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
-        """Return the weights of a segment on a group, in the order of its programs' arguments.
+        """Return the weights of a segment on a group, in the order in which the segment's programs take them.
 
-        The arrays share the buffers of the shards, without a copy. The list is cached until one of the shards is
-        released, restored or replaced. Do not change it.
+        The arrays share the buffers of the shards, without a copy. The list is cached until a shard is released,
+        restored or replaced. Do not change the list.
         """
         segments = self._views.of_segments(group)
         if (found := segments.get(plan)) is not None:
@@ -167,7 +179,10 @@ class WeightStore(WeightLayout):
         return arrays
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
-        """Return one array of shard `place` of every rank in a group, without a copy."""
+        """Return one array over the group with a shard of each rank, without a copy.
+
+        `place` is the index of the shard among the shards that a rank computes with.
+        """
         views = self._views.of_parameter(group, spec.name)
         key = (place, True)
         if key not in views:
@@ -179,7 +194,10 @@ class WeightStore(WeightLayout):
         return views[key]
 
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
-        """Return, for each parameter leaf of a segment: spec, index among a rank's shards, and whether ranks differ."""
+        """Return a tuple for each weight argument of a segment, in order.
+
+        It has the spec of the parameter, the index among the shards of a rank, and whether ranks have different shards.
+        """
         if (plan, tp) not in self._leaves:
             leaves = []
             for variable in leaf_variables(Segment(self.dims, plan, tp)):
@@ -191,7 +209,7 @@ class WeightStore(WeightLayout):
     # Shards that are KV extents at higher degrees
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
-        """Assemble the arrays of a later `release` now, which is its slowest part."""
+        """Assemble and cache the arrays that a later `release` returns. This is the slowest part of `release`."""
         for layer in range(self.dims.config.num_layers):
             change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
             for index, place in enumerate(change.places):
@@ -203,15 +221,15 @@ class WeightStore(WeightLayout):
     ) -> list[jax.Array]:
         """Release the shards that `degree` does not need, and return them as KV extents `[tp * pages, page_elems]`.
 
-        The extents share the buffers of the shards, without a copy. Views of lower degrees that use the shards are
-        dropped.
+        The extents share the buffers of the shards, without a copy. Views of the shards at lower degrees are dropped.
 
         Args:
-            group: devices to release on. `degree` is at most its size.
+            group: devices to release on.
             layer: layer of the shards.
-            before: degree whose shards of this layer are already released.
-            degree: degree to release for.
-            spent: list to which the shards' arrays are appended, for the caller to drop later.
+            before: degree for which shards of this layer are already released.
+            degree: degree to release for, at least `before` and at most the degree of `group`.
+            spent: list to which the arrays of the released shards are appended. The caller drops them later, because
+                this takes time.
         """
         change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
         extents = [
@@ -229,7 +247,10 @@ class WeightStore(WeightLayout):
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
-        """Take back the shards that `before` released and `degree` needs. `extents` are the last ones, with weights."""
+        """Take back the shards that are released at degree `before` but not at the lower degree `degree`.
+
+        `extents` are the last extents of the layer, one for each of these shards. They hold weights again.
+        """
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)
         self._views.of_extents(group, layer).update(zip(change.places, extents, strict=True))
@@ -241,13 +262,13 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """Return the buffers of one changing shard, by rank."""
+        """Return the buffer on each rank of the shard with this index in `change.places`."""
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]
 
     def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
-        """Return the shards that `degree` releases and `before` does not. The result is cached."""
+        """Return the shards that are released at `degree` but not at `before`. The result is cached."""
         key = (group.start, group.tp, layer, before, degree)
         if key not in self._changes:
             released = self.released(layer, degree)
@@ -269,7 +290,7 @@ class WeightStore(WeightLayout):
         return self._changes[key]
 
     def _releases(self, device: int) -> dict[ShardKey, ReleaseKey]:
-        """Return the release key of each releasable shard on a device."""
+        """Return the release keys of all shards on a device that can become KV cache."""
         return {
             (shard.spec.name, self._shard_on(shard, device)): (layer, shard.degree)
             for layer, released in enumerate(self._released)
@@ -280,18 +301,18 @@ class WeightStore(WeightLayout):
         return released.shards[device % self.dims.max_tp]
 
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on a group's devices."""
+        """Drop all views of a parameter on the devices of a group, including its views as extents."""
         self._views.forget_parameter(group, layer, name)
         if layer is not None:
             every = enumerate(self.released(layer, self.dims.max_tp))
             self._views.forget_shards(group, layer, [place for place, shard in every if shard.spec.name == name], {})
 
     def shard(self, device: int, name: str, index: int) -> jax.Array:
-        """Return the buffer of a shard on a device: `[pages, page_elems]`, or its own shape if it is not releasable."""
+        """Return the buffer of a shard on a device, of shape `ParamSpec.stored_shape`."""
         return self._shards[device][(name, index)]
 
     def any_shard(self, name: str, index: int) -> jax.Array:
-        """Return the buffer of a shard on the first device that has it."""
+        """Return the buffer of a shard on the first device that has the shard."""
         return next(shards[(name, index)] for shards in self._shards if (name, index) in shards)
 
     def release_all(self) -> None:

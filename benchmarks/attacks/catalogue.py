@@ -33,7 +33,7 @@ _NICE = 19
 
 
 def chosen(names: str) -> list[str]:
-    """Parse a list of attacks with commas. Raises `SystemExit` for an unknown attack."""
+    """Parse comma-separated names of attacks; "" means all. Raises `SystemExit` for an unknown attack."""
     wanted = [name for name in names.split(",") if name] or list(ATTACKS)
     if unknown := sorted(set(wanted) - set(ATTACKS)):
         raise SystemExit(f"unknown attacks {', '.join(unknown)}: known are {', '.join(ATTACKS)}")

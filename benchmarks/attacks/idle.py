@@ -14,7 +14,7 @@ _INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class Left:
-    """Requests and pages of a server."""
+    """Requests and used pages of a server."""
 
     running: int
     waiting: int
@@ -28,7 +28,7 @@ class Left:
 
 
 async def look(client: AsyncClient) -> Left:
-    """Query a server. Raises `grpc.RpcError`."""
+    """Query a server. Raises `grpc.RpcError` if the server does not answer."""
     cluster = await client.cluster(timeout_s=5)
     return Left(
         sum(instance.running for instance in cluster.instances),
@@ -39,7 +39,7 @@ async def look(client: AsyncClient) -> Left:
 
 
 def wait_until_idle(target: str, since_s: float, within_s: float) -> tuple[float | None, str]:
-    """Return the seconds from `since_s` (`time.monotonic()`) until the server is idle, and its last state.
+    """Wait for an idle server. Return the seconds from `since_s` (`time.monotonic()`) until then, and the last state.
 
     The seconds are None if the server is not idle after `within_s`.
     """

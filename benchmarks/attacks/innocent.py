@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Percentiles of requests in seconds. `latency_s` includes failed requests."""
+    """Percentiles of innocent requests in seconds. The last three are latencies, including failed requests."""
 
     count: int
     failures: dict[str, int]
@@ -52,7 +52,7 @@ class Figures:
 
 
 def figures(answers: Sequence[Answer]) -> Figures:
-    """Summarize answers; NaN without answers."""
+    """Return the figures of answers. Percentiles are NaN without answers."""
     latencies = sorted(answer.latency_s for answer in answers)
     ttfts = sorted(answer.ttft_s for answer in answers if answer.ttft_s is not None)
     failures = Counter(answer.status for answer in answers if answer.status != "OK")
@@ -65,21 +65,21 @@ def figures(answers: Sequence[Answer]) -> Figures:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the percentile of sorted values at `share`; NaN without values."""
+    """Return the percentile of sorted values at `share` (0 to 1); NaN without values."""
     if not ordered:
         return float("nan")
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 class Innocents:
-    """Handle of the load for the measuring process."""
+    """Load of innocent requests in another process, which this object controls."""
 
     def __init__(self, target: str, rate: float, source: str | None, seed: int = 0):
         self._child = Child(_main, target, rate, source, seed)
         self._child.receive(120)
 
     def start(self) -> None:
-        """Start to send."""
+        """Start to send requests."""
         self._child.send("start")
 
     def take(self) -> list[Answer]:
@@ -118,7 +118,7 @@ def _main(pipe: Connection, target: str, rate: float, source: str | None, seed: 
 
 
 class _Load:
-    """Run the load in its process."""
+    """Load of innocent requests, run in its own process."""
 
     def __init__(self, pipe: Connection, rate: float, seed: int):
         self._pipe, self._rate = pipe, rate

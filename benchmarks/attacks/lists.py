@@ -54,7 +54,7 @@ def _parameters(count: int) -> dict[str, oip.InferParameter]:
 
 
 async def samples(attacker: Attacker) -> Run:
-    """Request 128 samples with all log-probabilities, as long as the server allows. Prompt ones only in amoeba.v1."""
+    """Request 128 samples with log-probabilities, as long as the server allows; in amoeba.v1 also for prompt tokens."""
     room = attacker.info.max_model_len
 
     def ours(max_tokens: int) -> Call:
@@ -78,7 +78,7 @@ def _flag(name: str) -> oip.ModelInferRequest.InferInputTensor:
 
 
 async def bad_words(attacker: Attacker) -> Run:
-    """Send 32 requests with 24 bad words of two tokens each."""
+    """Keep 32 requests open, each with up to 24 bad words of two or three tokens."""
     words: list[str] = []
     for pair in itertools.product("qzxjkvwbp", repeat=2):
         word = "".join(pair)
@@ -114,7 +114,7 @@ async def undecodable(attacker: Attacker) -> Run:
 
 
 async def _broken(attacker: Attacker, token: int) -> bool:
-    """Return whether a token is a byte that cannot start a character."""
+    """Return whether repetitions of a token decode to replacement characters only."""
     message = pb.DetokenizeRequest(token_ids=[token] * 4, skip_special_tokens=False)
     try:
         text = (await attacker.ask("Detokenize", message, pb.DetokenizeResponse)).text

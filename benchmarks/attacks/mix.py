@@ -36,7 +36,12 @@ _BUSY_SAMPLES, _BUSY_TOKENS = 8, 256
 
 @dataclass
 class MixReport:
-    """Results of the load: `wrong` has answers that differ from the first ones, `checked` counts comparisons."""
+    """Results of the load.
+
+    Attributes:
+        checked: number of answers that were compared with the first answer to the same prompt.
+        wrong: descriptions of answers that differ from the first answer.
+    """
 
     tally: Tally = field(default_factory=Tally)
     checked: int = 0
@@ -44,10 +49,12 @@ class MixReport:
 
 
 class Mix:
-    """Handle of the load for the measuring process. The load starts at once, with an idle server.
+    """Mixed load in another process, which this object controls. The constructor starts the load while the
+    server is idle.
 
     Args:
-        source: source address of the load; None: the default.
+        one_device_tokens: tokens that fit on one device; long requests have more.
+        source: source address of the load; None: the default address.
         busy: number of long answers that always run.
     """
 
@@ -56,7 +63,7 @@ class Mix:
         self._child.receive(_KNOWN_TIMEOUT_S * len(_KNOWN))
 
     def finish(self) -> MixReport:
-        """Stop sending, wait for all answers, and return the results. Raises `ChildError`."""
+        """Stop sending, wait for all answers, and return the results. Raises `ChildError` if the process fails."""
         self._child.send("finish")
         return self._child.receive(180)
 
@@ -122,7 +129,7 @@ class _Load:
                 continue
 
     async def _check(self, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
-        """Send a greedy request, whose answer must equal its first answer."""
+        """Send a known greedy request. Its answer must equal the first answer to the same prompt."""
         which = self._dice.randrange(len(_KNOWN))
         try:
             answer = (await client.generate(_KNOWN[which], _GREEDY, timeout_s=_KNOWN_TIMEOUT_S))[0]
@@ -203,12 +210,12 @@ class _Load:
         await sender.send(generate("long", params, token_ids=ids, timeout_s=60), self._channel(sender))
 
     async def _fill(self, sender: Attacker) -> None:
-        """Request long answers as single messages, which use slots and little work of the client."""
+        """Request long answers as single messages, which occupy slots but are little work for the client."""
         settings = json.dumps({"n": _BUSY_SAMPLES, "max_tokens": _BUSY_TOKENS, "temperature": 1.0, "ignore_eos": True})
         await sender.send(infer("busy", sender.info.model, settings, timeout_s=60), self._channel(sender))
 
     async def _transform(self, sender: Attacker) -> None:
-        """Request a transformation; one of the policy may prevent it."""
+        """Request a transformation. A transformation that the policy runs may prevent it."""
         message = pb.TransformRequest(tensor_parallel_size=self._dice.choice((1, 2, 4)), layers_per_step=2)
         call = Call("transform", ADMIN + "Transform", message.SerializeToString(), timeout_s=60)
         await sender.send(call, self._channel(sender))

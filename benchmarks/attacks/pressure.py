@@ -60,7 +60,7 @@ class Tally:
     """Counts of answers.
 
     Attributes:
-        statuses: number of each status by the label of the call.
+        statuses: number of answers by label of the call and status.
         first_texts: beginning of the first error text of each status.
         longest_text: length of the longest error text in characters, and the label of its call.
     """
@@ -172,7 +172,7 @@ class Attacker:
 
 
 async def exchange(channel: grpc.aio.Channel, call: Call) -> Answer:
-    """Make one call and read its answer. An error in a stream of answers counts as its status."""
+    """Make one call and read its answer. An error message in a stream of answers determines the status."""
     rpc, num_bytes, status, text = start(channel, call), 0, "OK", ""
     try:
         if isinstance(rpc, grpc.aio.UnaryUnaryCall):

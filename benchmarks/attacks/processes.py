@@ -41,7 +41,7 @@ class Child:
             raise ChildError("the process has ended") from error
 
     def receive(self, timeout_s: float) -> Any:
-        """Return the next message. Raises `ChildError`."""
+        """Return the next message. Raises `ChildError` if the process has ended or sends none in time."""
         try:
             if self._pipe.poll(timeout_s):
                 return self._pipe.recv()

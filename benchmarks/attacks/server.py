@@ -82,9 +82,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def running_server(options: argparse.Namespace) -> Iterator[Running]:
-    """Start a server and wait until it is ready. It ends with the block, or with SIGTERM to this process.
+    """Start a server and wait until it is ready.
 
-    Raises `SystemExit` if it does not start.
+    The server ends with the `with` block, or if this process receives SIGTERM. Raises `SystemExit` if the server does
+    not start.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as scratch:

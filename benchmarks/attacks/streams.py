@@ -18,7 +18,7 @@ _DEADLINES = 2000
 
 
 def endless(label: str, max_tokens: int, n: int = 1, timeout_s: float = 20.0) -> Call:
-    """Return a request for exactly `tokens` tokens."""
+    """Return a request for `n` samples of exactly `max_tokens` tokens."""
     return generate(label, pb.SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True), timeout_s=timeout_s)
 
 
@@ -50,13 +50,13 @@ async def slow_readers(attacker: Attacker) -> Run:
 
 
 def infer_stream(attacker: Attacker, max_tokens: int) -> Call:
-    """Read slowly over the Open Inference Protocol."""
+    """Return a streaming request of the Open Inference Protocol for 64 samples of `max_tokens` tokens."""
     settings = f'{{"n": 64, "max_tokens": {max_tokens}, "ignore_eos": true}}'
     return infer("64 samples, Open Inference", attacker.info.model, settings, stream=True)
 
 
 def channel_of(attacker: Attacker, index: int) -> grpc.aio.Channel:
-    """Yield the attacker's connections in turn."""
+    """Return a connection of the attacker; consecutive indexes use the connections in turn."""
     return attacker.channels[index % len(attacker.channels)]
 
 

@@ -80,7 +80,7 @@ def split(data: bytes) -> list[Field]:
 
 
 def join(fields: list[Field]) -> bytes:
-    """Return the message of these fields."""
+    """Encode fields as a message."""
     parts = []
     for field in fields:
         parts.append(varint(field.number << 3 | field.wire_type))
@@ -100,7 +100,7 @@ class Mutator:
         self.random = random.Random(seed)
 
     def mutate(self, data: bytes, descriptor: Descriptor) -> bytes:
-        """Return a message with one to three changes, and sometimes with damaged bytes."""
+        """Return a message with up to three changed fields, and sometimes with damaged bytes."""
         fields = split(data)
         for _ in range(self.random.choice((0, 1, 1, 1, 2, 3))):
             self._change(fields, descriptor)

@@ -1,8 +1,9 @@
 """Programs that copy all pages of a layer into new extents.
 
-Two programs for a layer. `migrate` sends all pieces that change their rank at once, into a separate buffer.
-`defragment` then fills new extents with the pieces that stay on their rank and with the received pieces, both at their
-ids of the new layout. The caller drops the old extents afterwards, so a layer's cache exists twice for a moment.
+A piece is the part of a page that one rank of the higher degree stores. Each layer has two programs. `migrate` sends
+all pieces that change their rank at once, into a separate buffer. `defragment` then fills new extents with the pieces
+that stay on their rank and with the received pieces, both at their ids of the new layout. The caller drops the old
+extents afterwards, so a layer's cache exists twice for a moment.
 """
 
 import jax

@@ -156,7 +156,7 @@ class HostMover(InPlaceMover):
         return put + extents[num_new:]
 
     def _places(self, slots: np.ndarray, num_extents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the extent and the place in it of each piece (rank, id)."""
+        """Return for each piece (rank, id) the index of its host array, and its row in this array."""
         group, programs = self._programs.group, self._programs
         pages = max(programs.old_extents, programs.new_extents, key=len)[:num_extents]
         starts = np.cumsum([0, *pages])[:-1] * group.tp
@@ -189,7 +189,7 @@ MOVERS = {"basic": CopyMover, "host_memory": HostMover}
 
 
 def all_pieces(old: Tables, new: Tables) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (rank, id) of every piece in both views, including pieces that do not move."""
+    """Return the (rank, id) of every piece in the old and in the new layout, including pieces that do not move."""
     degree = max(len(table) for table in [*old, *new])
     source, target = (
         np.concatenate([np.zeros((0, 2), np.int64), *(_pieces(table, i, degree) for i, table in enumerate(tables))])

@@ -28,7 +28,7 @@ class Peer:
     requirements: tuple[str, ...] = ()
     """Packages of its environment."""
     needs: tuple[str, ...] = ()
-    """Modules with which it runs in the present environment, if they are installed."""
+    """Modules that the engine needs to run in the present environment. Empty: it always has its own environment."""
     unwanted: tuple[str, ...] = ()
     """Dependencies to remove after the installation."""
     note: str = ""
@@ -108,7 +108,7 @@ def _run(command: list[str], failure: str) -> str:
 
 
 def last_words(log: str, limit: int = 400) -> str:
-    """Return the line with the error, or else the last line."""
+    """Return the last line with an error, or else the last line of the log."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("WARNING")]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1][:limit]

@@ -54,7 +54,7 @@ def main(load: Callable[[TransformCall], Engine]) -> None:
 
 
 def measure(engine: Engine, job: TransformCall, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
-    """Return seconds of each repeat for one new token (`first_s`) and for all (`total_s`), tokens, and peak memory."""
+    """Return the seconds of runs for one new token (`first_s`) and for all (`total_s`), tokens and peak memory."""
 
     def run(kind: str, count: int) -> tuple[float, list[list[int]]]:
         chance = random.Random(f"{job['seed']} {batch} {prompt} {kind}")

@@ -22,7 +22,7 @@ Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
 
 
 def _mosaic_gpu_paged_attention(*args: Any, **kwargs: Any) -> jax.Array:
-    """Import the kernel on first use: importing Mosaic takes long, and most machines never need it."""
+    """Call the GPU kernel. It is imported on first use, because importing Mosaic takes long."""
     from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 
     return mosaic_gpu_paged_attention(*args, **kwargs)
@@ -68,12 +68,12 @@ def paged_attention(
         stride_order: permutation that transposes an extent to `[pages, K, 2, S, h]`: the value of a `PageLayout`.
         implementation: `auto` chooses `mosaic_gpu` on a Hopper GPU if it supports the call, otherwise `xla`; on a GPU
             the reason is logged. Other values force an implementation.
-        debug: check the contents of the tables too, on the host. Slow.
+        debug: also check the contents of the tables, on the host. Slow.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, the implementation is unknown, or `mosaic_gpu` is
-            forced and does not support the call. With `debug` also a page out of range or a repeated position; inside
-            `jit` this is a run-time error of JAX, before attention starts.
+            forced and does not support the call. With `debug`, also if a page is out of range or a position occurs
+            twice. Inside `jit`, such contents raise a run-time error of JAX instead, before attention starts.
     """
     options = Options(scale, sliding_window, soft_cap, sinks, kv_scales, tuple(stride_order))
     check_arguments(queries, extents, tables, query_positions, options)

@@ -20,8 +20,8 @@ class PageTable(NamedTuple):
 
     Attributes:
         page_ids: `[B, W]` index of the page in its extent.
-        page_positions: `[B, W]` logical position of the page in its sequence. A page at position p holds tokens
-            `p*S .. (p+1)*S`.
+        page_positions: `[B, W]` logical position of the page in its sequence. A page at position p holds the tokens
+            `range(p * S, (p + 1) * S)`.
         num_pages: `[B]` number of used entries of each row.
     """
 
@@ -54,7 +54,7 @@ class Options:
 def visible(
     key_positions: Int32[Array, "B N"], query_positions: Int32[Array, "B T"], sliding_window: int | None
 ) -> jax.Array:
-    """Return the mask `[B, T, N]` of the keys that each query attends to. Position -1 marks padding of both."""
+    """Return the mask `[B, T, N]` of the keys that each query attends to. Position -1 marks a padding key or query."""
     keys, queries = key_positions[:, None, :], query_positions[:, :, None]
     mask = (keys >= 0) & (keys <= queries)
     if sliding_window is not None:
@@ -69,7 +69,7 @@ def reference_paged_attention(
     query_positions: Int32[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T H h"]:
-    """Compute causal attention over paged keys and values: gather all pages, then one softmax.
+    """Compute causal attention over paged keys and values: gather all pages, then compute one softmax over all keys.
 
     Query head i uses KV head `i // (H // K)`. The output of a query at position -1 (padding) is zero. Sums are in f32,
     and the result has the dtype of the queries.

@@ -2,8 +2,9 @@
 
     python -m pallas_kernels.paged_attention.bench [--json results.json] [--quick]
 
-On a Hopper GPU it compares the kernel with XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate; elsewhere the
-XLA path with gathering all pages and with a dense cache. It prints Markdown tables. Compared calls run in turns.
+On a Hopper GPU it compares the kernel with XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate. On CPU it
+compares the XLA path with gathering all pages and with a dense cache. It prints Markdown tables. Compared calls run in
+turns.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Machine:
         dtype: dtype of queries and cache.
         probe_bytes: bytes of the call that measures memory bandwidth.
         flop_rate: operations per second of a matrix product.
-        budget_s: seconds for each comparison.
+        budget_s: seconds for the measurement of each comparison.
     """
 
     device: str
@@ -60,7 +61,10 @@ class Machine:
 
 
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
-    """Return a compiled call of `paged_attention`. `options` are its options, or options of `Workload.make`."""
+    """Return a function that runs compiled `paged_attention` on a workload.
+
+    `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` goes to both.
+    """
     made = {name: options.pop(name) for name in ("extents", "scattered", "kv_dtype", "layout") if name in options}
     arguments = workload.make(machine.dtype, **made)
     if "layout" in made:
@@ -71,7 +75,11 @@ def attention(workload: Workload, machine: Machine, implementation: str, **optio
 
 
 def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
-    """Return a call of the same attention over contiguous keys and values `[B, K, N, h]`, in plain XLA."""
+    """Return a function that runs causal attention over a dense cache, in plain XLA, as a baseline of the time.
+
+    Keys and values are contiguous arrays `[B, K, N, h]` with the sizes of the workload. They are in the order of page
+    ids, not in the order of the sequences, so the result differs from the result of `attention`.
+    """
     queries, (extent,), _, positions = workload.make(machine.dtype)
     w = workload
     contents = extent.reshape(w.batch, w.pages, w.kv_heads, 2, w.page_size, w.head_dim)
@@ -91,8 +99,10 @@ def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 
 
 def cudnn(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
-    """Return a call of cuDNN's attention over contiguous keys and values: causal without earlier context, otherwise
-    over all keys."""
+    """Return a function that runs cuDNN's attention over contiguous keys and values.
+
+    The attention is causal if all tokens are new. Otherwise, every query attends to all keys.
+    """
     w, key = workload, jax.random.key(1)
     queries = jax.random.normal(key, (w.batch, w.queries, w.kv_heads * w.group, w.head_dim), machine.dtype)
     keys = jax.random.normal(key, (w.batch, w.tokens, w.kv_heads, w.head_dim), machine.dtype)
@@ -102,7 +112,7 @@ def cudnn(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 
 
 def jax_kernel(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
-    """Return a call of JAX's decode kernel (Triton), in its layout: pages `[K, pages, S, h]` of keys and of values."""
+    """Return a function that runs JAX's own decode kernel (Triton), over keys and values `[K, pages, S, h]`."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as own
 
     w = workload
@@ -117,7 +127,14 @@ def jax_kernel(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 def rows_of(
     machine: Machine, calls: dict[str, Callable[[], Callable[[], Any]]], num_bytes: int, flops: int
 ) -> list[Row]:
-    """Measure calls in turns. Calls that fail are reported and left out."""
+    """Measure calls in turns and return a row for each. Calls that fail are printed and left out.
+
+    Args:
+        machine: device of the run.
+        calls: functions that prepare and return a call to measure, by name.
+        num_bytes: bytes that a call must move. If not 0, a row for memory bandwidth is added.
+        flops: operations of a call.
+    """
     ready = {}
     for name, make in calls.items():
         try:
@@ -172,7 +189,7 @@ def variants(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
-    """Measure writes of new tokens, and copies of whole pages to and from a staging buffer. In place, by XLA."""
+    """Measure writes of new tokens, and copies of whole pages to and from a staging buffer. XLA writes in place."""
     w = workload
     _, (extent,), (table,), _ = w.make(machine.dtype)
     num_pages, itemsize = extent.shape[0], extent.dtype.itemsize
@@ -210,7 +227,7 @@ def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def show(title: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
-    """Print the table of one comparison, with ratios to its first row, and return it as data."""
+    """Print the table of one comparison, with ratios to its first row. Return the table as a dict for JSON."""
     if not rows:
         return {"title": title, "rows": []}
     memory = [row.num_bytes / row.time_s for row in rows if row.name == MEMORY]
@@ -237,7 +254,10 @@ def measure_machine(quick: bool) -> Machine:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure and print everything. `quick` uses tiny workloads, whose figures mean nothing."""
+    """Run and print all comparisons. Return their results as a dict for JSON.
+
+    `quick` uses tiny workloads, whose figures mean nothing.
+    """
     machine = measure_machine(quick)
     print(f"{machine.device}, JAX {jax.__version__}, Python {platform.python_version()}, {jnp.dtype(machine.dtype)}")
     print(f"matmul {machine.flop_rate / 1e12:.3g} TFLOP/s")

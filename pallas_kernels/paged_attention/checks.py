@@ -85,7 +85,10 @@ def _check_options(options: Options, heads: int, kv_heads: int) -> None:
 def check_tables(
     tables: Sequence[PageTable], num_pages: Sequence[int], query_positions: jax.Array | np.ndarray
 ) -> None:
-    """Raise `ValueError` if a table contains an unknown page, or a position of a sequence occurs twice.
+    """Raise `ValueError` if the contents of a table or of `query_positions` are invalid.
+
+    The following contents are invalid: a page out of range, a page position that is negative or occurs twice in a
+    sequence, a number of pages beyond the width of the table, and a query position below -1.
 
     Args:
         tables: table of each extent, with concrete values.
@@ -120,8 +123,8 @@ def checked_tables(
 ) -> Sequence[PageTable]:
     """Check the tables with `check_tables` and return them.
 
-    In a traced program the check runs on the host before attention does, and its error reaches the caller as a
-    run-time error of JAX with the same message.
+    Inside `jit` the check runs on the host before attention starts. The caller then gets a run-time error of JAX with
+    the same message.
     """
     leaves: list[Any] = [*(field for table in tables for field in table), query_positions]
     if not any(isinstance(leaf, Tracer) for leaf in leaves):

@@ -34,25 +34,26 @@ class PageLayout(enum.Enum):
 
     @property
     def heads_inside_tokens(self) -> bool:
-        """Whether all heads of a token are contiguous, and the tokens of a head are not."""
+        """Whether the heads of each token are contiguous. If False, the tokens of each head are contiguous."""
         return self is not PageLayout.HEADER_CENTRIC
 
     def logical_shape(self, physical: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the logical shape `[pages, K, 2, S, h]` of an array in this order."""
+        """Return the logical shape `[pages, K, 2, S, h]` of an array that has the shape `physical` in this order."""
         return tuple(physical[axis] for axis in self.value)
 
     def physical_shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in this order of an array with logical shape `[pages, K, 2, S, h]`."""
+        """Return the shape in memory of an array in this order. `logical` is its shape `[pages, K, 2, S, h]`."""
         return tuple(logical[self.value.index(axis)] for axis in range(5))
 
     def physical(self, logical: Shaped[jax.Array, "P K two S h"]) -> jax.Array:
-        """Convert an array with logical axes to this order. Copies, except for header-centric order."""
+        """Convert an array with logical axes to this order. This copies the array, except in header-centric order."""
         return logical.transpose([self.value.index(axis) for axis in range(5)])
 
     def rows(self, extent: jax.Array, piece_tokens: int) -> jax.Array:
-        """Reshape an extent to pieces of pages, without a copy: `[rows, piece_tokens, h]`.
+        """Reshape an extent, without a copy, so that each row is a piece of a page with `piece_tokens` tokens.
 
-        If heads are inside tokens, the shape is `[rows, piece_tokens, K, h]`.
+        In header-centric order, a row has the keys or values of one head: `[rows, piece_tokens, h]`. In the other
+        orders, a row has the keys or values of all heads: `[rows, piece_tokens, K, h]`.
         """
         _, kv_heads, _, _, head_dim = self.logical_shape(extent.shape)
         inner = (kv_heads, head_dim) if self.heads_inside_tokens else (head_dim,)
@@ -69,8 +70,17 @@ class PageLayout(enum.Enum):
         kv_heads: int,
         pieces: int,
     ) -> jax.Array:
-        """Return the index in `rows` of a piece of a page. `pieces`: pieces of a page. `head` matters only in
-        header-centric order."""
+        """Return the index of a row of `rows`: the row with the keys (`kv` 0) or values (`kv` 1) of a piece of a page.
+
+        Args:
+            page: index of the page in its extent.
+            head: KV head. Used only in header-centric order.
+            kv: 0 for keys, 1 for values.
+            piece: index of the piece in the page.
+            num_rows: number of rows of the extent.
+            kv_heads: K.
+            pieces: number of pieces of a page.
+        """
         if self is PageLayout.HEADER_CENTRIC:
             return ((page * kv_heads + head) * 2 + kv) * pieces + piece
         if self is PageLayout.PAGE_FRIENDLY:

@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.tuning import KernelShape
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences of equal length, of which the last `queries` tokens are new.
+    """Batch of sequences of equal length. The last `queries` tokens of each sequence are new.
 
     Attributes:
         batch: number of sequences.
@@ -51,7 +51,7 @@ class Workload:
         return -(-self.tokens // self.page_size)
 
     def kernel_shape(self, kv_itemsize: int = 2) -> KernelShape:
-        """Return the shape that selects the sizes of the GPU kernel, for one extent."""
+        """Return the `KernelShape` that selects the sizes of the GPU kernel, for a cache in one extent."""
         return KernelShape(
             batch=self.batch,
             kv_heads=self.kv_heads,
@@ -63,11 +63,11 @@ class Workload:
         )
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Return the bytes of all keys and values."""
+        """Return the bytes of all keys and values in the cache."""
         return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * itemsize
 
     def flops(self) -> int:
-        """Return the floating-point operations of both products, without keys that are masked by causality."""
+        """Return the floating-point operations of both matrix products. Keys behind a query do not count."""
         before = self.tokens - self.queries
         keys = self.queries * before + self.queries * (self.queries + 1) // 2
         return 4 * self.batch * self.kv_heads * self.group * self.head_dim * keys
@@ -81,13 +81,13 @@ class Workload:
         scattered: bool = True,
         layout: PageLayout = PageLayout.HEADER_CENTRIC,
     ) -> tuple[jax.Array, list[jax.Array], list[PageTable], jax.Array]:
-        """Return queries, extents, tables and query positions: random contents at random page ids.
+        """Return queries, extents, tables and query positions, with random contents and random page ids.
 
         With several extents, consecutive pages of a sequence go to different extents if `scattered` is True; otherwise
         all pages of a sequence are in one extent.
         """
         random = np.random.default_rng(0)
-        key = jax.random.key(0)
+        key = jax.random.key(0, impl="rbg")  # The default compiles for seconds, for each shape.
         width = -(-self.pages // extents) if scattered else self.pages
         pool, tables = [], []
         for extent in range(extents):
@@ -108,7 +108,7 @@ class Workload:
 
 
 def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
-    """Measure the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all equally.
+    """Return the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all equally.
 
     After a warm-up, 5 to 50 rounds run, as many as fit in `budget_s`. In each round, a call of less than a millisecond
     is launched ten times in a row.
@@ -135,7 +135,10 @@ def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[
 
 
 def memory_probe(num_bytes: int) -> tuple[Callable[[], Any], int]:
-    """Return a call limited by memory bandwidth, and its bytes: a copy on a GPU, a read by all cores on CPU."""
+    """Return a function whose time is limited by memory bandwidth, and the number of bytes that it moves.
+
+    The function copies memory on a GPU. On CPU, all cores read memory.
+    """
     data = jnp.ones(num_bytes // 4, jnp.float32)
     if jax.default_backend() == "gpu":
         copy = jax.jit(lambda x: x + 1)

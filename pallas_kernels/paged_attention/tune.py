@@ -34,7 +34,7 @@ HEAD_SIZES = (64, 128, 256)
 
 
 def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
-    """Yield the sizes to measure, beginning with the default."""
+    """Yield the sizes to measure, beginning with the default sizes. All fit into shared memory."""
     default = default_config(shape, processors)
     seen = set()
     for block_tokens in (default.block_tokens, 64, 128):
@@ -52,7 +52,10 @@ def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
 
 
 def best(shape: KernelShape, processors: int, time_s: Callable[[KernelConfig], float]) -> tuple[KernelConfig, float]:
-    """Return the fastest candidate and its seconds. Splits are searched after the other sizes."""
+    """Return the fastest candidate and its seconds.
+
+    The number of splits is searched last, with the other sizes of the fastest candidate so far.
+    """
     default = default_config(shape, processors)
     all_of_them = list(candidates(shape, processors))
     times = {config: time_s(config) for config in all_of_them if config.splits == default.splits}
@@ -71,7 +74,7 @@ def tune(
     time_s: Callable[[Workload, KernelConfig], float],
     about: dict[str, str],
 ) -> None:
-    """Find the best sizes for each workload and write them to `path`."""
+    """Find the best sizes for each workload and write them to `path`, with `about` (device and version)."""
     entries = []
     for workload in workloads:
         shape = workload.kernel_shape()

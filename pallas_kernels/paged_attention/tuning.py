@@ -28,9 +28,9 @@ class KernelConfig:
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages of shared memory; with `split_keys` a multiple of `warpgroups`.
         warpgroups: computing warpgroups, 1 or 2.
-        split_keys: True: the warpgroups share 64 query rows and take stages in turn. False: 64 rows each.
-        splits: number of parts of the keys of a sequence.
-        thread_blocks: number of thread blocks, which take items in turn.
+        split_keys: True: the warpgroups share 64 query rows and take stages in turn. False: each has its own 64 rows.
+        splits: number of parts into which the keys of a sequence are divided.
+        thread_blocks: number of thread blocks, which take items (`mosaic_gpu.kernel`) in turn.
 
     Raises `ValueError` if a size is not supported.
     """
@@ -55,16 +55,16 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class KernelShape:
-    """Shape of a call that selects the sizes of the kernel.
+    """Sizes of a call of attention, by which the sizes of the kernel are chosen.
 
     Attributes:
         batch: B.
         kv_heads: K.
         head_dim: h.
         page_size: S.
-        rows: query rows of a KV head, T times H / K.
+        rows: query rows of a KV head in a sequence: `T * H / K`.
         kv_itemsize: bytes of an element of the cache.
-        max_tokens: maximum number of keys of a sequence, from the width of its tables.
+        max_tokens: maximum number of keys of a sequence, from the widths of the page tables.
     """
 
     batch: int
@@ -86,7 +86,7 @@ class KernelShape:
 
 
 def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
-    """Return the bytes of shared memory of a thread block, including sinks."""
+    """Return the bytes of shared memory that a thread block needs, with sinks and without barriers."""
     h, groups, converts = shape.head_dim, config.warpgroups, shape.kv_itemsize == 1
     parts = 1 if config.split_keys else groups
     queries = parts * _ROWS * (2 * h + 8)
@@ -98,7 +98,11 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 
 
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
-    """Return the measured sizes of the nearest shape in the table of the device kind, or the default sizes."""
+    """Return the measured sizes for the most similar shape in the table of the device kind.
+
+    Return the default sizes if there is no device or table, if no entry has the same phase, head size and element size
+    of the cache, or if the measured sizes need too much shared memory for this shape.
+    """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)
     entries = _table(table_path(device.device_kind)) if device is not None else ()
@@ -144,7 +148,7 @@ def gpu_device() -> Any:
 
 
 def table_path(device_kind: str) -> Path:
-    """Return the path of the table of a device kind."""
+    """Return the path of the tuning table of a device kind, whether it exists or not."""
     return TABLES / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json")
 
 

@@ -1,9 +1,9 @@
 """Paged attention in plain XLA operations, for CPU and as the fallback everywhere else.
 
-An online softmax over blocks of the pages of a sequence: each block is gathered, used and discarded, so the working set
-stays in cache. One loop reads the first extent, a second loop all other extents. Each loop reads its number of blocks
-at run time from the sequence with the most pages there. So one executable serves every context length, and unused table
-entries cost nothing.
+The softmax runs online over blocks of pages: each block is gathered, used and discarded, so the working set stays in
+cache. One loop reads the first extent, a second loop all other extents. The number of iterations is computed at run
+time, from the sequence with the most pages in these extents. One executable therefore serves every context length, and
+unused table entries cost nothing.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 
 
 def block_tokens(batch: int, kv_heads: int) -> int:
-    """Return the number of tokens to gather in one iteration.
+    """Return the number of tokens of each sequence to gather in one iteration.
 
     Measured for decode (2 cores, f32, head size 64, 2,048 tokens): 16 sequences with 8 KV heads are fastest at 32
     tokens, 8 sequences with 4 KV heads at 128. One sequence with 4 KV heads gains 10% from 256, but short contexts
@@ -35,7 +35,7 @@ def xla_paged_attention(
     query_positions: Int32[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T H h"]:
-    """Compute the same as `reference_paged_attention`, with f32 accumulation."""
+    """Compute the result of `reference_paged_attention` block by block. Sums are in f32."""
     batch, length, heads, head_dim = queries.shape
     kv_heads = PageLayout.of(options.stride_order).logical_shape(extents[0].shape)[1]
     group = heads // kv_heads
@@ -71,9 +71,9 @@ class _Pages(NamedTuple):
     positions: Int32[Array, "B N"]
     """Logical positions of these pages."""
     ends: Int32[Array, "B E"]
-    """Number of pages of a sequence in an extent and all extents before it."""
+    """Number of pages of a sequence in this extent and all earlier extents."""
     offsets: Int32[Array, "B E"]
-    """Column of a page in `ids` minus its index among the pages of its sequence."""
+    """Column of a page of this extent in `ids`, minus the index of the page among all pages of its sequence."""
 
     @classmethod
     def of(cls, tables: Sequence[PageTable], block: int) -> "_Pages":
@@ -88,7 +88,10 @@ class _Pages(NamedTuple):
         return cls(ids, positions, ends, starts - (ends - counts))
 
     def block(self, index: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return extents, ids and positions `[B, size]` of a block of pages. Position -1 marks padding."""
+        """Return the extent, id and position of each page of block `index`, each as an array `[B, size]`.
+
+        Position -1 marks padding.
+        """
         place = jnp.broadcast_to(index * size + jnp.arange(size, dtype=jnp.int32), (self.ids.shape[0], size))
         if self.ends.shape[1] == 1:  # same result as below, faster
             ids = lax.dynamic_slice_in_dim(self.ids, index * size, size, axis=1)
@@ -109,7 +112,10 @@ def _accumulate(
     query_positions: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Continue the online softmax `(sum of weighted values, running maximum, sum of weights)` over some extents."""
+    """Continue the online softmax over the pages of some extents.
+
+    `carry` is the state of the softmax: sum of weighted values, running maximum and sum of weights.
+    """
     batch, kv_heads, num_rows, head_dim = rows.shape
     length = query_positions.shape[1]
     group = num_rows // length

@@ -17,9 +17,9 @@ def draw_arrivals(
     Args:
         rate: requests per second. Intervals have a gamma distribution with mean 1 / `rate`. At an infinite rate, all
             requests arrive at 0.
-        burstiness: shape of the distribution: 1 is a Poisson process, less is burstier, infinity has equal intervals.
+        burstiness: shape of the distribution: 1 is a Poisson process, less is burstier, infinity gives equal intervals.
         count: maximum number of requests; required for an infinite rate.
-        duration_s: end of the arrivals. At least one of `count` and `duration_s` is required.
+        duration_s: end of the arrivals in seconds. At least one of `count` and `duration_s` is required.
     """
     if math.isinf(rate):
         assert count is not None, "an infinite rate needs a count"

@@ -12,7 +12,10 @@ LOW, HIGH = "low", "high"
 
 
 def read_rates(name: str, text: str) -> tuple[float, float]:
-    """Parse the lowest and the highest rate from a text such as "2:5", or "4" for both. Raises `ConfigError`."""
+    """Parse the lowest and the highest rate from a text such as "2:5", or "4" for both.
+
+    Raises `ConfigError` for an invalid text. `name`: name of the setting in the error message.
+    """
     parts = text.split(":")
     try:
         rates = [float(part) for part in parts]
@@ -45,7 +48,7 @@ def draw_phases(
         phase_s: seconds of each phase.
         burstiness: shape of the intervals; see `draw_arrivals`.
         most: maximum number of requests.
-        duration_s: end of the arrivals. At least one of `most` and `duration_s` is required.
+        duration_s: end of the arrivals in seconds. At least one of `most` and `duration_s` is required.
     """
     assert most is not None or duration_s is not None, "most or duration_s is required"
     number, start_s = 0, 0.0

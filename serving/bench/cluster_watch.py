@@ -11,7 +11,7 @@ from amoeba_jax.client import AsyncClient, Cluster
 
 @dataclass(frozen=True)
 class Sample:
-    """Instances of a server at one time, in seconds from the start of the run."""
+    """Instances and queue of a server at one time. `time_s`: seconds since the start of the run."""
 
     time_s: float
     devices: tuple[tuple[int, ...], ...]
@@ -35,14 +35,14 @@ class ClusterWatch:
 
     samples: list[Sample] = field(default_factory=list)
     problem: str | None = None
-    """Reason why there are no further samples: status and text of the server."""
+    """Reason why there are no further samples, such as a status of the server. None: samples still arrive."""
 
     def end_s(self, duration_s: float) -> float:
         """Return the end of the watched time in seconds: the end of the run or, if watching failed, the last sample."""
         return duration_s if self.problem is None else max((sample.time_s for sample in self.samples), default=0.0)
 
     async def follow(self, client: AsyncClient, interval_s: float, clock: Callable[[], float]) -> None:
-        """Add samples until the task is cancelled or the server refuses.
+        """Add samples until the task is cancelled or the stream ends. If the stream ends, set `problem`.
 
         Args:
             interval_s: seconds between samples; 0: no samples.
@@ -60,7 +60,7 @@ class ClusterWatch:
 
 
 def read_sample(cluster: Cluster, time_s: float) -> Sample:
-    """Return a sample, with instances in the order of their devices."""
+    """Convert the state of a cluster into a sample, with instances in the order of their devices."""
     instances = sorted(cluster.instances, key=lambda instance: instance.devices)
     return Sample(
         time_s,
@@ -93,8 +93,8 @@ def _joined(parts: Iterable[tuple[int, ...]], wholes: Iterable[tuple[int, ...]])
 
 
 def device_seconds(samples: Sequence[Sample], end_s: float) -> dict[int, float]:
-    """Return the device seconds by degree until `end_s`. Each sample lasts until the next sample; the first sample
-    begins at 0."""
+    """Return the device seconds by degree until `end_s`. Each sample counts until the next sample. The first
+    sample counts from 0."""
     totals: dict[int, float] = {}
     for place, sample in enumerate(samples):
         start_s = 0.0 if place == 0 else sample.time_s

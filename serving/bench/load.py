@@ -72,14 +72,14 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds of each token after the first; None without a second token."""
+        """Mean seconds for each token after the first; None without a second token."""
         if self.output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds from arrival to sending."""
+        """Seconds from arrival to sending; None if the request was not sent."""
         return None if self.start_s is None else self.start_s - self.arrival_s
 
 

@@ -11,7 +11,7 @@ MAX_PREFIX_CHARS = 80
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Settings of requests. Raises `ConfigError`, and `RequestError` for an invalid temperature."""
+    """Settings of requests. Raises `ConfigError` for an invalid value, or `RequestError` for the temperature."""
 
     seed: int = 0
     """Seed of the random generator for prompts."""
@@ -20,9 +20,9 @@ class LoadConfig:
     ignore_eos: bool = True
     """Generation of all planned tokens, past the end-of-sequence tokens of the model."""
     max_concurrency: int | None = None
-    """Maximum number of requests in flight; others wait in this program. Default: no limit."""
+    """Maximum number of requests in flight; further requests wait in this program. Default: no limit."""
     request_id_prefix: str = "bench-"
-    """Prefix of request ids, and cache salt, so that no prompt finds cached pages of an earlier run."""
+    """Prefix of request ids. It is also the cache salt, so that no prompt finds cached pages of an earlier run."""
 
     def __post_init__(self) -> None:
         if self.max_concurrency is not None and self.max_concurrency < 1:

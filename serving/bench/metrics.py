@@ -27,7 +27,7 @@ _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Selection of metrics. Raises `ConfigError`."""
+    """Selection of metrics. Raises `ConfigError` for an invalid value."""
 
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     """Names of the `METRICS` with mean, median, standard deviation and percentiles."""
@@ -51,7 +51,10 @@ class MetricsConfig:
 
     @classmethod
     def from_text(cls, percentile_metrics: str, metric_percentiles: str, goodput: Sequence[str]) -> "MetricsConfig":
-        """Parse texts such as "ttft,tpot", "50,99" and ["ttft:10000", "tpot:100"]. Raises `ConfigError`."""
+        """Parse texts such as "ttft,tpot", "50,99" and ["ttft:10000", "tpot:100"].
+
+        Raises `ConfigError` for an invalid text.
+        """
         names = tuple(name.strip() for name in percentile_metrics.split(",") if name.strip())
         try:
             percentiles = tuple(float(value) for value in metric_percentiles.split(",") if value.strip())
@@ -87,7 +90,8 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
     """Return vLLM's metrics of completed requests, with rates over `duration_s`.
 
-    A latency is None if no request has one. `request_goodput` is None if neither `config` nor a request has a limit.
+    A latency is None if no completed request has a value. `request_goodput` is None if neither `config` nor a request
+    has a limit.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -117,7 +121,7 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
     """Return whether a request met all limits in `objectives_ms`. SLOs of the request replace limits of the same name.
 
-    A request without a second token meets any limit of TPOT.
+    A request without a second token meets any limit of TPOT. A request without a token meets no limit.
     """
     objectives_ms = objectives_ms | own_objectives_ms(record)
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
@@ -146,7 +150,7 @@ def max_concurrency(records: Sequence[Record]) -> int:
 
 
 def tokens_per_bin(records: Sequence[Record], duration_s: float, width_s: float) -> list[float]:
-    """Return the output tokens in each interval of `width_s` seconds, including failed requests."""
+    """Return the output tokens in each interval of `width_s` seconds, including tokens of failed requests."""
     counts = np.zeros(math.ceil(duration_s / width_s) or 1)
     for record in records:
         for time_s, tokens in zip(record.chunk_times, record.chunk_tokens, strict=True):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConnectionConfig:
-    """Connection to the server. Raises `ConfigError`."""
+    """Connection to the server. Raises `ConfigError` for an invalid value."""
 
     target: str
     """Host and port of the server."""
@@ -46,8 +46,10 @@ class ConnectionConfig:
             raise ConfigError(f"ready_timeout_s={self.ready_timeout_s:g} must be finite and at least 0")
 
     def open(self, admin: bool = False) -> "AsyncClient":
-        """Return a client that does not retry calls, because retries would hide errors of the server. Raises
-        `ConfigError`."""
+        """Return a client that does not retry calls, because retries would hide errors of the server.
+
+        `admin`: whether to connect to AdminService. Raises `ConfigError` if a certificate file cannot be read.
+        """
         from amoeba_jax.client import AsyncClient, Retries
 
         target = (self.admin_target if admin else None) or self.target
@@ -72,11 +74,11 @@ class OutputConfig:
     label: str | None = None
     """Label in the report."""
     save_result: bool = False
-    """JSON file for the report; `result_dir` and `result_filename` imply it."""
+    """JSON file for the report. It is also written if `result_dir` or `result_filename` is given."""
     save_detailed: bool = False
     """JSON file for the report, with an entry for each request."""
     result_dir: Path | None = None
-    """Directory of the report. Default: the current one."""
+    """Directory of the report. Default: the current directory."""
     result_filename: str | None = None
     """File name of the report. Default: a name with the workload and the time."""
     plot: Path | None = None
@@ -102,7 +104,7 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """All settings of a run. Raises `ConfigError`."""
+    """All settings of a run. Raises `ConfigError` for an invalid value."""
 
     connection: ConnectionConfig
     workload: WorkloadConfig
@@ -118,7 +120,10 @@ class BenchConfig:
 
 
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
-    """Build all settings from the given options by name, and tokens from the environment. Raises `ConfigError`."""
+    """Build all settings from options by name. Tokens come from files, or else from the environment.
+
+    Raises `ConfigError` for invalid settings.
+    """
     from serving.bench.metrics import MetricsConfig
 
     goodput, more = flags["goodput"] or [], flags["more_goodput"] or []

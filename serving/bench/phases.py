@@ -15,9 +15,9 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 def by_phase(
     records: Sequence[Record], duration_s: float, phase_s: float, load_s: float | None, config: MetricsConfig
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of the requests that arrived in low and in high phases; empty without phases.
+    """Return the metrics of requests by phase of their arrival, `low` or `high`; an empty dict without phases.
 
-    Rates are over the seconds of these phases.
+    Rates are per second of all low phases, or of all high phases.
 
     Args:
         phase_s: seconds of each phase.
@@ -41,7 +41,7 @@ def by_phase(
 
 
 def by_priority(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each priority, the most urgent first; empty if all requests have one priority."""
+    """Return the metrics of each priority, the most urgent first; an empty dict if all requests have one priority."""
     priorities = sorted({record.request.priority for record in records})
     if len(priorities) < 2:
         return {}
@@ -76,14 +76,14 @@ def transitions(
     settle_s: float,
     config: MetricsConfig,
 ) -> dict[str, Any]:
-    """Return TTFT and ITL of completed requests during and outside of changes of instances.
+    """Return statistics of TTFT and ITL of completed requests, `during` and `outside` of changes of instances.
 
-    An interval between tokens counts as during a change if the two overlap.
+    A TTFT or an interval between tokens counts as `during` if it overlaps a window of `transition_windows`.
 
     Args:
         changes: number of merges and splits, reported per hour of `watched_s`.
         watched_s: seconds in which the instances were sampled.
-        settle_s: seconds that a change lasts after the first sample that shows it.
+        settle_s: see `transition_windows`.
     """
     windows = transition_windows(samples, settle_s)
     done = [record for record in records if record.outcome is Outcome.COMPLETED]

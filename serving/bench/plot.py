@@ -24,7 +24,7 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(run: Run, path: Path) -> None:
-    """Write the plot of a run in the format of the file name. Raises `ConfigError`."""
+    """Write the plot of a run to a file, whose suffix determines the format. Raises `ConfigError` if that fails."""
     try:
         draw_run(run).savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: unknown format.
@@ -83,10 +83,10 @@ def _draw_degrees(axes: Any, run: Run) -> None:
 
 
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:
-    """Return the times of changes in seconds, and for each degree the number of its devices from each of these times
-    on.
+    """Return the number of devices by degree over time, as `(times, counts)`.
 
-    The first sample counts from 0, the last one until `end_s`.
+    `times` has the seconds of all samples, and of the end. The first sample counts from 0, the last sample until
+    `end_s`. `counts[degree][i]` is the number of devices in instances of that degree from `times[i]` on.
     """
     times = [0.0, *(sample.time_s for sample in samples[1:]), max(end_s, samples[-1].time_s)]
     by_degree = [sample.devices_by_degree() for sample in (*samples, samples[-1])]

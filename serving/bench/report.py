@@ -18,7 +18,7 @@ from serving.bench.phases import by_phase, by_priority, transitions
 from serving.bench.workload import WorkloadConfig
 
 TRANSITION_S = 1.0
-"""Seconds that a change of instances lasts after the first sample that shows it."""
+"""Seconds after the first sample with changed instances that still count as part of the change."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Run:
 
 
 def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bool) -> dict[str, Any]:
-    """Return the report for JSON: vLLM's fields, and further ones. See docs/serving.md."""
+    """Return the report for JSON: vLLM's fields, and further fields. See docs/serving.md."""
     report = _settings(run, label)
     report["duration"] = run.duration_s
     report |= compute_metrics(run.records, run.duration_s, config)
@@ -156,7 +156,7 @@ def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
 
 
 def save_report(report: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON. Raises `ConfigError`."""
+    """Write a report as JSON. Raises `ConfigError` if that fails."""
     try:
         path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:

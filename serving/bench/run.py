@@ -80,7 +80,7 @@ async def _run(config: BenchConfig) -> Run:
 
 
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
-    """Return the model of the server. Repeats the call while the server is UNAVAILABLE, for `timeout_s` at most."""
+    """Return the model of the server. Repeat the call for up to `timeout_s` seconds while the server is UNAVAILABLE."""
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while True:
@@ -151,7 +151,7 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """Show a progress bar on stderr if it is a terminal."""
+    """Yield a callback that counts ended requests in a progress bar on stderr, hidden if stderr is no terminal."""
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),

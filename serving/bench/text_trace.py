@@ -28,11 +28,13 @@ def is_text_trace(path: Path) -> bool:
 
 
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
-    """Read the columns `input_tokens`, `output_tokens` and, if present, `arrival_s` (seconds) of a file.
+    """Return `(columns, blocks)` of a file. Raises `ConfigError` with the invalid column or line.
 
-    Also returns the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces), or None. A column
-    `arrival_s`, `arrival` or `time_s` has seconds. A column `timestamp` has ISO dates (Azure) or milliseconds
-    (Mooncake). Raises `ConfigError` with the column or the line.
+    `columns` has the arrays `input_tokens` and `output_tokens` and, if the file has times, `arrival_s` in seconds.
+    `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces), or is None.
+
+    The times come from a column `arrival_s`, `arrival` or `time_s` in seconds, or from a column `timestamp` with ISO
+    dates (Azure) or milliseconds (Mooncake).
     """
     rows = list(_rows(path))
     if not rows:
@@ -89,7 +91,7 @@ def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
 
 
 def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
-    """Return the ids in a list, or in the JSON text of a list (from CSV); () without ids."""
+    """Return the ids in a list, or in the JSON text of a list (from CSV); an empty tuple without ids."""
     try:
         ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []
         if not isinstance(ids, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in ids):

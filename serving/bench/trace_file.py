@@ -25,7 +25,7 @@ class Trace:
         input_tokens: prompt lengths, int64.
         output_tokens: output lengths, int64.
         arrival_s: seconds since the first arrival, float64; None if the file has no times.
-        prefix_blocks: index of a request -> ids of its prompt blocks, or None. Equal ids mean equal tokens.
+        prefix_blocks: ids of the prompt blocks of each request, by index; None if unknown. Equal ids mean equal tokens.
     """
 
     input_tokens: np.ndarray
@@ -47,9 +47,9 @@ class Draw:
 def read_trace(path: Path, draw: Draw | None = None) -> Trace:
     """Read a trace. Raises `ConfigError` for an invalid file.
 
-    The file is a .npz file with the integer arrays `input_tokens` and `output_tokens` and an optional array `arrival_s`
-    (seconds), CSV or JSON lines (`serving.bench.text_trace`), or a .npz file of statistics
-    (`serving.bench.statistics_trace`), from which requests are drawn.
+    There are three kinds of files. A .npz file of requests has the integer arrays `input_tokens` and `output_tokens`,
+    and an optional array `arrival_s` (seconds). `serving.bench.text_trace` describes CSV and JSON lines. For a .npz
+    file of statistics (`serving.bench.statistics_trace`), requests are drawn with the settings `draw`.
     """
     blocks: list[tuple[int, ...]] | None = None
     if is_text_trace(path):

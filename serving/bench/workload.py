@@ -24,7 +24,7 @@ _ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _PRIORITIES, _TRACE = range(6)
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """Workload of a benchmark. Lengths are in tokens. Raises `ConfigError`."""
+    """Workload of a benchmark. Lengths are in tokens. Raises `ConfigError` for an invalid value."""
 
     dataset_name: str = "random"
     """Kind of workload. `random`: lengths around two means. `mix`: many short and a few long requests. `trace`: lengths
@@ -73,9 +73,9 @@ class WorkloadConfig:
     phase_s: float = 30.0
     """Seconds of each phase of `burst`."""
     priority_share: float = 0.0
-    """Share of requests with `urgent_priority`; others have `best_effort_priority`. 0: all have priority 0."""
+    """Share of requests with `urgent_priority`; the others have `best_effort_priority`. 0: all have priority 0."""
     urgent_priority: int = 0
-    """Priority of urgent requests; the lowest goes first."""
+    """Priority of urgent requests; the lowest value is served first."""
     best_effort_priority: int = 1
     """Priority of the other requests if `priority_share` is above 0."""
     ttft_slo_s: float | None = None
@@ -149,7 +149,7 @@ class WorkloadConfig:
 
     @property
     def rate(self) -> float:
-        """Requests per second; infinity: all at once. Unused for a trace with times."""
+        """Mean requests per second; infinite if all requests arrive at once. Unused if the times of a trace apply."""
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
         if self.dataset_name == "burst":
@@ -173,11 +173,11 @@ class PlannedRequest:
     input_len: int
     output_len: int
     shortened: bool = False
-    """Whether it was shortened to the context of the model."""
+    """Whether the request was shortened to the context of the model."""
     phase: str = ""
-    """Phase of `burst` in which it arrives: `low` or `high`."""
+    """Phase of `burst` in which the request arrives: `low` or `high`. Empty for other datasets."""
     priority: int = 0
-    """`SamplingParams.priority`; the lowest goes first."""
+    """`SamplingParams.priority`; the lowest value is served first."""
     ttft_slo_s: float | None = None
     """`SamplingParams.ttft_slo_s`."""
     tpot_slo_s: float | None = None
@@ -198,7 +198,7 @@ class Plan:
     input_len: np.ndarray
     output_len: np.ndarray
     kinds: np.ndarray
-    """Index into `kind_names`."""
+    """Kind of each request, as an index into `kind_names`."""
     kind_names: tuple[str, ...]
     shortened: np.ndarray
     phases: np.ndarray
@@ -211,7 +211,7 @@ class Plan:
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """See `Trace.prefix_blocks`."""
     prefix_block_tokens: float = BLOCK_TOKENS
-    """Tokens of a prompt block, scaled like lengths."""
+    """Tokens of a prompt block, scaled by `trace_length_scale`."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -220,8 +220,8 @@ class Plan:
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
     """Plan the requests of a workload in the order of arrival.
 
-    Requests of a trace are shortened to the context of `max_model_len` tokens. Raises `ConfigError` if other lengths do
-    not fit the context, or if a trace cannot be read or has too few requests.
+    Requests of a trace are shortened to the context of `max_model_len` tokens. Raises `ConfigError` if requests of
+    another dataset do not fit the context, or if a trace cannot be read or has too few requests.
     """
     plan = plan_columns(config, max_model_len)
     lengths = plan.input_len, plan.output_len
@@ -341,7 +341,7 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _is_drawn(path: Path) -> bool:
-    """Return whether a trace is a file of statistics. Its rate is scaled when requests are drawn."""
+    """Return whether a trace is a file of statistics. The rate of such a trace is scaled when requests are drawn."""
     if path.suffix != ".npz":
         return False
     with np.load(path, allow_pickle=False) as file:

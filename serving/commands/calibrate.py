@@ -62,7 +62,7 @@ def run_calibration(
     max_model_len: int | None,
     layers_per_step: int,
 ) -> None:
-    """Load a model, time its steps and transformations, and write the calibration. Raises `ConfigError`."""
+    """Load a model, time its steps and transformations, and write the calibration to `path`. Raises `ConfigError`."""
     settings: dict[str, Any] = {"kv_cache_tokens": kv_cache_tokens, "max_model_len": max_model_len}
     with LLM(
         model,
@@ -78,7 +78,7 @@ def run_calibration(
 
 
 def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
-    """Measure an idle engine at each of its degrees, and return the engine to its first degree."""
+    """Measure an idle engine at each possible degree. At the end, its instances have the same degree as before."""
     engine = llm._engine
     config, layers = engine.config, engine.dims.config.num_layers
     degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
@@ -167,9 +167,9 @@ def _page_layer_s(llm: LLM, low: int, high: int) -> float:
 
 
 async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
-    """Merge or split the first group while its requests fill about two fifths of the cache.
+    """Transform the first group to `degree` while its requests fill about two fifths of the cache.
 
-    Returns the number of pages in use and the seconds of a layer's switch, or None if all requests ended too early.
+    Return the number of pages in use and the mean seconds to switch a layer; None if all requests ended too early.
     """
     engine, random = llm._engine, np.random.default_rng(0)
     capacity, instances = engine.capacity_tokens(low), high // low
@@ -230,7 +230,7 @@ class _Timer:
         return median(found)
 
     def _ttft_s(self, prompt: int, count: int = 1) -> float:
-        """Return the seconds to the first tokens of `count` equal prompts that arrive together.
+        """Return the seconds until all of `count` equal prompts that arrive together have a token.
 
         The requests decode a few tokens, because the launch of the next step delays the first token.
         """
@@ -282,7 +282,7 @@ class _Timer:
         return found
 
     def context_s(self, short_s: float) -> float:
-        """Return the seconds that each token of context adds to a decode step."""
+        """Return the seconds that each token of context adds to a decode step; 0 if the cache is too small."""
         length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
         if length < 128:
             return 0.0
@@ -290,7 +290,7 @@ class _Timer:
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - _SHORT)
 
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
-        """Return the slowdown of decode steps by number of busy instances: the median over batch sizes."""
+        """Return the relative duration of decode steps by number of busy instances: the median over batch sizes."""
         found = {}
         for busy in range(2, instances + 1):
             ratios = [self._tpot_s(size, _SHORT, busy) / alone_s for size, alone_s in decode_s.items()]
@@ -298,7 +298,10 @@ class _Timer:
         return found
 
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
-        """Return the slowdown of a step with a prompt by number of busy instances; the other instances decode."""
+        """Return the relative duration of a step with a prompt, by number of busy instances.
+
+        The other busy instances decode.
+        """
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]
         found = {}

@@ -146,7 +146,7 @@ def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """Print errors of the server and of requests on stderr, and exit with 1 if they are `fatal`."""
+    """Print an error of the server or of a request on stderr. If `fatal`, exit with 1 or raise the `RequestError`."""
     try:
         yield
     except RequestError as error:

@@ -82,7 +82,7 @@ def run_demo(model: str, num_devices: int, device_memory: str) -> None:
 
 
 def _check(llm: LLM, work: Work, short: Sequence[Answer], long: Answer) -> Check:
-    """Compare answers with those of runs in which the layout does not change."""
+    """Compare answers with the answers of runs in which the layout does not change."""
     llm.set_layout(1)
     expected = _answers(llm.generate(work.short, work.short_params))
     llm.set_layout(llm.config.max_tp)

@@ -1,4 +1,4 @@
-"""Report of `amoeba demo`: what happened, in four sentences and three tables."""
+"""Report of `amoeba demo`: a summary of the run, tables and answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _NUMBERS = {2: "Two", 4: "Four", 8: "Eight"}
 
 @dataclass(frozen=True)
 class Check:
-    """Answers compared with expected ones.
+    """Comparison of answers with expected answers.
 
     Attributes:
         answers: number of answers.
@@ -51,7 +51,7 @@ class Check:
 
 
 def print_report(console: Console, tokenizer: Tokenizer, llm: LLM, run: Run, check: Check) -> None:
-    """Print what happened, then the tables and the answers."""
+    """Print the summary of the run, the tables and the answers."""
     console.rule("What happened", style="grey50")
     console.print(_story(llm, run, check))
     console.print()

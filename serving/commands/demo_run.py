@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass
 class Stream:
-    """Request to a server, followed token by token in a thread.
+    """Request to a server, whose tokens a thread receives.
 
     Attributes:
         label: text that the live view shows.
@@ -296,9 +296,9 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 
 
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
-    """Return the report in which the KV cache has about the mean of its first and last size, with the name "half way".
+    """Return a list with one pair `("half way", report)`; an empty list if there are no reports.
 
-    Return an empty list if there are no reports.
+    The size of the KV cache in this report is closest to the mean of the sizes in the first and the last report.
     """
     if not maps:
         return []

@@ -42,7 +42,7 @@ class Progress(Protocol):
 
 
 class DemoView:
-    """Live picture and event lines of a run. A context manager.
+    """Live picture and event lines of a run, shown inside a `with` block.
 
     Attributes:
         requests: requests to show, in order; the run appends to it.
@@ -140,7 +140,7 @@ def _instance_box(instance: InstanceStatus, memory: MemoryReport, page_size: int
 
 
 def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
-    """Return a bar, to scale, of the parts of a device's memory for layers."""
+    """Return a bar that shows the parts of a device's memory for layers (`MEMORY_PARTS`), to scale."""
     sizes = layer_bytes(memory, device)
     total = max(sum(sizes.values()), 1)
     # A short request uses about 1% of a device, and is visible too.
@@ -161,7 +161,7 @@ def memory_legend() -> Text:
 
 
 def layer_bytes(memory: MemoryReport, device: int) -> dict[str, int]:
-    """Return the bytes of a device's layers by part; padding counts as weights."""
+    """Return the bytes of a device's memory for layers, by part (`MEMORY_PARTS`). Padding counts as weights."""
     sizes = dict.fromkeys((part for part, _, _ in MEMORY_PARTS), 0)
     for layer, parts in memory.parts(device).items():
         if layer is not None:

@@ -45,7 +45,10 @@ def uses_chat(tokenizer: Tokenizer | None) -> bool:
 
 
 def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Return the token ids of a user's message. Raises `RequestError` if the model has no chat template."""
+    """Return the token ids of a text in the chat template, as a user's message.
+
+    Raises `RequestError` if the model has no chat template.
+    """
     if tokenizer is None:
         raise RequestError("a chat prompt needs a tokenizer, but the model has no tokenizer.json")
     return tokenizer.apply_chat_template([{"role": "user", "content": text}])

@@ -44,7 +44,8 @@ def run_server(
 
     Args:
         warm_up: programs that must be compiled before the server is ready: "start" for the programs of the first layout
-            (the others follow while it serves), "all", or None for no programs (each is compiled on first use).
+            (the other programs are compiled while the server serves), "all", or None for no programs (each is compiled
+            on first use).
     """
     # The import of Orbax configures a log without times.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)

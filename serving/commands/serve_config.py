@@ -20,7 +20,7 @@ _FILES = {field.name for field in fields(SecretFiles)}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file by option name. Raises `ConfigError`."""
+    """Return the settings of a YAML file by option name. Raises `ConfigError` for an invalid file."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -33,7 +33,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an optional YAML file and of options, which take precedence. Raises `ConfigError`."""
+    """Return the settings of a YAML file, if given, overridden by options. Raises `ConfigError` for an invalid file."""
     values = read_file(file) if file else {}
     return values | {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
@@ -41,7 +41,10 @@ def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any
 def serve_settings(
     values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[ServerConfig, EngineConfig, SchedulingConfig]:
-    """Build the configurations from settings by name, and tokens from the environment. Raises `ConfigError`."""
+    """Build the configurations from settings by name. Tokens come from files, or else from the environment.
+
+    Raises `ConfigError` for invalid settings.
+    """
     known = _ENGINE | _SCHEDULING | _LIMITS | _SERVER | _FILES
     unknown = sorted(set(values) - known)
     if unknown:
@@ -83,7 +86,7 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 
 
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
-    """Return the tokens of clients: one for each line of a file, or one from the environment."""
+    """Return the tokens of clients: one for each line of a file or, without a file, of `from_environment`."""
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
 

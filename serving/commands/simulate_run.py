@@ -39,7 +39,7 @@ class OutputConfig:
     Attributes:
         json: file for the results.
         plot: file for a plot.
-        explain: whether to print why policies are slower than the best.
+        explain: whether to print comparisons of the policies with the best policy.
         find_max_rate: whether to search for the highest rate within the limits.
         find_min_devices: whether to search for the fewest devices within the limits.
     """
@@ -62,7 +62,7 @@ class OutputConfig:
 
 
 def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> SimulationConfig:
-    """Return the configuration of a simulation. Raises `ConfigError`.
+    """Return the configuration of a simulation. Raises `ConfigError` for invalid options.
 
     Args:
         flags: values of all options of `amoeba simulate` by name.
@@ -107,7 +107,7 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 def run_simulation(config: SimulationConfig, output: OutputConfig, console: Console | None = None) -> int:
     """Simulate all policies, print and save the results, and return the exit code.
 
-    The exit code is 1 if no request completed, else 0. Raises `ConfigError`.
+    The exit code is 1 if no request completed or, in a search, no value passed; else 0. Raises `ConfigError`.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in config.policies:

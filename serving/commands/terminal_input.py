@@ -7,7 +7,8 @@ import sys
 def accept_any_bytes() -> None:
     """Let stdin accept bytes that are not UTF-8. They become unpaired surrogates, as in arguments of Python.
 
-    Later, `check_unicode` refuses the text and names their position. Otherwise, reading would fail with a traceback.
+    Otherwise, reading such bytes would fail with a traceback. Later, `check_unicode` refuses the text and names their
+    position.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -36,12 +36,12 @@ _RUNNING: dict[int, RunningRequests] = {
 
 
 def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
-    """Return how a transformation to `degree` changes instances: `scale_up`, `scale_down`, both or `unchanged`.
+    """Return the kinds of a transformation to `degree`: `scale_up`, `scale_down` or both; else `unchanged`.
 
     Args:
         instances: present instances.
         degree: degree after the transformation.
-        devices: devices of the instances to transform. Empty: all instances.
+        devices: devices of the instances to transform. Empty, or on no instance: all instances count.
     """
     named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
     changes = {"scale_up": any(i.tensor_parallel_size < degree for i in named)}
@@ -130,7 +130,10 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return report
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Refuse new requests and answer when the last request has ended."""
+        """Refuse new requests, wait for running requests, and return the number of aborted requests.
+
+        Requests that run longer than `timeout_s` are aborted. 0: no limit.
+        """
         if not 0 <= request.timeout_s < float("inf"):
             raise RequestError(f"timeout_s={request.timeout_s} must be finite and at least 0")
         return pb.DrainResponse(aborted=await self._handler.drain(request.timeout_s or None))

@@ -33,7 +33,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the handler of a call, or a handler that refuses the call."""
+        """Check the token of a call, and return a handler that wraps the handler of the method.
+
+        If the token is not valid, return a handler that refuses the call. If the server does not have the method,
+        return None without a check of the token: gRPC refuses the call.
+        """
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler

@@ -18,7 +18,8 @@ class Caller:
         account: owner of slots and pages for fair sharing: the token or, without tokens, the client.
         salt: salt of cached prefixes, different for each token; "" without tokens.
         has_admin_token: whether the call has the admin's token.
-        may_abort_all: whether the caller may abort requests of others: admins, and everybody if there are no tokens.
+        may_abort_all: whether the caller may abort requests of other callers: true for admins, and for all callers of a
+            server without tokens.
     """
 
     client: str
@@ -67,7 +68,7 @@ class Callers:
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """Return the token in the metadata of a call, or None."""
+    """Return the bearer token in the metadata of a call; None if there is no such token."""
     for key, value in metadata:
         if key == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
             return value[7:].strip()

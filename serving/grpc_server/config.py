@@ -11,7 +11,7 @@ DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and of their fields. Raises `ConfigError` for a limit below 1."""
+    """Limits of requests and of their fields. Raises `ConfigError` for a limit below 1, except `min_priority`."""
 
     max_message_bytes: int = 4 * 2**20
     """Bytes of a message to the server. Replies have no limit: a long reply is split into several messages."""
@@ -144,7 +144,8 @@ class ServerConfig:
     """Seconds that running requests may continue after SIGTERM."""
     engine_timeout_s: float = 300.0
     """Seconds without an answer from the engine until it counts as stuck and the process exits. The engine answers
-    between steps, so this must be longer than the longest compilation while serving. After a warm-up there is none."""
+    between steps, so this must be longer than the longest compilation while serving. After a warm-up, nothing is
+    compiled while serving."""
     otlp_traces_endpoint: str | None = None
     """Address of an OpenTelemetry collector for OTLP over gRPC: http://HOST:PORT or https://HOST:PORT. The server sends
     it a span for every request and transformation. Needs the extra otel. Default: no traces."""

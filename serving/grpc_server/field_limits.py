@@ -41,7 +41,7 @@ def check_lists(values: Mapping[str, Any], limits: Limits) -> None:
 
 
 def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Return sampling settings within the limits of the server. Raise `RequestError` for others."""
+    """Return the sampling settings for `values`. Raise `RequestError` for a value that is invalid or over a limit."""
     check_lists(values, limits)
     params = SamplingParams(**values)
     if params.priority < limits.min_priority and not caller.has_admin_token:

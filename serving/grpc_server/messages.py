@@ -90,8 +90,8 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
 
 
 def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> pb.Completion:
-    """Return the message for new tokens `start` to `stop`. Only the last message (`ended`) has the text and the finish
-    reason."""
+    """Return the message for new tokens `start` to `stop - 1`. Only the last message (`ended`) has the text and the
+    finish reason."""
     message = pb.Completion(
         index=delta.index,
         token_ids=delta.token_ids[start:stop],

@@ -177,7 +177,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         await self._infer(infer, self._writer(context).write)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        """Serve many requests of one stream. Answers come in the order of their outputs.
+        """Serve many requests of one stream. Answers to different requests are mixed, in the order of their output.
 
         The call ends when the client has ended its side and all requests have ended.
 
@@ -351,7 +351,9 @@ def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
 
 
 def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
-    """Return sampling settings by name, from the tensor or else from the request parameters."""
+    """Return sampling settings by name. They come from the tensor `sampling_parameters` or, without it, from the
+    request parameters. Request parameters in `_SERVICE` override the tensor.
+    """
     if len(request.parameters) > _MAX_PARAMETERS:
         raise RequestError(
             f"the request has {len(request.parameters)} parameters: at most {_MAX_PARAMETERS} are allowed"
@@ -380,7 +382,7 @@ def _parameter(key: str, value: pb.InferParameter) -> Any:
 
 
 def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
-    """Return the seconds until the deadline of the call or the parameter `timeout` (microseconds), if earlier."""
+    """Return the smaller of the seconds until the deadline of the call and the parameter `timeout`. None: no limit."""
     limits = [] if (left := time_left(context)) is None else [left]
     if "timeout" in request.parameters:
         timeout_us = _parameter("timeout", request.parameters["timeout"])

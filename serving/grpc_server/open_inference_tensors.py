@@ -47,7 +47,7 @@ class Inputs:
         return text
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return the value of a BOOL tensor."""
+        """Return the value of a BOOL tensor; `default` if it is missing."""
         return bool(self.values.get(name, default))
 
 
@@ -160,7 +160,10 @@ class Replies:
 
 
 def _logprobs_json(delta: CompletionDelta | None) -> str:
-    """Return a JSON list with one object for each new token, or `null` if the request has no log-probabilities."""
+    """Return a JSON list with one object for each new token, or `null` if the request has no log-probabilities.
+
+    Without new output, the list is empty.
+    """
     if delta is None:
         return "[]"
     if delta.logprobs is None:

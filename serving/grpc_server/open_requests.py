@@ -122,8 +122,8 @@ class OpenRequests:
     def find(self, caller: Caller, name: str) -> list[str]:
         """Return the ids of the requests that a caller means by a name.
 
-        This is the caller's own request with the name. If the caller has none, but may abort requests of others, these
-        are all requests with the name.
+        If the caller has a request with this name, the result is the id of that request. Otherwise, the result has all
+        requests with this name if the caller may abort requests of other callers, and is empty if not.
         """
         own = self._named.get((caller.scope, name))
         if own is not None:

@@ -12,7 +12,7 @@ from serving.grpc_server.statuses import LimitError
 MAX_DELAY_S = 1.0
 """Longest delay of an answer or a request."""
 GIVEN_UP_WITHIN_S = 0.25
-"""A request that ends by cancellation or deadline within this time of its start counts as a refusal."""
+"""Seconds from the start of a request. A cancellation or deadline within this time counts as a refusal."""
 # Refusals without delay, in seconds of the allowed rate.
 _BURST_S = 4.0
 # Most delayed answers and requests of one client. Each may hold the message of its call.

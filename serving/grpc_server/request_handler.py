@@ -126,7 +126,7 @@ class RequestHandler:
         """Serve a request and send its output in deltas. The pages of the request are free when this method returns or
         raises.
 
-        Cancelling the task aborts the request. `statuses` lists the exceptions.
+        Cancelling the task aborts the request. The module `statuses` lists the exceptions.
         """
         backend = self.backend
         if self.state is not State.READY:

@@ -24,7 +24,10 @@ class _Files:
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificates if a file has changed, else None. gRPC calls this for each new connection."""
+        """Return the certificates if a file has changed. gRPC calls this method for each new connection.
+
+        None: no file has changed, or a file cannot be read.
+        """
         try:
             stamps = self._stamp()
             if stamps == self._stamps:

@@ -129,14 +129,16 @@ class Server:
         self._health.set_status("", NOT_SERVING)
 
     def _show_readiness(self) -> None:
-        """Set the health status of each service. The status of "" is liveness, and changes only if the engine fails."""
+        """Set the health status of each service. The status of "" (the whole server) does not change here."""
         status = SERVING if self.request_handler.state is State.READY else NOT_SERVING
         for service in (INFERENCE, ADMIN, OPEN_INFERENCE):
             self._health.set_status(service, status)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, wait `timeout_s` for running requests, abort the rest, and return the number of aborted
-        requests."""
+        """Refuse new requests, and wait for running requests for at most `timeout_s` seconds. Then abort the rest.
+
+        Return the number of aborted requests.
+        """
         return await self.request_handler.drain(timeout_s)
 
     async def stop(self) -> None:

@@ -21,7 +21,7 @@ from serving.scheduler import UnknownPolicyError
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 1000
-"""Most characters of an error text, which is sent in a header."""
+"""Maximum number of characters of an error text, which is sent in a header."""
 
 
 class UnknownModelError(ValueError):

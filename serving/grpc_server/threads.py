@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_TRANSFORM_CALLS = 4
-"""Most calls that wait for a transformation at the same time."""
+"""Maximum number of calls that run or wait for a transformation at the same time."""
 # Texts of at least this length are tokenized one at a time, so that threads stay free for short texts.
 _LONG_TEXT_CHARS = 32_768
 

@@ -32,7 +32,7 @@ class Tracing:
 
     @classmethod
     def to_collector(cls, endpoint: str) -> "Tracing":
-        """Send spans by OTLP over gRPC, in batches, to `http://HOST:PORT`, or with TLS to `https://HOST:PORT`."""
+        """Return a sender of spans by OTLP over gRPC, in batches. `endpoint`: http://HOST:PORT or https://HOST:PORT."""
         _, host, _ = read_url(endpoint, "endpoint")
         options: Any = (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
         provider = TracerProvider(resource=Resource.create({"service.name": "amoeba-jax"}))

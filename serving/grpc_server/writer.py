@@ -1,4 +1,4 @@
-"""The writer of a call's messages. It counts the bytes that gRPC keeps for clients that do not read."""
+"""The writer of a call's messages. It counts the bytes that gRPC keeps for a client that does not read."""
 
 import asyncio
 from typing import Any, cast
@@ -11,7 +11,7 @@ from serving.grpc_server.statuses import SlowReaderError
 
 
 class Writer:
-    """The messages of one call.
+    """A writer of the messages of one call.
 
     If a write is cancelled, gRPC keeps its message until the client reads it or disconnects, even after the end of the
     call. Until then, the bytes of the message count against the limit of the client.
@@ -37,7 +37,7 @@ class Writer:
             raise
 
     async def write_last(self, message: Any) -> None:
-        """Write the only message of a call. Raise `SlowReaderError` if the client does not read it in time."""
+        """Write the only message of a call. Raise `SlowReaderError` if the write takes `LAST_READ_S` seconds."""
         try:
             async with asyncio.timeout(LAST_READ_S):
                 await self.write(message)

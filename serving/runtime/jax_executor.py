@@ -56,7 +56,8 @@ class JaxExecutor:
     Args:
         engine: engine that carries out the actions.
         layers_per_step: number of layers that a transformation changes between two steps.
-        on_transformed: callback at the end of each started transformation.
+        on_transformed: function `(action, future)`, called at the end of each started transformation. The future has
+            the report or the error.
     """
 
     def __init__(self, engine: Engine, layers_per_step: LayersPerStep, on_transformed: OnTransformed):
@@ -233,7 +234,7 @@ class EngineScheduler:
         state = (engine.num_changes, engine.instances, engine.transformations.targets(), moving)
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
-        # Its decisions may change the state: then the next call runs the scheduler again.
+        # Decisions of the scheduler may change the state. If so, the next call runs the scheduler again.
         self._decided_on, self._next_s = state, time.monotonic() + self.interval_s
         present = engine.instances
         self.scheduler.tick()
@@ -260,7 +261,8 @@ class EngineScheduler:
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
     """Return the tokens available to a new request during a transformation (`InstanceView.joinable_tokens`), else 0.
 
-    These are the free tokens of the emptiest lane with a free slot, less one page for each sequence of that lane.
+    A lane is a share of the instance's sequences during a transformation. The result is the number of free tokens of
+    the emptiest lane with a free slot, minus one page for each sequence of that lane.
     """
     if instance.transition is None:
         return 0

@@ -31,7 +31,7 @@ class ServerMetrics:
         self.latest: Snapshot | None = None
         """Latest snapshot of the engine, for the gauges."""
         self.ready_programs: int | None = None
-        """Number of programs that requests had waited for when the server became ready."""
+        """`EngineStats.awaited_programs` at the time when the server became ready. None: it is not ready yet."""
         self.scheduler: SchedulerCounters | None = None
         """Decisions of the scheduler. None: no scheduler."""
         self.on_transformed: Callable[[TransformReport], None] = lambda report: None
@@ -169,8 +169,8 @@ class RequestRecord:
         """Count the end of the request.
 
         Args:
-            reason: one of `FINISH_REASONS`, for a request that ended before the engine finished it; None: `error`.
-                Finished requests ignore it and count by the finish reasons of their samples.
+            reason: one of `FINISH_REASONS`, for a request that ended before the engine finished it. None: `error`. If
+                the engine finished the request, the finish reasons of its samples are counted instead.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:

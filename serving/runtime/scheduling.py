@@ -55,7 +55,7 @@ class Scheduling:
         return before
 
     def close(self) -> None:
-        """Detach the scheduler. The `LLM` must have no requests; afterwards it places requests itself."""
+        """Detach the scheduler from the `LLM`, which then places requests itself. No request may be unfinished."""
         self._llm.remove_scheduler_hook()
 
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:

@@ -36,37 +36,40 @@ class SchedulingConfig:
     merge_to: int = AmoebaConfig.merge_to
     """Lowest degree that instances merge to, a power of two."""
     lookahead: int = AmoebaConfig.lookahead
-    """Most requests without a suitable instance that a decision skips."""
+    """Maximum number of requests without room that a decision skips."""
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
-    """Seconds during which space is reserved for another long request of the largest size so far."""
+    """Seconds for which the size of the largest long request is remembered, to keep room for another long request."""
     reserved_growth: float = AmoebaConfig.reserved_growth
-    """Share of the possible growth of running requests that stays free, from 0 to 1."""
+    """Share of the tokens that running requests may still generate, for which KV cache is kept free. From 0 to 1."""
     preemption: str = FlyingConfig.preemption
     """flying: treatment of running requests if an urgent request needs their devices. hard: they pause. soft: they
     continue in the group of the urgent request. sequential: the urgent request waits for their end."""
     urgent_degree: int | None = FlyingConfig.urgent_degree
-    """flying: degree of groups for urgent requests, a power of two. Default: the highest."""
+    """flying: highest degree of groups for urgent requests, a power of two. Default: the highest degree."""
     max_pause_s: float = FlyingConfig.max_pause_s
     """flying: longest pause of requests in seconds. Afterwards they run for at least as long as they were paused."""
     calm_requests: float = FlyingConfig.calm_requests
-    """flying: most requests per device at which groups serve with the highest degree."""
+    """flying: average number of requests per device, up to which all instances merge to the highest degree."""
     burst_requests: float = FlyingConfig.burst_requests
-    """flying: least requests per device at which groups split to the base degree, at least twice `calm_requests`."""
+    """flying: average number of requests per device, from which groups split to the base degree. At least twice
+    `calm_requests`."""
     load_window_s: float = FlyingConfig.load_window_s
-    """flying: seconds over which the requests per device are averaged."""
+    """flying: time constant in seconds for averaging the number of requests per device."""
     dwell_s: float = FlyingConfig.dwell_s
-    """flying: least seconds from a change of groups for load to the next formation of groups. Splits happen at once."""
+    """flying: minimum seconds from a merge or split because of load to the next merge because of light load. Splits
+    because of heavy load do not wait."""
     burst_wait_s: float = FlyingConfig.burst_wait_s
-    """flying: seconds that a short request waits for space before groups split at once."""
+    """flying: seconds that a short request waits for room before groups split for it."""
     patience_s: float = QueueOrder.patience_s
-    """Seconds after its arrival at which a request is due at the latest. The request that is due first goes first."""
+    """Seconds from the arrival of a request to its latest due time. The request with the earliest due time goes first.
+    """
     level_s: float = QueueOrder.level_s
     """Seconds by which each level of priority moves the due time of a request."""
     starving_s: float | None = QueueOrder.starving_s
-    """Seconds of waiting after which no other request overtakes a request. Default: no limit."""
+    """Seconds that a request waits before no other request may overtake it. Default: no limit."""
     layers_per_step: int | None = None
-    """Layers that a transformation changes between two steps. Default: as many as keep the longest wait for a token
-    under 1.25 steps."""
+    """Layers that a transformation changes between two steps, rounded up to whole segments (`segment_layers`). Default:
+    one segment."""
 
     def __post_init__(self) -> None:
         optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s", "starving_s")

@@ -1,4 +1,4 @@
-"""Measured times of steps and transformations, for policies."""
+"""Measured durations of steps and transformations, for policies."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class Timings:
-    """Times of each degree, kept after its last instance is gone. Used by the dispatcher thread only."""
+    """Durations for each degree, also for degrees without an instance now. Used by the dispatcher thread only."""
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -21,7 +21,7 @@ class Timings:
         self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
-        """Record the seconds of a transformation, except for groups that paused or resumed requests."""
+        """Record the duration of a transformation, except for groups that paused or resumed requests."""
         for group in (group for group in report.groups if not (group.paused or group.resumed)):  # these move no pages
             seconds = self._transformations_s.setdefault(
                 (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
@@ -29,8 +29,8 @@ class Timings:
             seconds.append(group.seconds)
 
     def take(self, instances: Sequence[Instance]) -> Timing:
-        """Record the times of present instances. Return all recorded times: for each degree the median over its
-        instances, and for each kind of transformation the median of its latest durations."""
+        """Record the durations of present instances. Return all recorded durations: for each degree the median over its
+        instances, and for each kind of transformation the median of the latest 8 transformations."""
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
         prompts: dict[int, list[float]] = {}
@@ -45,7 +45,8 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Record the highest throughput of a degree, if all instances have this degree and decode."""
+        """Record the present throughput if it is the highest of its degree. All instances must have this degree and
+        decode."""
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(instances) or len({instance.tp for instance in instances}) != 1:

@@ -1,4 +1,4 @@
-"""The engine's waiting sequences as the scheduler sees them."""
+"""The scheduler's view of the engine's waiting sequences."""
 
 from collections.abc import Iterable
 
@@ -46,7 +46,7 @@ class WaitingView:
         return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 
     def _awaited_programs(self):
-        """Return a function like `Admission.awaits_program` that evaluates equal cases once."""
+        """Return a function that evaluates the engine's `Admission.awaits_program` only once for equal cases."""
         known: dict[tuple[bool, bool], bool] = {}
 
         def awaits(sequence: Sequence) -> bool:
@@ -76,7 +76,7 @@ class WaitingView:
 
 
 def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
-    """Return sequences by the ids of their requests. If a request has several sequences, their ids are numbered."""
+    """Return sequences by unique name: `id` for the first sample of a request, `id[1]`, `id[2]` for further samples."""
     named: dict[str, Sequence] = {}
     for sequence in sequences:
         name = f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id

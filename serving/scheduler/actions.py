@@ -1,4 +1,4 @@
-"""Actions that a policy requests from an executor. Each has a reason in words, for the log."""
+"""Actions that a policy requests from an executor. The field `reason` of each action is text for the log."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,7 @@ RunningRequests = Literal["migrate", "pause", "wait"]
 
 
 class RejectKind(StrEnum):
-    """Reason for ending a request unserved. Servers map each kind to one status."""
+    """Reason to end a request without serving it. Servers map each kind to one gRPC status."""
 
     NEVER_FITS = "never_fits"
     """The request is larger than every possible instance: INVALID_ARGUMENT."""
@@ -36,11 +36,12 @@ class ScaleUp:
     degree: int
     reason: str = ""
     release_weights: bool = True
-    """Whether weights that a rank does not need become KV cache. If not, the capacity is `ClusterView.kept_tokens`."""
+    """Whether weights that a rank does not need become KV cache. If not, the capacity of the merged instance is
+    `ClusterView.kept_tokens`."""
     running: RunningRequests = "migrate"
     """Treatment of running requests. "migrate": they continue in the merged instance. "pause": they keep their pages
-    and pause until a `ScaleDown` to their degree; all members must have one degree, and weights are kept. "wait": the
-    merge starts after they have ended."""
+    and pause until a `ScaleDown` to the degree at which they ran. This needs instances of equal degree and
+    `release_weights=False`. "wait": the merge starts after they have ended."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class ScaleDown:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Return a running or paused request to the queue, with its original arrival time and priority. It is recomputed
-    from its tokens later."""
+    """Return a running or paused request to the queue, with its original arrival time and priority. Its pages are
+    freed, and its tokens are computed again later."""
 
     request_id: str
     reason: str = ""
@@ -64,7 +65,7 @@ class Preempt:
 
 @dataclass(frozen=True)
 class Reject:
-    """End a waiting request with an error; `reason` is for the client."""
+    """End a waiting request with an error. The client receives `reason` as the message."""
 
     request_id: str
     kind: RejectKind

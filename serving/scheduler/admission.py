@@ -1,4 +1,4 @@
-"""Requests to reject: past their deadline, too long for every instance, or over the limits of the queue."""
+"""Rejection of waiting requests: past their deadline, too long for every instance, or over the limits of the queue."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ class Admission:
 
     order: QueueOrder = field(default_factory=QueueOrder)
     max_queued_requests: int | None = None
-    """Maximum number of waiting requests; the last arrivals are rejected. None: no limit."""
+    """Maximum number of waiting requests. Above it, the last arrivals are rejected. None: no limit."""
     max_queued_tokens: int | None = None
-    """Maximum number of waiting prompt tokens; the last arrivals are rejected. None: no limit."""
+    """Maximum number of waiting prompt tokens. Above it, the last arrivals are rejected. None: no limit."""
 
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
         """Return the rejections, and the remaining requests in the order of service.
@@ -57,8 +57,8 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
-        """Return rejections of requests over the limits: first requests beyond their client's share, then the last
-        arrivals. Preempted requests are never rejected."""
+        """Return rejections of the requests over the limits. Requests beyond their client's share are rejected first,
+        then the last arrivals. Preempted requests are never rejected."""
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):
             if request.started:

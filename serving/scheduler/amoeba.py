@@ -1,4 +1,5 @@
-"""AMOEBA's policy: merge for long requests, send the next long requests there too, and split when they have ended."""
+"""AMOEBA's policy: merge instances for a long request, send further long requests to the merged instance, and split it
+when they have ended."""
 
 import dataclasses
 
@@ -15,8 +16,8 @@ from serving.scheduler.view import ClusterView
 class AmoebaPolicy:
     """The policy `amoeba` (docs/scheduling.md): merges for long requests, and splits when they have ended.
 
-    Remembers the size of recent long requests, when a long request last needed each merged instance, and whether a
-    short request found no room. All other input is in the snapshot.
+    Between decisions it remembers the size of recent long requests, the time at which a long request last needed each
+    merged instance, and whether a short request found no room. All other input is in the snapshot.
     """
 
     name = "amoeba"

@@ -18,8 +18,8 @@ class Round:
         was_pressed: whether a short request found no room in the last decision.
 
     Attributes:
-        busy: ids of instances that must not merge: they are being transformed or drained, or preempt or split for a
-            request.
+        busy: ids of instances that must not merge in this decision. They are in transformation or draining, or this
+            decision already merges them, splits them or preempts their requests.
         pressed: whether a short request found no room in this decision.
         num_unplaced: number of requests that found no room.
     """
@@ -45,10 +45,11 @@ class Round:
         self._reserved: set[int] = set()
         """Ids of merged instances where a waiting long request has reserved tokens."""
         self._taken_s: dict[int, float] = {}
-        """Estimated seconds until the waiting request with reserved tokens on an instance has ended, by instance id."""
+        """Estimated seconds until an instance has finished the waiting request that reserved tokens there, by instance
+        id."""
 
     def place(self, request: WaitingRequest) -> list[Action]:
-        """Return the actions for a request; none if it waits."""
+        """Return the actions for a request; an empty list if it must wait."""
         long = self.view.is_long(request.max_total_tokens)
         actions = self._place_long(request) if long else self._place_short(request)
         self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
@@ -73,8 +74,9 @@ class Round:
         return [*preempts]
 
     def _preferred(self, options: list[InstanceView], request: WaitingRequest, kept: frozenset[int]) -> InstanceView:
-        """Return the best instance for a short request: not kept for a merge, without long requests (their prompts slow
-        down each step), with steps within the SLO, and with the lowest load, in this order."""
+        """Return the best instance for a short request. Prefer instances that are not kept for a merge, then instances
+        without long requests (their prompts slow down each step), then steps within the TPOT SLO, then the lowest load.
+        """
         view, slo_s = self.view, self.config.tpot_slo_s
         return min(
             self.room.by_load(options),
@@ -86,8 +88,12 @@ class Round:
         )
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to an instance of the highest degree with room. If an instance can hold the request, preempt, merge
-        again or wait. If there is none, merge, or close the group that should merge once it has room."""
+        """Dispatch to the instance of the highest degree with room.
+
+        If none has room but an instance can hold the request, preempt, merge a second group, or wait. If no instance
+        can hold it, merge a group with room. If no group has room, close the best group, so that it can merge later. If
+        there is no group, split an instance that kept its weights.
+        """
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
             return [self._dispatch(instance, request, "the highest degree with room for a long request")]
@@ -108,8 +114,8 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Merge another group for a request that a present instance can hold, but not soon enough for its TTFT SLO.
-        None if the request must wait."""
+        """Return the merge of another group for a request that a present instance can hold, but too late for its TTFT
+        SLO. None: the request must wait."""
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
         if group is None:
@@ -154,8 +160,9 @@ class Round:
         return preempts
 
     def _wait(self, request: WaitingRequest) -> None:
-        """Reserve room for a long request on the merged instance with the most room after the end of its long requests.
-        Short requests may use the rest of the instance meanwhile."""
+        """Reserve room for a long request on the merged instance that has the most free tokens after its long requests
+        have ended. Short requests may use its other tokens meanwhile. If there is no such instance, reserve room on an
+        instance in transformation."""
         room = self.room
         options = [
             i

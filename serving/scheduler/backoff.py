@@ -8,14 +8,14 @@ from serving.scheduler.view import ClusterView
 
 @dataclass(frozen=True)
 class BackoffConfig:
-    """Waiting times after a refusal."""
+    """Times for which a refused action is blocked."""
 
     first_s: float = 1.0
     """Seconds after the first refusal."""
     factor: float = 2.0
-    """Growth of the waiting time with each further refusal of the same action."""
+    """Factor by which each further refusal of the same action increases the time."""
     longest_s: float = 60.0
-    """Maximum waiting time. A refusal is forgotten if no other follows for twice as long."""
+    """Maximum time in seconds. Refusals of an action are forgotten when it has not been blocked for twice this time."""
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Backoff:
         return wait_s
 
     def accept(self, action: Action) -> None:
-        """Record that an action was accepted: its refusals are forgotten, for a transformation once it succeeds."""
+        """Record that an action was accepted, and forget its refusals. Refusals of a transformation are forgotten when
+        it has reached its degree."""
         if isinstance(action, ScaleUp | ScaleDown):
             self._under_way.append(action)
         else:
@@ -77,7 +78,8 @@ class Backoff:
 
 
 def _key(action: Action) -> tuple[object, ...]:
-    """Return the identity of an action: all fields except the reason."""
+    """Return the identity of an action, without its reason and options. A merge and a split with the same devices and
+    degree have the same identity."""
     match action:
         case ScaleUp(devices, degree) | ScaleDown(devices, degree):
             return ("transform", devices, degree)

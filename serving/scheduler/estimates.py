@@ -1,4 +1,4 @@
-"""Estimated times of waiting requests, from measured durations. None: a measurement is missing."""
+"""Estimated times of waiting requests, from measured durations. An estimate is None if a measurement is missing."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -9,14 +9,15 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def step_s(view: ClusterView, instance: InstanceView) -> float | None:
-    """Return the seconds of a decode step on an instance, or of its degree if it has run none yet."""
+    """Return the seconds of a decode step on an instance. Before its first step, use the measurement of its degree."""
     return view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
 
 
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
-    """Return the seconds until an instance has `need` free tokens.
+    """Return the seconds until an instance has `need` free tokens and a free slot; 0 if it runs no request.
 
-    The estimate is an upper limit: every running request generates all tokens that it may. No other request starts.
+    The estimate is an upper limit. It assumes that every running request reaches its maximum length, and that no other
+    request starts.
     """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
@@ -29,7 +30,7 @@ def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> 
         return 0.0
     ordered = sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens)
     freed = list(accumulate(room.freed_by(request) for request in ordered))
-    # If more is reserved than all endings free, the last ending counts.
+    # If the ends of all requests free fewer tokens than are lacking, the last end counts.
     last = ordered[min(bisect_left(freed, lacks), len(ordered) - 1)]
     return prompts_s + (last.max_total_tokens - last.num_tokens) * one_step_s
 
@@ -41,13 +42,13 @@ def first_token_s(
     request: WaitingRequest,
     taken_s: Mapping[int, float] | None = None,
 ) -> float | None:
-    """Return the seconds until a request's first token on the instance that has room for it first.
+    """Return the seconds until a request's first token on the instance that would generate it first.
 
-    None if a transformation under way makes an instance that could hold it, no instance can hold it, or a measurement
-    is missing.
+    None if an instance in transformation will be able to hold the request, if no instance can hold it, or if a
+    measurement is missing.
 
     Args:
-        taken_s: seconds until the end of the requests that wait for an instance, by instance id.
+        taken_s: seconds until an instance has finished a request that already waits for it, by instance id.
     """
     times = []
     for instance in instances:
@@ -69,7 +70,8 @@ def first_token_s(
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
     """Return the seconds until a request's first token if `members` merge now.
 
-    If no merge from their lowest degree was measured, the slowest measured merge to the same degree counts.
+    If no merge from the lowest degree of the members was measured, the slowest measured transformation to `degree` is
+    used.
     """
     timing, lowest = view.timing, min(i.degree for i in members)
     others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]
@@ -82,11 +84,13 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
 def merge_pays(
     view: ClusterView, request: WaitingRequest, wait_s: float | None, merge_s: float | None, slo_s: float
 ) -> bool:
-    """Return whether a merge gives a request its first token earlier, and waiting would miss its TTFT SLO.
+    """Return whether a merge is faster than waiting, and waiting would miss the TTFT SLO of a request. False if a time
+    is unknown.
 
     Args:
-        wait_s: seconds until its first token if it waits for an existing instance; None: unknown.
-        merge_s: seconds until its first token after a merge; None: unknown.
+        wait_s: seconds until the first token if the request waits for an existing instance. None: unknown.
+        merge_s: seconds until the first token if a group merges. None: unknown.
+        slo_s: TTFT SLO: limit for the seconds from arrival to the first token.
     """
     if wait_s is None or merge_s is None:
         return False
@@ -94,7 +98,7 @@ def merge_pays(
 
 
 def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | None:
-    """Return the maximum seconds that a request can run on an instance of a degree."""
+    """Return the seconds that a request runs on an instance of a degree if it reaches its maximum length."""
     prompt_s, one_step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
     if prompt_s is None or one_step_s is None:
         return None
@@ -104,8 +108,8 @@ def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | No
 def meets_own_slos(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, prompt_tokens_before: int
 ) -> bool:
-    """Return whether an instance with room would serve a request within the SLOs that the request names. False if it
-    names none, or if a measurement is missing.
+    """Return whether an instance with room would serve a request within the SLOs that the request itself sets. False if
+    it sets no SLO, or if a measurement is missing.
 
     Args:
         prompt_tokens_before: prompt tokens that the instance computes before this request.
@@ -121,7 +125,7 @@ def meets_own_slos(
 
 
 def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
-    """Return whether recent steps of an instance exceed the request's TPOT SLO, or the default if it names none."""
+    """Return whether recent steps of an instance exceed the TPOT SLO of a request (`default_s` if it sets none)."""
     slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
     return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
 
@@ -131,12 +135,12 @@ def split_time_s(
 ) -> float:
     """Return the time at which groups should split for a short request without room.
 
-    This is `wait_s` after it began to wait. It is earlier if the request would otherwise miss its TTFT SLO and the
-    durations of a split and of its prompt are known.
+    This is `wait_s` seconds after the request began to wait. The time is earlier if the request would otherwise miss
+    its TTFT SLO. An earlier time needs measured durations of a split and of prompts.
 
     Args:
         degree: degree of the groups.
-        default_s: TTFT SLO of requests that name none.
+        default_s: TTFT SLO of requests that set none.
     """
     at_s, slo_s = request.since_s + wait_s, default_s if request.ttft_slo_s is None else request.ttft_slo_s
     split_s = view.timing.transformation_s(degree, view.base_degree)

@@ -15,7 +15,7 @@ class Outcome:
     detail: str = ""
     """Reason for a refusal, for the log."""
     soon: bool = False
-    """Whether it was refused only because programs are still being compiled."""
+    """Whether the action was refused only because programs are still being compiled."""
 
 
 class Executor(Protocol):

@@ -16,8 +16,8 @@ class FlyingPolicy:
     """The policy `flying` (docs/scheduling.md): merges under light load and for urgent or long requests, splits under
     heavy load.
 
-    Remembers the average load, how long requests have been paused on each device (`PauseBudget`), which groups were
-    merged for light load or for urgent requests, and when short requests need a split.
+    Between decisions it remembers the average load, the duration of pauses on each device (`PauseBudget`), the groups
+    that were merged for light load or for urgent requests, and the time at which short requests need a split.
     """
 
     name = "flying"
@@ -83,7 +83,8 @@ class FlyingPolicy:
     # Splits
 
     def _split(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
-        """Split a group that is no longer needed.
+        """Return the split of a group that is no longer needed; an empty list if the group stays. A group with paused
+        requests is handled by `_resume`.
 
         Args:
             urgent: whether urgent requests wait.
@@ -107,10 +108,11 @@ class FlyingPolicy:
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
-        """Return whether a group stays for urgent requests.
+        """Return whether a group stays merged because urgent requests run on it or wait.
 
-        A group that was merged because of light load does not stay. A group that also runs other requests does not stay
-        under heavy load, unless it was merged without pausing: its other requests would pause for the next urgent one.
+        A group that was merged because of light load does not stay. Under heavy load, a group that also runs other
+        requests does not stay either. An exception is a group that was merged without pausing: after a split, its other
+        requests would pause for the next urgent request.
         """
         if instance.devices in self._for_load or not (urgent_waits or instance.runs_urgent):
             return False
@@ -118,9 +120,12 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Split a group to resume its paused requests, if no urgent request is left or the pause has reached the limit.
-        Return preemptions instead if running requests do not fit next to the paused requests; the split follows in a
-        later decision."""
+        """Return the split that resumes the paused requests of a group. Return an empty list if urgent requests run on
+        the group or wait, and the pause has not reached its limit.
+
+        If running requests would not fit next to the paused requests, return their preemptions instead. The split
+        follows in a later decision.
+        """
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:
             return []
@@ -138,7 +143,7 @@ class FlyingPolicy:
     # Merges under light load
 
     def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
-        """Merge all instances to the highest degree that is ready, with weights kept."""
+        """Return merges of all instances to the highest degree with compiled programs. All weights are kept."""
         actions: list[Action] = []
         degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)
         if degree <= view.base_degree:

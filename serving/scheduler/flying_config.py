@@ -18,28 +18,32 @@ class FlyingConfig:
     "soft": they continue, and the urgent request runs next to them until the group is merged. "sequential": the merge
     waits for their end."""
     urgent_degree: int | None = None
-    """Degree of groups for urgent requests, or the next lower possible degree. None: the highest degree. If that
-    includes all devices, all other requests pause."""
+    """Highest degree of groups for urgent requests. A lower degree is used if no group of this degree can merge. None:
+    the highest degree of the cluster. If a group includes all devices, all other requests pause."""
     max_pause_s: float = 10.0
     """Longest pause in seconds. Afterwards the paused requests run for as long as they were paused, before they may be
     paused again. Shorter pauses add up."""
     calm_requests: float = 1.5
-    """Requests for each device, running and waiting, up to which all groups merge to the highest degree."""
+    """Average number of running, paused and waiting requests for each device, up to which all instances merge to the
+    highest degree."""
     burst_requests: float = 4.0
-    """Requests for each device at which groups split to the base degree. It should be at least twice `calm_requests`,
-    so that noise does not cause changes. Both limits are scaled down if half of the slots are fewer."""
+    """Average number of requests for each device, from which groups split to the base degree. It should be at least
+    twice `calm_requests`, so that noise does not cause changes. If half of a device's slots are fewer than this limit,
+    both limits are scaled down."""
     load_window_s: float = 3.0
     """Time constant in seconds for averaging the number of requests."""
     dwell_s: float = 10.0
-    """Minimum seconds between a change because of load and the next merge because of light load."""
+    """Minimum seconds between a merge or split because of load and the next merge because of light load."""
     burst_wait_s: float = 1.0
-    """Seconds after which groups split for a short request without room."""
+    """Seconds that a short request waits for room before groups split for it."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
-    """Limit in seconds for the time from arrival to first token, for requests without their own limit. If a request
-    would miss it, groups split before `burst_wait_s`, and a long request gets a group of its own. None: no limit."""
+    """Limit in seconds for the time from arrival to first token, for requests without their own limit. If a short
+    request would miss the limit, groups split before `burst_wait_s`. If a long request would miss it, another group
+    merges. None: no limit."""
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
-    """Limit in seconds for each further token, likewise. Requests avoid instances with longer steps. None: no limit."""
+    """Limit in seconds for each further token, for requests without their own limit. Requests avoid instances with
+    longer steps. None: no limit."""
     lookahead: int = 32
     """Maximum number of requests without room that one decision skips."""
     reserved_growth: float = 0.0
-    """Share of the possible growth of running requests that stays free."""
+    """Share of the tokens that running requests may still generate, for which KV cache is kept free."""

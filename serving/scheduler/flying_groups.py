@@ -30,7 +30,7 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` now, else None."""
+        """Return the instances on `devices` if they may merge to `degree` in this decision, else None."""
         if (devices, degree) in self.view.refused:
             return None
         members = self.room.parts(devices)
@@ -60,7 +60,8 @@ class FlyingGroups:
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
         """Return degree, devices and members of the group to merge for an urgent request; None if there is none.
 
-        The group has the highest possible degree, then the fewest running requests.
+        The group has the highest possible degree up to `FlyingConfig.urgent_degree`. Among groups of this degree, it
+        has the fewest running requests.
 
         Args:
             pause: whether the running requests will pause. If so, no running request may be urgent.
@@ -84,13 +85,15 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Merge the emptiest group of the lowest degree that holds a long request, and close its members.
+        """Return the merge of the emptiest group of the lowest degree that holds a long request, and close its members.
 
-        Return an empty list if a group was closed that must be emptied first, and None if nothing was changed.
+        Return None if no group may merge now. If `close` is true, close the emptiest group in this case, so that it can
+        merge when it has room, and return an empty list.
 
         Args:
-            close: whether to close a group that must be emptied first.
-            pays: condition for the merge; its argument is the estimated seconds until the first token, or None.
+            close: whether to close a group without enough room.
+            pays: further condition for the merge. Its argument is the estimated seconds until the first token after the
+                merge, or None if they are unknown.
         """
         view, room, size = self.view, self.room, request.max_total_tokens
         for limits, kept in self._holding(size):
@@ -118,8 +121,11 @@ class FlyingGroups:
         return None
 
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
-        """Yield the degrees that hold a request, lowest first, and whether they keep weights. Degrees that must release
-        weights follow only if no degree holds it with weights kept."""
+        """Yield `(limits, kept)` for each degree that holds a request of `size` tokens, lowest degree first.
+
+        `kept` is true for merges that keep all weights. Merges that release weights are yielded only if no degree holds
+        the request otherwise.
+        """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
         keeping = [limits for limits in above if view.kept_tokens(limits.degree) >= size]
@@ -128,11 +134,11 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Split a merged group that kept all weights. A later merge of its devices can release weights, and then has the
-        capacity for `request`.
+        """Return the split of a merged group that kept all weights. A later merge of its devices can release weights,
+        and then has the capacity for `request`.
 
-        The chosen group is closed in `room`, even if it cannot split now. Return an empty list if it cannot, or if there
-        is no such group.
+        The chosen group is closed in `room`, even if it cannot split now. Return an empty list if it cannot split now,
+        or if there is no such group.
         """
         view, room = self.view, self.room
         options = [

@@ -19,9 +19,9 @@ class FlyingRound:
 
     Attributes:
         groups: groups that may merge.
-        settled: ids of requests that were dispatched, and of urgent requests for which a merge or pages are under way.
-        moved: devices of each group merged for an urgent request without pausing: running requests move to the group,
-            or end before the merge.
+        settled: ids of dispatched requests, and of urgent requests for which a merge or preemption makes room.
+        moved: devices of each group that merges for an urgent request without pausing. Running requests move to the
+            merged group, or end before the merge.
         num_unplaced: number of requests that found no room.
         split_at_s: earliest time at which groups should split for a short request without room. None: there is no such
             request, or a transformation may still make room.
@@ -40,8 +40,8 @@ class FlyingRound:
     # Urgent requests
 
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
-        """Return the actions that dispatch an urgent request or make room for it. If its id is not in `settled`
-        afterwards, `place` must be called for it like for any other request."""
+        """Return actions that dispatch an urgent request or make room for it; possibly none. If its id is not in
+        `settled` afterwards, the caller must call `place` for it, as for any other request."""
         view, room = self.view, self.room
         if view.is_long(request.max_total_tokens):
             return []
@@ -99,15 +99,16 @@ class FlyingRound:
     # Other requests
 
     def place(self, request: WaitingRequest) -> list[Action]:
-        """Return the actions for a request; none if it waits."""
+        """Return the actions for a request; an empty list if it must wait."""
         long = self.view.is_long(request.max_total_tokens)
         actions = self._place_long(request) if long else self._place_short(request)
         self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
         return actions
 
     def _place_short(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to the least-loaded instance with room. Prefer instances without urgent requests, then instances
-        with steps within the SLO."""
+        """Dispatch to an instance with room. Prefer instances without urgent requests, then steps within the TPOT SLO,
+        then instances without long requests, then the lowest load. If none has room, join an instance in
+        transformation, or reserve an instance and update `split_at_s`."""
         config, room = self.config, self.room
         if options := room.by_load(room.with_room(request)):
             instance = min(options, key=lambda i: (i.runs_urgent, estimates.is_slow(i, request, config.tpot_slo_s)))
@@ -124,8 +125,12 @@ class FlyingRound:
         return []
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to an instance of the lowest degree with room. If there is none but an instance can hold the
-        request, wait for it, or merge another group if that is needed for the SLO. Otherwise merge."""
+        """Dispatch to the instance of the lowest degree with room.
+
+        If none has room but an instance can hold the request, wait for that instance, or merge a second group if
+        waiting would miss the TTFT SLO. If no instance can hold it, merge a group, or split a group that kept its
+        weights.
+        """
         room, size = self.room, request.max_total_tokens
         if options := room.with_room(request):
             instance = min(options, key=lambda i: (i.degree, room.load(i), i.id))
@@ -145,8 +150,8 @@ class FlyingRound:
         return merge or []
 
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
-        """Merge another group for a request that present instances can hold, but not soon enough for its TTFT SLO. None
-        if the request must wait."""
+        """Return the merge of another group for a request that present instances can hold, but too late for its TTFT
+        SLO. None: the request must wait."""
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
         if slo_s is None or self.split_at_s is not None:

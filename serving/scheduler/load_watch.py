@@ -10,8 +10,8 @@ class LoadWatch:
     """Number of requests for each device, averaged over `load_window_s`.
 
     Groups merge when the average falls to `calm_requests`, no sooner than `dwell_s` after the last change. They split
-    at once when it rises to `burst_requests`, unless the highest degree was measured to generate as many tokens a
-    second as the base degree does under load.
+    at once when the average rises to `burst_requests`. They do not split if measurements show that the highest degree
+    generates at least as many tokens per second as the base degree under load.
 
     Attributes:
         bound: whether all groups should be merged to the highest degree.
@@ -30,11 +30,11 @@ class LoadWatch:
         """Seconds of a decode step under light load, by degree. Steps under heavy load have larger batches."""
 
     def update(self, view: ClusterView, num_requests: int, late: bool) -> None:
-        """Include a snapshot.
+        """Include a snapshot in the average, and update `bound` and `busy`.
 
         Args:
             num_requests: running, paused and waiting requests.
-            late: whether a short request has waited for `burst_wait_s` without room.
+            late: whether a short request without room has waited until `FlyingRound.split_at_s`.
         """
         config, now_s = self._config, view.now_s
         if self._at_s is None:

@@ -24,7 +24,7 @@ class PauseBudget:
         self._at_s = 0.0
 
     def update(self, now_s: float, paused: Iterable[int]) -> None:
-        """Count the time since the last call, and record the devices with paused requests from now on."""
+        """Count the time since the last call. `paused` are the devices whose requests are paused from now on."""
         passed_s, self._at_s = now_s - self._at_s, now_s
         for device in [*self._debt_s.keys() | self._paused]:
             debt_s = self._debt_s.get(device, 0.0) + (passed_s if device in self._paused else -passed_s)
@@ -44,7 +44,7 @@ class PauseBudget:
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
     """Return the running requests of a group that would not fit next to its paused requests after a split.
 
-    Requests are distributed as by the engine: longest first, to the part with the most free tokens.
+    Requests are distributed as in the engine: longest first, each to the new instance with the most free tokens.
     """
     assert instance.paused_degree is not None, "some requests are paused"
     limits, parts = view.limits[instance.paused_degree], instance.paused
@@ -68,8 +68,9 @@ def paused_victims(
 ) -> list[RunningRequest]:
     """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance.
 
-    On each replaced instance, the highest rank and then the latest arrival goes first. Empty if the preemption of all
-    requests with a higher rank than the waiting request would not free enough.
+    Only paused requests of a higher `rank` than the waiting request are preempted: the highest rank first, then the
+    latest arrival. Each instance that `instance` replaced must free its share of the tokens. If one cannot, the result
+    is empty.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
@@ -90,7 +91,7 @@ def paused_victims(
 
 
 def resumptions(view: ClusterView) -> list[ScaleDown]:
-    """Return the splits that resume paused requests, for policies that do not pause any themselves."""
+    """Return the splits that resume paused requests, for policies that do not pause requests themselves."""
     return [
         ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy does not pause requests")
         for i in view.instances

@@ -41,11 +41,13 @@ def make_policy(
     config: AmoebaConfig | None = None,
     flying: FlyingConfig | None = None,
 ) -> Policy:
-    """Create a policy by its name. Raises `UnknownPolicyError`.
+    """Create a policy by its name. Raises `UnknownPolicyError` for an unknown name.
 
     Args:
-        config: settings of `amoeba`. The baselines use `reserved_growth` and the settings of splits; `amoeba_paper` and
-            `static` use fewer.
+        name: one of `POLICY_NAMES`.
+        admission: order and limits of the queue.
+        config: settings of `amoeba`. `round_robin` and `least_load_first` use its split settings and `reserved_growth`,
+            `amoeba_paper` uses `reserve_memory_s` and `reserved_growth`, and `static` uses `reserved_growth`.
         flying: settings of `flying`.
     """
     if name not in _MAKERS:

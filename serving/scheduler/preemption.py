@@ -1,4 +1,4 @@
-"""Preemption of running requests for a waiting request of a lower rank: see `WaitingRequest.rank`."""
+"""Preemption of running requests for a waiting request of a lower rank (`WaitingRequest.rank`; lower goes first)."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -14,20 +14,20 @@ _MOST_SEARCHES = 4
 
 
 class Preemptions:
-    """Search for running requests to preempt, for one decision."""
+    """Search for running requests to preempt, during one decision."""
 
     def __init__(self, view: ClusterView, room: Room, order: QueueOrder):
         self._view, self._room, self._order = view, room, order
         self._num_searches = 0
         self._failed: list[tuple[tuple[bool, int], int, int]] = []
-        """Rank, tokens needed and maximum length of requests whose search found nothing."""
+        """Rank, needed tokens and maximum length of each request whose search found nothing."""
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, list[Preempt]] | None:
-        """Return the instance where a request needs the fewest preemptions, and these preemptions; None if there is
-        no such instance.
+        """Return the instance where a request needs the fewest preemptions, and these preemptions. None if no instance
+        can make room, or if this decision has made too many searches.
 
-        The preempted requests have a higher rank, have not waited `starving_s`, and follow the request in the queue
-        order, so that they do not take its pages back.
+        The preempted requests have a higher rank, have not waited `starving_s`, and come after the request in the queue
+        order. So they cannot take the pages back.
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
         if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:
@@ -48,8 +48,8 @@ class Preemptions:
         return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
-        """Return the fewest requests of an instance that make room, last in the queue order first; empty if there are
-        not enough."""
+        """Return the fewest running requests of an instance that must end to make room, last in the queue order first;
+        empty if preemption cannot make room."""
         if instance.capacity_tokens < request.max_total_tokens:
             return []
         room, order, now_s = self._room, self._order, self._view.now_s

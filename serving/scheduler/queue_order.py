@@ -10,15 +10,17 @@ Key = tuple[int, float, float, str]
 
 @dataclass(frozen=True)
 class QueueOrder:
-    """Earliest due first.
+    """Order of the queue: the request with the earliest due time goes first.
 
-    A request is due at its deadline, but at most `patience_s` after its arrival. Each level of priority moves the due
-    time by `level_s`. The due time is fixed at arrival, so later arrivals eventually go behind a waiting request.
+    A request is due at its deadline, but not later than `patience_s` after its arrival. Each level of priority adds
+    `level_s` to the due time. The due time is fixed at arrival, so later arrivals eventually go behind a waiting
+    request.
 
-    A request that has waited `starving_s` goes ahead of all others, whatever their priorities; among such requests the
-    longest wait goes first. Only waiting time counts: a request that ran for a long time can still be preempted.
+    A request that has waited `starving_s` goes ahead of all other requests, without regard to priority. Among such
+    requests the longest wait goes first. Only waiting time counts, so a request that ran for a long time can still be
+    preempted.
 
-    Requests beyond their client's share go last, in the same order among themselves.
+    Requests beyond their client's share (`WaitingRequest.beyond_share`) go last, ordered by due time.
     """
 
     patience_s: float = 30.0
@@ -36,7 +38,7 @@ class QueueOrder:
 
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
         """Return the sort key of a request that has not waited `starving_s`: requests within their client's share
-        first, then by due time. It does not depend on `now_s`."""
+        first, then by due time. The key does not change with time."""
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
             due_s = min(due_s, request.deadline_s)

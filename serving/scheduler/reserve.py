@@ -16,7 +16,7 @@ class RecentLargest:
         self._seen_s, self._tokens = 0.0, 0
 
     def update(self, view: ClusterView) -> int:
-        """Include the long requests of a snapshot and return the largest size in tokens; 0 if there was none."""
+        """Include the long requests of a snapshot. Return the largest recent size in tokens; 0 if there was none."""
         running = [i.largest for i in view.instances if i.degree > view.base_degree and view.has_long(i)]
         waiting = view.largest_waiting(view.longest.capacity_tokens)
         tokens = max([waiting if view.is_long(waiting) else 0, *running])
@@ -29,7 +29,7 @@ class Reserve:
     """Groups of devices that could hold a long request of some size, as one instance now or after a merge.
 
     Args:
-        num_tokens: size of the request; 0 reserves nothing.
+        num_tokens: size of the long request. 0: there is nothing to reserve.
     """
 
     def __init__(self, view: ClusterView, room: Room, num_tokens: int):
@@ -39,15 +39,19 @@ class Reserve:
         self._groups = self._candidates(view) if degree else []
 
     def kept_from(self, num_tokens: int) -> frozenset[int]:
-        """Return the devices where no other request should take `num_tokens`. These are all devices of the only group
-        with room for the long request, if it would then lack room; otherwise empty."""
+        """Return the devices on which no other request of `num_tokens` should start; often empty.
+
+        If only one group has room for the long request, and the other request would take this room, these are the
+        devices of that group.
+        """
         enough = [group for group in self._groups if self._free(group) >= self._num_tokens]
         if len(enough) != 1 or self._free(enough[0]) - num_tokens >= self._num_tokens:
             return frozenset()
         return frozenset(device for instance in enough[0] for device in instance.devices)
 
     def _candidates(self, view: ClusterView) -> list[tuple[InstanceView, ...]]:
-        """Return the instances that hold the request; if there is none, the groups that would hold it when merged."""
+        """Return the instances that can hold the long request. If there is none, return the groups that could hold it
+        after a merge."""
         room = self._room
         holding = [i for i in room.merged if room.is_steady(i) and i.capacity_tokens >= self._num_tokens]
         if holding:
@@ -60,7 +64,8 @@ class Reserve:
         ]
 
     def _free(self, group: tuple[InstanceView, ...]) -> int:
-        """Return the free tokens of a group after its long requests have ended, or after it is merged."""
+        """Return the future free tokens of a group: of a large enough instance after its long requests have ended, of
+        several instances after their merge."""
         if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
             return self._room.free(group[0]) + self._room.freed_by_long(group[0])
         return self._room.merged_free(group, self._degree)

@@ -7,7 +7,7 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class MergeGroup(NamedTuple):
-    """Instances that could merge into one. Sorts instances of one degree first, then by free tokens."""
+    """Instances that could merge into one. Sorted, groups of equal degrees come first, and larger free space first."""
 
     mixed: bool
     """Whether the instances have different degrees."""
@@ -24,8 +24,9 @@ class Room:
     it is draining, and after `close`.
 
     Args:
-        reserved_growth: share of the possible growth of running requests that stays free. With 0, requests are admitted
-            as in vLLM, and preempted if pages run out. With 1, no request is ever preempted for pages.
+        reserved_growth: share of the tokens that running requests may still generate, for which KV cache is kept free.
+            With 0, requests are admitted as in vLLM, and preempted if pages run out. With 1, no request is ever
+            preempted for pages.
 
     Attributes:
         by_device: instances by device.
@@ -54,7 +55,11 @@ class Room:
         )
 
     def growth(self, requests: Iterable[RunningRequest]) -> int:
-        """Return the tokens to keep free for running requests: a page each, plus the reserved share of the rest."""
+        """Return the tokens to keep free for the growth of running requests, in whole pages.
+
+        For each request these are one page and the reserved share of its remaining tokens, but at most its remaining
+        tokens.
+        """
         share, page_size, num_pages = self._growth, self._view.page_size, 0
         for request in requests:
             left = request.max_total_tokens - request.num_tokens
@@ -73,7 +78,7 @@ class Room:
     # State of an instance
 
     def free(self, instance: InstanceView) -> int:
-        """Return the unassigned free tokens; negative if more was reserved than is free."""
+        """Return the free tokens that are neither assigned nor reserved; negative if more are reserved than free."""
         return self._free[instance.id]
 
     def has_slot(self, instance: InstanceView) -> bool:
@@ -81,7 +86,7 @@ class Room:
         return self._slots[instance.id] > 0
 
     def load(self, instance: InstanceView) -> float:
-        """Return the load including the prompts assigned in this decision."""
+        """Return `InstanceView.load` including the prompts that were assigned in this decision."""
         return instance.load + 2 * self._new_prompt_tokens[instance.id] / instance.capacity_tokens
 
     def new_prompt_tokens(self, instance: InstanceView) -> int:
@@ -97,7 +102,7 @@ class Room:
         return instance.id not in self._closed and instance.id not in self._unsteady_ids
 
     def has_room(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """Return whether a request can start on an instance now, and stay there until it ends."""
+        """Return whether a request can start on an instance now, and fits there even at its maximum length."""
         return (
             instance.capacity_tokens >= request.max_total_tokens
             and self.free(instance) >= self.need(request)
@@ -129,8 +134,8 @@ class Room:
         return tuple(found.values())
 
     def parts(self, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-        """Return the instances that would merge on these devices; None if they do not cover exactly these devices, or
-        if there is only one."""
+        """Return the instances that would merge on these devices. None if there is only one instance, or if the
+        instances do not cover exactly these devices."""
         members = self.members(devices)
         whole = len(members) > 1 and sum(i.degree for i in members) == len(devices)
         return members if whole else None
@@ -152,7 +157,7 @@ class Room:
     # Changes
 
     def close(self, instance: InstanceView) -> None:
-        """Assign nothing more to an instance in this decision."""
+        """Close an instance: it receives no more requests in this decision."""
         self._closed.add(instance.id)
 
     def assign(self, instance: InstanceView, request: WaitingRequest) -> None:
@@ -162,8 +167,8 @@ class Room:
         self._new_prompt_tokens[instance.id] += request.prompt_tokens
 
     def reserve_for(self, request: WaitingRequest) -> None:
-        """Close the open instance with the most free tokens that can hold a request, so that no later request takes
-        them. If there is none, nothing changes."""
+        """Close the open instance with the most free tokens that can hold a request, so that no later request takes the
+        tokens. If no instance can hold it, nothing changes."""
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
         if options:
@@ -194,8 +199,8 @@ class Room:
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def reserve_in_transition(self, request: WaitingRequest) -> None:
-        """Reserve tokens on an instance that can hold a request after its transformation: with enough free tokens if
-        possible, then of the lowest degree. If there is no such instance, nothing changes."""
+        """Reserve tokens on an instance that can hold a request after its present transformation. Prefer instances with
+        enough free tokens, then a low degree, then many free tokens. If there is no such instance, nothing changes."""
         need, view = self.need(request), self._view
         options = [
             (self._free[i.id] < need, i.transition_to, -self._free[i.id], i.id)

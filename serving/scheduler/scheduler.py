@@ -51,7 +51,7 @@ class Scheduler:
     """Loop between a policy and an executor. All methods are called from one thread.
 
     A policy that pauses requests has an attribute `pauses = True`. Under any other policy, the scheduler itself resumes
-    paused requests as soon as they fit, and assigns nothing to their devices before.
+    paused requests as soon as they fit. Until then, their devices receive no other requests.
 
     Attributes:
         policy: present policy. It may be replaced between two ticks.
@@ -75,8 +75,8 @@ class Scheduler:
         return decisions
 
     def _decide(self) -> tuple[list[Decision], bool]:
-        """Make one decision. Return the tried actions, and whether an instance in transformation accepted a request: if
-        so, another decision may dispatch a further request there."""
+        """Make one decision. Return the tried actions, and whether an instance in transformation accepted a request. If
+        so, another decision may dispatch a further request to it."""
         self.counters.ticks += 1
         view = self.executor.snapshot()
         for action, done in self._backoff.ended(view):

@@ -9,10 +9,10 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
-    """Return whether the running requests fit the instances of `degree` after a split, each with a page for its next
-    tokens.
+    """Return whether the running requests fit the new instances after a split to `degree`, with one free page for the
+    next tokens of each request.
 
-    Requests are distributed as by the engine: longest first, to the part with the most free tokens.
+    Requests are distributed as in the engine: longest first, each to the new instance with the most free tokens.
     """
     limits = view.limits[degree]
     if instance.largest > limits.capacity_tokens:
@@ -37,8 +37,8 @@ def split_to_release(
     """Return the split of a merged instance that still holds all weights, so that a later merge can turn unneeded
     weights into KV cache for `request`.
 
-    None if its running requests do not fit the parts yet, or the split was refused. The instance is closed in `room`
-    either way.
+    None if the running requests do not fit the new instances yet, or if the split was refused recently. The instance is
+    closed in `room` in any case.
     """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
@@ -57,25 +57,26 @@ class SplitConfig:
     free_share: float = 0.5
     """Share of the KV cache that must be free before an instance splits."""
     linger_s: float = 60.0
-    """Seconds after its last long request in which an instance still accepts requests and does not split."""
+    """Seconds after the end of the last long request in which an instance still accepts requests and does not split."""
     partial: bool = True
     """Whether an instance may split to the lowest degree that holds its long requests, before they end."""
 
 
 class SplitRule:
-    """Split of instances whose long requests have ended.
+    """Rule for splitting instances whose long requests have ended.
 
-    Remembers the last time at which a long request needed each merged instance: it ran there, or it waited and would
-    fit.
+    It remembers the last time at which a long request needed each merged instance. A request needs an instance if it
+    runs there, or if it waits and would fit.
     """
 
     def __init__(self, config: SplitConfig):
         self.config = config
         self._needed_s: dict[tuple[int, ...], dict[int, float]] = {}
-        """Last time at which a degree was too low for long requests, by devices of the merged instance and degree."""
+        """Last time at which long requests needed more than a degree, by devices of the instance and by degree."""
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
-        """Return the instances that should accept no more requests, with the degree that each will split to.
+        """Return the instances that should accept no more requests because they will split, and the degree after the
+        split.
 
         Args:
             pressed: whether a short request found no room in the last decision. Instances then do not linger.
@@ -99,8 +100,8 @@ class SplitRule:
         return leaving
 
     def _needed_degree(self, view: ClusterView, degree: int, size: int) -> int:
-        """Return the lowest degree that an instance of `degree` may split to while a request of `size` tokens needs
-        room; `degree` itself if it must not split."""
+        """Return the lowest degree to which an instance of `degree` may split while a request of `size` tokens runs or
+        waits there; `degree` itself if the instance must not split."""
         if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
@@ -121,8 +122,8 @@ class SplitRule:
     ) -> list[ScaleDown]:
         """Close the leaving instances in `room`, and return the splits of instances with enough free cache.
 
-        If `pressed`, an instance splits as soon as its requests fit the parts. If they do not fit and no other instance
-        is open, it stays open.
+        If `pressed` is true, an instance splits as soon as its requests fit the new instances, even with less free
+        cache. If they do not fit and no other instance is open, the instance stays open.
         """
         actions, numbers = [], {instance.id for instance, _ in leaving}
         for instance, degree in leaving:

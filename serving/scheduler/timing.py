@@ -19,7 +19,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Timing:
-    """Recent medians, and the highest throughput. Missing entries are not measured yet."""
+    """Medians of recent durations, and the highest throughput. An entry is missing until it was measured."""
 
     steps_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of a decode step, by degree."""
@@ -35,10 +35,10 @@ class Timing:
         return self.steps_s.get(degree)
 
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
-        """Return whether `degree` is known to generate at least as many tokens a second as `other`.
+        """Return whether measurements show that `degree` generates at least as many tokens per second as `other`.
 
-        The measurement of `other` counts only if it had nearly as many sequences: with few sequences, higher degrees
-        are always faster.
+        The measurement of `other` counts only if it had nearly as many sequences as now and as the measurement of
+        `degree`, because higher degrees are always faster with few sequences.
 
         Args:
             sequences: present number of sequences.
@@ -50,7 +50,7 @@ class Timing:
         return one.tokens_per_s >= two.tokens_per_s and two.sequences >= enough
 
     def prompt_s(self, num_tokens: int, degree: int) -> float | None:
-        """Return the seconds to compute that many prompt tokens; None if nothing was measured at this degree."""
+        """Return the seconds to compute `num_tokens` prompt tokens; None if no prompt was measured at this degree."""
         rate = self.prompt_tokens_per_s.get(degree)
         return num_tokens / rate if rate else None
 

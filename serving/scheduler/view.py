@@ -1,4 +1,4 @@
-"""Immutable snapshot of the cluster, which policies decide from: instances, queue, and possible degrees.
+"""Immutable snapshot of the cluster, the input of policies: instances, queue, and possible degrees.
 
 Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual. A long request exceeds
 the capacity of an empty instance of the base degree; all others are short. A request with a priority below 0 is urgent.
@@ -19,7 +19,7 @@ class WaitingRequest:
 
     request_id: str
     prompt_tokens: int
-    """Tokens to compute before the next token is sampled. For a preempted request they include its output so far."""
+    """Tokens to compute before the next token is sampled. For a preempted request this includes the output so far."""
     max_total_tokens: int
     """Maximum length of the request: prompt plus `max_tokens`."""
     priority: int = 0
@@ -30,15 +30,15 @@ class WaitingRequest:
     started: bool = False
     """Whether the request was preempted. If so, it is never rejected because the queue is full."""
     waiting_since_s: float | None = None
-    """Now minus the total time that the request has waited; running time does not count. None: it has waited since its
-    arrival."""
+    """Present time minus the total time that the request has waited. Running time is not waiting time. None: the
+    request has waited since its arrival."""
     ttft_slo_s: float | None = None
     """Limit of this request for the time from arrival to first token. None: the policy's limit."""
     tpot_slo_s: float | None = None
     """Limit of this request for each further token, in seconds. None: the policy's limit."""
     beyond_share: bool = False
-    """Whether the client already uses its share of slots or KV cache, and other clients wait. Such a request goes
-    behind all requests of clients within their shares."""
+    """Whether the client of this request already uses its share of slots or KV cache, and other clients wait. Such
+    requests go behind all requests of clients within their shares."""
 
     @property
     def since_s(self) -> float:
@@ -46,13 +46,13 @@ class WaitingRequest:
         return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
 
     def waited_s(self, now_s: float) -> float:
-        """Return the total seconds it has waited."""
+        """Return the total seconds that the request has waited."""
         return now_s - self.since_s
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Rank for preemption: a request may preempt requests of a higher rank. All requests beyond their client's
-        share rank higher than all others; otherwise the rank is the priority."""
+        """Rank for preemption: a request may preempt requests of a higher rank. Requests beyond their client's share
+        have a higher rank than all other requests. Apart from this, the rank is the priority."""
         return self.beyond_share, self.priority
 
 
@@ -62,26 +62,27 @@ class RunningRequest:
 
     request_id: str
     num_tokens: int
-    """Tokens so far, including the prompt. They have pages."""
+    """Tokens so far, including the prompt. Their KV pages are allocated."""
     max_total_tokens: int
     """Maximum length of the request: prompt plus `max_tokens`."""
     uncomputed_tokens: int = 0
-    """Tokens to compute before it decodes: the rest of its prompt, and of its output if it was preempted."""
+    """Tokens to compute before the request decodes: the remaining prompt, and earlier output after a preemption."""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
     beyond_share: bool = False
-    """As in `WaitingRequest`. It may be preempted for a request within its client's share."""
+    """See `WaitingRequest.beyond_share`. Such a request may be preempted for a request of a client within its share."""
     queued_s: float = 0.0
-    """Total seconds it waited before it ran. If it is preempted, its waiting time continues from this value."""
+    """Total seconds that the request waited before it ran. After a preemption, its waiting time continues from this
+    value."""
 
     def waited_s(self, now_s: float) -> float:
-        """Return the total seconds it has waited. The value does not grow while the request runs."""
+        """Return the total seconds that the request has waited. The value does not grow while the request runs."""
         return self.queued_s
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Class for preemption: see `WaitingRequest.rank`."""
+        """Rank for preemption: see `WaitingRequest.rank`."""
         return self.beyond_share, self.priority
 
 
@@ -97,25 +98,26 @@ class InstanceView:
     free_tokens: int
     """Free tokens. Cached prefixes that no request uses count as free."""
     free_slots: int
-    """Number of requests that it could run in addition."""
+    """Number of requests that the instance could run in addition."""
     running: tuple[RunningRequest, ...] = ()
     transition_to: int | None = None
-    """Degree that its devices are changing to. None: no transformation. During one, the instance accepts only requests
-    that fit `joinable_tokens`."""
+    """Degree of the instances on these devices after the present transformation. None: no transformation. During a
+    transformation, the instance accepts only requests that fit `joinable_tokens`."""
     coming_tokens: int | None = None
     """Capacity after the transformation. None: `DegreeLimits.capacity_tokens` of `transition_to`."""
     joinable_tokens: int = 0
-    """Tokens available to a new request while layers change. The request must fit an instance of the lower degree."""
+    """Tokens available to a new request while layers change. The request must also fit an instance of the lower of both
+    degrees."""
     draining: bool = False
     """Whether an operator has stopped new requests to this instance."""
     step_s: float | None = None
     """Median seconds of its recent decode steps. None: no step yet."""
     paused: tuple[tuple[RunningRequest, ...], ...] = ()
-    """Requests paused while this instance uses their devices: one tuple for each instance that it replaced, in device
-    order. They keep their pages and slots, which `free_tokens` and `free_slots` exclude. Empty: no request is
-    paused."""
+    """Requests that are paused while this instance uses their devices: one tuple for each instance before the merge, in
+    device order. Paused requests keep their pages and slots, which `free_tokens` and `free_slots` exclude. Empty: no
+    request is paused."""
     paused_degree: int | None = None
-    """Degree of the replaced instances. A split to this degree resumes the paused requests. None: no request is
+    """Degree of the instances before the merge. A split to this degree resumes the paused requests. None: no request is
     paused."""
 
     @cached_property
@@ -157,9 +159,9 @@ class DegreeLimits:
     max_requests: int
     """Slots: requests that run at once."""
     kept_tokens: int | None = None
-    """Capacity of an instance that was merged with all weights kept. None: the sum of its members' capacities."""
+    """Capacity of an instance that was merged with all weights kept. None: the sum of capacities before the merge."""
     ready: bool = True
-    """Whether its programs are compiled. If not, all groups of this degree are in `ClusterView.refused`."""
+    """Whether the programs of this degree are compiled. If not, all its groups are in `ClusterView.refused`."""
 
 
 @dataclass(frozen=True)
@@ -181,19 +183,20 @@ class ClusterView:
     max_model_len: int | None = None
     """Longest prompt plus output of the model, in tokens. None: no limit other than KV capacity."""
     merge_to: int = 1
-    """Lowest degree that merges go to, if it exists. Set by the policy, not by the executor."""
+    """Lowest degree after a merge, if the cluster has this degree. Set by the policy, not by the executor."""
     refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
-    """Transformations (devices, degree) that a policy must not request now: they were refused or failed recently, or
-    their programs are being compiled."""
+    """Transformations, as (devices, degree), that a policy must not request now, because they were refused or failed
+    recently, or their programs are being compiled."""
     timing: Timing = field(default_factory=Timing)
     """Measured durations of steps and transformations."""
     hidden_tokens: tuple[int, ...] = ()
-    """`max_total_tokens` of each waiting request that cannot start yet and is not in `queue`: it was preempted while
-    its last token was in flight, or waits for a program. An instance that can hold it should not split."""
+    """`max_total_tokens` of each waiting request that is not in `queue` because it cannot start yet: its last token is
+    still in flight after a preemption, or a program is being compiled for it. An instance that can hold such a request
+    should not split."""
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:
-        """`degrees` by degree."""
+        """Entries of `degrees` by degree."""
         return {limits.degree: limits for limits in self.degrees}
 
     @property
@@ -214,7 +217,7 @@ class ClusterView:
         return sorted([*(request.max_total_tokens for request in self.queue), *self.hidden_tokens])
 
     def largest_waiting(self, limit_tokens: int) -> int:
-        """Return the highest `max_total_tokens` up to `limit_tokens` of all waiting requests; 0 if there is none."""
+        """Return the size of the largest waiting request of at most `limit_tokens` tokens; 0 if there is none."""
         place = bisect_right(self._waiting_sizes, limit_tokens)
         return self._waiting_sizes[place - 1] if place else 0
 
@@ -224,14 +227,15 @@ class ClusterView:
         return base * max(degree // self.base_degree, 1) if known is None else known
 
     def keeps_weights(self, instance: InstanceView) -> bool:
-        """Return whether an instance was merged with all weights kept. If so, a split and a new merge that releases
-        weights would add capacity."""
+        """Return whether an instance was merged with all weights kept. If so, a split and then a merge that releases
+        weights would increase its capacity."""
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
         """Return the lowest degree whose empty instances hold a request; None if it fits nowhere.
 
-        The result is at least the base degree. If it is higher, it is also at least `merge_to`, if possible.
+        The result is at least the base degree. If the request needs a higher degree, the result is also at least
+        `merge_to`, or the highest degree if no degree reaches `merge_to`.
         """
         holding = [
             limits.degree
@@ -243,12 +247,12 @@ class ClusterView:
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose instances hold a request with all weights kept; None if there is none."""
+        """Return the lowest degree whose instances hold a request with all weights kept; None if no degree does."""
         holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
         return min(holding, default=None)
 
     def final_capacity(self, instance: InstanceView) -> int:
-        """Return the tokens that an instance can hold after its transformation, or now if it has none."""
+        """Return the tokens that an instance can hold after its present transformation, or now if it is not in one."""
         to = instance.transition_to
         if instance.coming_tokens is not None:
             return instance.coming_tokens

@@ -6,15 +6,18 @@ from typing import Protocol
 
 
 class Batching(Protocol):
-    """Rule that chooses the prompt chunks of a step. Every decoding sequence gets a token in each step in any case."""
+    """Rule that chooses the prompt chunks of a step.
+
+    The rule does not affect decoding sequences: each of them generates a token in every step.
+    """
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Return the chunk sizes in tokens of the next step, for the first prompt, the second, and so on.
+        """Choose the prompt chunks of the next step, and return their sizes in tokens in the order of `left`.
 
-            The list may be shorter than `left`: the other prompts wait.
+        The list may be shorter than `left`. The remaining prompts wait.
 
         Args:
-            left: number of tokens of each prompt that are not computed yet.
+            left: number of tokens that are not computed yet, for each prompt.
             decodes: number of decoding sequences in the same step.
             degree: degree of the instance.
         """
@@ -28,7 +31,7 @@ class TokenBudget:
     max_num_batched_tokens: int = 2048
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """See `Batching.chunks`. Decodes do not count in the budget."""
+        """See `Batching.chunks`. Decoding sequences do not use the budget."""
         budget, taken = self.max_num_batched_tokens, []
         for tokens in left:
             if budget <= 0:
@@ -45,7 +48,7 @@ _COARSE, _MIN_CHUNK = 4, 16
 class EngineBuckets:
     """Rule of this project's engine, whose steps have compiled shapes (`amoeba_jax.programs.buckets`).
 
-    The first prompt determines the chunk size of a step. The shape of a step has 1 or 4 chunks, all equally large.
+    A step has space for 1 or 4 chunks of one size. The first prompt determines this size.
 
     Attributes:
         max_num_seqs: maximum number of sequences for each device of an instance.
@@ -63,7 +66,7 @@ class EngineBuckets:
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Chunk sizes in tokens, ascending: the budget divided by powers of four."""
+        """Chunk sizes in tokens, ascending: `max_num_batched_tokens` divided by 1, 4, 16 and so on, but at least 16."""
         sizes = [self.max_num_batched_tokens]
         while sizes[0] >= _COARSE * _MIN_CHUNK:
             sizes.insert(0, sizes[0] // _COARSE)
@@ -72,7 +75,8 @@ class EngineBuckets:
     def chunk_size(self, length: int) -> int:
         """Return the chunk size in tokens for a prompt with `length` tokens left.
 
-        This is the smallest size of at least `length`; or the next smaller size, if `length` fills at most half of it.
+        The result is the smallest size of at least `length`, or the largest size for a longer prompt. If `length` is at
+        most half of that size, the result is the next smaller size, if there is one.
         """
         sizes = self.chunk_sizes
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)

@@ -1,4 +1,4 @@
-"""Block: a run of equal steps of an instance, which the simulator plans at once."""
+"""Block: a series of equal steps of an instance, which the simulator plans at once."""
 
 import math
 
@@ -14,10 +14,10 @@ class Block:
         first_s: seconds of the first step.
         slope_s: seconds by which each step is longer than the step before, because contexts grow.
         plain_s: seconds of the first step without its prompts and switches.
-        chunks: requests whose prompts the step computes, with the number of prompt tokens.
+        chunks: requests with a prompt chunk in the step, each with the number of tokens in the chunk.
         switches: number of layers that a transformation switches before the step.
-        interference_s: part of the step's seconds that its prompts cause; 0 if no request decodes.
-        switch_s: part of the step's seconds that its switches cause.
+        interference_s: seconds that prompts add to the step; 0 if no request decodes.
+        switch_s: seconds that layer switches add to the step.
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class Block:
         return min(max(whole, 0), self.steps)
 
     def cut(self, now_s: float) -> bool:
-        """Drop the steps that have not begun at `now_s`, and return whether there were any."""
+        """Drop the steps that have not begun at `now_s`, and return whether a step was dropped."""
         elapsed_s = now_s - self.start_s
         begun = 0 if elapsed_s <= 0 else max(math.ceil(self._position(elapsed_s) - 1e-9), 1)
         if begun >= self.steps:
@@ -63,9 +63,10 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Drop the steps that have not begun. Return the step that is running as a block of its own, or None.
+        """Drop the steps that have not begun. Return a new block with the running step; None if no step is running.
 
-        Prompts and switches of that step move to the new block. The caller lowers `steps` by 1.
+        Prompts and switches of the running step move to the new block. `steps` of this block still counts the running
+        step: the caller subtracts 1 if a block is returned.
         """
         self.cut(now_s)
         if self.steps == 0:

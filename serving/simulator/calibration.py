@@ -26,25 +26,25 @@ class Calibration:
     num_layers: int
     layers_per_step: int
     capacity_tokens: dict[int, int]
-    """Degree -> tokens that fit into the KV cache of an instance."""
+    """Tokens that fit into the KV cache of an instance, by degree."""
     max_requests: dict[int, int]
-    """Degree -> maximum number of running requests of an instance."""
+    """Maximum number of running requests of an instance, by degree."""
     decode_s: dict[int, dict[int, float]]
-    """Degree -> rows -> seconds of a decode step, while no other instance runs."""
+    """Seconds of a decode step while no other instance runs, by degree and number of rows."""
     prompt_s: dict[int, dict[int, float]]
-    """Degree -> chunk size -> seconds of a step with one chunk. They include `few_rows` rows, used or not."""
+    """Seconds of a step with one chunk, padded to `few_rows` rows, by degree and chunk size."""
     prompts_s: dict[int, dict[int, float]]
-    """Degree -> chunk size -> seconds of a step with four chunks. Only sizes that allow four chunks are included."""
+    """Seconds of a step with four chunks, by degree and chunk size. Sizes that do not allow four chunks are missing."""
     few_rows: int
-    """Rows in the smaller compiled shape of a step with one chunk. Steps with more sequences use the largest shape."""
+    """Rows of the smaller compiled shape of a step with one chunk. Steps with more sequences use the largest shape."""
     latency_s: float
     """Seconds that a request spends outside of steps: before the first launch, and after the last result."""
     context_s: dict[int, float]
-    """Degree -> seconds of decode attention for each token of a decoding sequence."""
+    """Seconds of decode attention for each token of a decoding sequence, by degree."""
     crowding: dict[int, float]
-    """Number of busy instances -> duration of a step, relative to one busy instance: above 1 if devices share a CPU."""
+    """Duration of a step relative to one busy instance, by number of busy instances: above 1 if devices share a CPU."""
     prompt_crowding: dict[int, float]
-    """Same for a step with a prompt, while the other instances decode."""
+    """Like `crowding`, for a step with a prompt while the other busy instances decode."""
     up_layer_s: float
     """Seconds to switch one layer in a merge."""
     down_layer_s: float

@@ -13,10 +13,10 @@ from serving.simulator.transformation_cost import Change
 
 @dataclass(frozen=True)
 class HostMemoryCost:
-    """Transformations of Seesaw (arXiv 2503.06433): devices load weights from host memory, and copy the KV cache there
-    and back.
+    """Transformations of Seesaw (arXiv 2503.06433).
 
-    No step runs meanwhile. Each device transfers at the rate of its own host link.
+    Devices load weights from host memory, and copy the KV cache to host memory and back. No step runs meanwhile. Each
+    device transfers at the rate of its own host link.
     """
 
     model: ModelShape
@@ -40,7 +40,7 @@ class LayerExchangeCost:
     """Transformations of KunServe (arXiv 2412.18169, sections 4.2 and 4.4).
 
     In a merge, each device drops the parameters of some layers at no cost, and sends the keys and values of these
-    layers to the device that still has the parameters. In a split, the devices copy all of them back.
+    layers to the device that still has the parameters. In a split, the devices copy parameters, keys and values back.
     """
 
     model: ModelShape
@@ -72,7 +72,7 @@ class PipelineCost:
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: the time of a micro-batch in all stages, and of its transfers between stages."""
+        """See `StepCost.fixed_s`: the time of a micro-batch in all stages, plus its transfers between stages."""
         if degree == 1:
             return self.base.fixed_s(1, shape)
         part = _part(shape, degree)
@@ -82,7 +82,7 @@ class PipelineCost:
         return self.base.fixed_s(1, part) + degree * hop_s
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`. All stages read at the same time, each the cache of its layers."""
+        """See `StepCost.context_s`. All stages read the cache of their layers at the same time."""
         return self.base.context_s(1) / degree
 
     def pair_s(self, degree: int) -> float:
@@ -91,21 +91,21 @@ class PipelineCost:
 
 @dataclass(frozen=True)
 class SequenceParallelCost:
-    """Steps of LoongServe (arXiv 2404.09526): sequence parallelism over parts, each with the whole model.
+    """Steps of LoongServe (arXiv 2404.09526): sequence parallelism over parts of an instance.
 
-    Each part computes some tokens of every prompt. In decode steps, each sequence has one part as its master: the
-    master computes everything but attention, which runs on all parts that store keys and values of the sequence. A part
-    may consist of several devices with tensor parallelism.
+    A part is one device, or several devices with tensor parallelism, and has all weights. Each part computes some
+    tokens of every prompt. In decode steps, each sequence has one part as its master. The master computes everything
+    but attention, which runs on all parts that store keys and values of the sequence.
     """
 
     base: ModelStepCost
     tensor_degree: int = 1
-    """Devices of each part. The degree of a step counts parts."""
+    """Number of devices of each part. The argument `degree` of the methods is the number of parts."""
     masters: int | None = None
     """Number of parts that are masters. None: all parts."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: the time of one part, and of the transfers between parts.
+        """See `StepCost.fixed_s`: the time of one part, plus the transfers between parts.
 
         In each layer, keys and values of prompts pass through all parts. A master sends the queries of its decoding
         sequences to the other parts, and receives partial results.
@@ -133,8 +133,8 @@ class SequenceParallelCost:
 class UlyssesCost:
     """Steps with Ulysses sequence parallelism, which Shift Parallelism uses (arXiv 2509.16495).
 
-    Each device has all weights and computes some of the tokens. For attention it computes some of the heads of all
-    tokens instead, so each layer has two all-to-alls.
+    Each device has all weights and computes some of the tokens. In attention, it computes some heads for all tokens, so
+    each layer needs two all-to-all exchanges.
     """
 
     base: ModelStepCost
@@ -162,7 +162,7 @@ class UlyssesCost:
 class ShiftCost:
     """Steps of Shift Parallelism: each step uses the faster of tensor and sequence parallelism.
 
-    Both store the KV cache in the same way, so no page moves between steps.
+    Both kinds of parallelism store the KV cache in the same way, so no page moves between steps.
     """
 
     base: ModelStepCost
@@ -186,7 +186,10 @@ def _part(shape: StepShape, degree: int) -> StepShape:
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of KunServe, whose devices store weights and KV cache of some layers only."""
+    """Return the limits of KunServe for each degree at which the model fits. Devices store only some of the layers.
+
+    Raises `SimulationError` if the model fits at no degree.
+    """
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
     for degree in degrees:
@@ -198,13 +201,20 @@ def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -
 
 
 def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of LoongServe, whose devices each store all weights."""
+    """Return the limits of LoongServe for each degree. Each device stores all weights.
+
+    Raises `SimulationError` if the model does not fit on one device.
+    """
     one = memory.limits((1,), max_num_seqs)[0].capacity_tokens
     return tuple(DegreeLimits(degree, one * degree, max_num_seqs * degree) for degree in degrees)
 
 
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of Shift Parallelism, whose devices each store all weights, and a copy of one shard for TP."""
+    """Return the limits of Shift Parallelism for each degree at which the model fits.
+
+    Each device stores all weights, and a copy of its TP shard if the degree is above 1. If the model fits at no degree,
+    return the result of `memory.limits`.
+    """
     model, found = memory.model, []
     budget = memory.device.memory_bytes * memory.utilization - memory.activations
     for degree in degrees:

@@ -1,4 +1,4 @@
-"""Rates and sizes of accelerators, which `devices/*.json` gives with the sources of the numbers."""
+"""Rates and sizes of accelerators. The files in `devices/` have the numbers and their sources."""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -36,7 +36,7 @@ class DeviceSpec:
     launch_s: float
     """Seconds of the shortest operator."""
     all_reduce_latency_s: dict[int, float] = field(default_factory=dict)
-    """Number of ranks -> seconds of the smallest all-reduce."""
+    """Seconds of the smallest all-reduce, by number of ranks. For a missing number, the largest value is used."""
     link_efficiency: float = 0.7
     """Share of `link_bandwidth` that transfers between devices reach."""
     step_overhead_s: float = 0.004
@@ -57,7 +57,10 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str) -> "DeviceSpec":
-        """Build a device from JSON data. Raises `SimulationError` for a missing or unknown field."""
+        """Build a device from JSON data. `origin`: prefix of error messages.
+
+        Raises `SimulationError` for a missing, unknown or invalid field.
+        """
         known = {item.name for item in fields(cls)}
         for name in data:
             if name not in known:

@@ -1,7 +1,7 @@
 """Event loop in virtual time over several hosts.
 
 A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks. A block is a
-run of equal steps of an instance that is planned at once (`block.Block`). A tick is a decision of a scheduler.
+series of equal steps of an instance that is planned at once (`block.Block`). A tick is a decision of a scheduler.
 """
 
 import heapq
@@ -29,9 +29,9 @@ from serving.simulator.tally import Records, Tally
 TICK_S = 1.0
 """Seconds from one tick to the next if no event happens, as in `EngineScheduler.interval_s`."""
 IDLE_TICK_S = 5.0
-"""Value of `TICK_S` for a host without waiting requests, if there are several hosts.
+"""Seconds between ticks of a host without waiting requests, if there are several hosts. It replaces `TICK_S`.
 
-It saves most ticks of a large cluster. The price: merged instances may split up to 4 s later.
+A large cluster needs fewer ticks, but merged instances may split up to 4 s later.
 """
 _AGAIN_S = 1e-3
 """Seconds from a tick that preempted, paused or resumed requests to the next tick."""
@@ -50,18 +50,18 @@ class LoopConfig:
     until_s: float | None = None
     """Virtual seconds to simulate. None: until all requests have ended."""
     drain_s: float = 3600.0
-    """Maximum seconds after the last arrival, if `until_s` is None."""
+    """Maximum virtual seconds to simulate after the last arrival, if `until_s` is None."""
     queue_limit: int | None = None
-    """Number of waiting requests of one host that stops the simulation. None: no limit."""
+    """Maximum number of waiting requests of a host. The simulation stops if a host has more. None: no limit."""
 
 
 class Host:
-    """Devices with one scheduler.
+    """Group of devices with one scheduler.
 
     Attributes:
         next_tick_s: time of the next tick; infinite if none is planned.
         not_before_s: earliest time of the next tick.
-        idle_ticks: whether the policy needs ticks even if nothing waits.
+        idle_ticks: whether the policy needs ticks even if no request waits and no instance is merged.
     """
 
     __slots__ = ("executor", "idle_ticks", "index", "next_tick_s", "not_before_s", "scheduler")

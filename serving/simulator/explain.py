@@ -1,4 +1,4 @@
-"""Comparison of each policy with the best policy, in sentences: what takes more or less time, and why."""
+"""Sentences that compare each policy with the best policy: differences in latency, and their causes."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,14 @@ _PARTS = {
     "token_transformations_s": "transformations",
 }
 _WORTH_TELLING = 0.02
-"""Minimum difference to report, relative to the mean TTFT, or time of a token, of the best policy."""
+"""Minimum difference to report, as a share of the mean TTFT, or mean time of a token, of the best policy."""
 
 
 def winner(results: Mapping[str, PolicyResult]) -> str:
-    """Return the name of the policy with the largest `kept_share`. If shares are equal, the lower mean TTFT wins."""
+    """Return the name of the policy with the largest `kept_share`, rounded to 0.1%.
+
+    Of several policies with this share, the policy with the lowest mean TTFT wins.
+    """
 
     def key(name: str) -> tuple[float, float]:
         result = results[name]

@@ -27,12 +27,15 @@ class Faults:
     """All failures of a simulation."""
 
     transformations: int = 0
-    """Number of transformations that fail on each host: its first ones end without effect."""
+    """Number of failing transformations: the first transformations of each host end without effect."""
     devices: tuple[DeviceFault, ...] = ()
 
     @classmethod
     def from_text(cls, texts: list[str]) -> "Faults":
-        """Parse `transformations:2` and `device:3@120+60` (device 3, at 120 s, for 60 s). Raises `SimulationError`."""
+        """Parse `transformations:2` and `device:3@120+60` (device 3, at 120 s, for 60 s).
+
+        Raises `SimulationError` for an invalid text.
+        """
         transformations, devices = 0, []
         for text in texts:
             kind, _, value = text.partition(":")

@@ -16,8 +16,8 @@ class GroupChanges:
     """Start, progress and end of the transformations of a host.
 
     Attributes:
-        failing: end in seconds and members of each running transformation that will end without effect.
-        waiting: merges that start when no request runs on their members, with the members.
+        failing: running transformations that will end without effect, each as its end in seconds and its members.
+        waiting: merges that have not started because requests run on their members, each with the members.
     """
 
     def __init__(self, executor: Host):
@@ -40,7 +40,7 @@ class GroupChanges:
         return members
 
     def scale_up(self, action: ScaleUp) -> None:
-        """Start a merge. `action.running`: running requests go on, pause, or end before the merge starts.
+        """Start a merge. `action.running`: whether running requests continue, pause, or end before the merge starts.
 
         Raises `Refusal` with the reason if the merge is not possible now.
         """
@@ -150,7 +150,7 @@ class GroupChanges:
         self._executor.begin(instance)
 
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
-        """Start a transformation that will fail: its members accept no requests until its end, and then go on."""
+        """Start a transformation that will fail: its members accept no requests until its end, and then continue."""
         cost = self._executor.config.transformation
         price = cost.change(lower, action.degree, sum(i.used_tokens() for i in members))
         for member in members:
@@ -182,9 +182,10 @@ class GroupChanges:
             self._executor.begin(part)
 
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
-        """Replace an instance by instances of a lower degree (its paused instances, if any), and return these.
+        """Replace an instance by instances of a lower degree, and return the new instances.
 
-        They get its requests and cached prompts. A request that fits on none of them is preempted.
+        Paused instances on the same devices, if any, are the new instances. The new instances receive the running
+        requests and the cached prompts. A request that fits on no new instance is preempted.
         """
         host = self._executor
         if instance.paused:

@@ -11,7 +11,7 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """Part of `SimExecutor` that these modules use. Methods are described there."""
+    """Part of `SimExecutor` that the modules for merges, splits and pauses use. `SimExecutor` documents the methods."""
 
     config: HostConfig
     limits: dict[int, DegreeLimits]
@@ -33,17 +33,18 @@ class Host(Protocol):
 
 
 def drained_s(host: Host, instance: SimInstance) -> float:
-    """Drop the steps of an instance that have not begun. Return the time at which the step that is running ends.
+    """Drop the planned steps of an instance that have not begun. Return the end of the running step in seconds.
 
-    Returns the present time if the instance is idle. The caller then calls `take_in`.
+    Return the present time if no step is running. The caller calls `take_in` next.
     """
     instance.cut(host.now_s)
     return host.now_s if instance.block is None else max(instance.block.end_s, host.now_s)
 
 
 def take_in(host: Host, instance: SimInstance) -> None:
-    """Process all steps of an instance's block at once, including finished requests, although the last step may still
-    run. The instance is idle then, and the event for the end of the block is obsolete.
+    """Process all steps of an instance's block now, although the last step may still run. Record finished requests.
+
+    The instance is idle afterwards. The event for the end of the block becomes obsolete.
     """
     if instance.block is not None:
         for run in instance.end_block(instance.block.end_s):

@@ -35,7 +35,7 @@ class HostConfig:
     regroup_s: float = 0.0
     """Seconds without steps when requests pause or resume. The engine rebuilds its views of the cache meanwhile."""
     launches_ahead: bool = False
-    """Whether a step is launched when the step before begins, as in the engine; otherwise when that step ends."""
+    """Whether a step is launched when the previous step begins, as in the engine. False: when that step ends."""
     shows_timing: bool = False
     """Whether policies see measured times of steps and transformations, as in the engine."""
     strict: bool = False
@@ -48,7 +48,7 @@ class HostConfig:
 
     @property
     def base_degree(self) -> int:
-        """Lowest degree at the start. Merged instances split to it."""
+        """Lowest degree at the start. Merged instances split to this degree."""
         return min(self.degrees_at_start)
 
 
@@ -61,7 +61,7 @@ class Waiting:
         index: row of the request in the records.
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
-        last_token_s: time of its latest token before a preemption; None if it had no token.
+        last_token_s: time of its latest token before a preemption; None if it has generated no token.
     """
 
     request: WaitingRequest

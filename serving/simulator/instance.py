@@ -1,6 +1,6 @@
 """Simulated instance: its running requests and their steps.
 
-Steps are planned in blocks: a block is a run of equal steps (`block.Block`). A step generates one token of each
+Steps are planned in blocks: a block is a series of equal steps (`block.Block`). A step generates one token of each
 decoding request, and computes chunks of prompts.
 """
 
@@ -31,7 +31,7 @@ class Change:
         layers_per_step: number of layers that switch before each step.
         fails: whether the transformation ends without effect.
         from_degree: old degree.
-        lane_tokens: capacity of an instance of the lower degree.
+        lane_tokens: capacity in tokens of an instance of the lower degree.
     """
 
     action: ScaleUp | ScaleDown
@@ -47,7 +47,7 @@ class Change:
     lane_tokens: int = 0
 
     def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
-        """Return the longest prompt, in tokens, that may start on the instance now; 0 if the transformation fails.
+        """Return the longest prompt, in tokens, that may start on the instance now; 0 if `fails` is set.
 
         Args:
             instance: instance that is transformed.
@@ -102,21 +102,21 @@ class SimInstance:
     Attributes:
         runs: running requests by id.
         joining: requests that are not part of a step yet.
-        prompts: requests whose prompts are computed, in the order of `Run.order`.
+        prompts: requests whose prompts the next steps compute, in the order of `Run.order`.
         num_decoding: number of decoding requests.
         steps: number of decode steps that have ended.
         context: tokens of all decoding requests.
         block: planned steps; None if the instance is idle.
         change: running transformation, if any.
-        paused: instances on the same devices that this instance has replaced for a time. Their requests make no
-            progress and keep their pages.
+        paused: paused instances, which this instance replaces on the same devices. Their requests make no progress and
+            keep their pages.
         room_tokens: maximum tokens of the running requests: the capacity less pages of paused requests.
         max_requests: maximum number of running requests; paused requests reduce it.
         ready_s: earliest start of the next step.
         paused_s: time at which the instance was last paused.
-        step_s: seconds of the latest decode step without a prompt; None before the first one.
-        step_rows: number of sequences in that step.
-        prompt_tokens_per_s: rate of the latest step with prompts; None before the first one.
+        step_s: seconds of the latest decode step without a prompt; None before the first such step.
+        step_rows: number of sequences in the step of `step_s`.
+        prompt_tokens_per_s: prompt tokens per second of the latest step with prompts; None before the first such step.
         waits_for: merge that will start when no request runs on its devices; None if there is none.
         step_began_s: start of the latest step that has ended.
         version: number of changes of `block`. Events for an older version are obsolete.
@@ -170,18 +170,22 @@ class SimInstance:
 
     @property
     def has_paused(self) -> bool:
-        """Whether paused requests have pages on its devices."""
+        """Whether paused requests have pages on the devices of this instance."""
         return any(member.runs for member in self.paused)
 
     def count_room(self) -> None:
-        """Update `room_tokens`. The paused instance with the fewest free tokens limits all devices equally."""
+        """Update `room_tokens`.
+
+        Without paused instances, it is the capacity. Otherwise, it is the number of paused instances times the free
+        tokens of the fullest paused instance.
+        """
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
     def used_tokens(self, steps: int | None = None) -> int:
-        """Return the tokens that fit into the pages of the running requests after `steps` decode steps.
+        """Return the size of all pages of running requests after `steps` decode steps, in tokens.
 
-        None: after the steps that have ended.
+        `steps`: number of decode steps. None: the decode steps that have ended.
         """
         steps, size = self.steps if steps is None else steps, self.page_size
         return sum(-(-run.num_tokens(steps) // size) for run in self.runs.values()) * size
@@ -197,7 +201,7 @@ class SimInstance:
         return tuple(run.view(steps) for run in self.runs.values())
 
     def add(self, run: Run) -> None:
-        """Add a request, which joins the next planned step. Prompt tokens in the prefix cache count as computed."""
+        """Add a request to `joining`. Prompt tokens in the prefix cache count as computed."""
         if run.blocks is not None:
             self.prefixes.shrink(self.room_tokens - self.used_tokens())
             found = self.prefixes.find(run.blocks, run.request.prompt_tokens)
@@ -224,7 +228,7 @@ class SimInstance:
                 self.joining.append(run)
 
     def remove(self, run: Run) -> None:
-        """Remove a request and its pages. All steps that have ended must be processed (`end_block`)."""
+        """Remove a request and its pages. The caller has processed all steps that have ended (`end_block`)."""
         self._forget(run)
         if run.base:
             self.num_decoding -= 1
@@ -253,7 +257,7 @@ class SimInstance:
     # Steps
 
     def begin(self, now_s: float) -> Block | None:
-        """Let added requests join, plan a block that starts now, and return it; None if there is nothing to run.
+        """Let added requests join, plan a block that starts now, and return the block; None if no request runs.
 
         The caller checks first that there are enough pages (`pages_short`).
         """
@@ -270,7 +274,11 @@ class SimInstance:
         return self.block
 
     def _take_joining(self) -> None:
-        """Add requests to the next step. With `launches_ahead`, only requests added before that step was launched."""
+        """Move requests from `joining` to `prompts`, so that the next step can compute their prompts.
+
+        An idle instance moves all requests. With `launches_ahead`, a busy instance launched the next step when its
+        latest finished step began. Requests that were added after that launch stay in `joining`.
+        """
         came = self.joining
         if self.launches_ahead and (self.prompts or self.num_decoding):
             came = [run for run in came if run.added_s <= self.step_began_s]
@@ -303,9 +311,9 @@ class SimInstance:
         return Block(now_s, max(steps, 1), first_s * self.slowdown, context_s * count * self.slowdown)
 
     def end_block(self, now_s: float) -> list[Run]:
-        """Process all steps of the block, the last of which ends at `now_s`, and clear the block.
+        """Process all steps of the block, and clear the block. The last step ends at `now_s`.
 
-        Returns the finished requests, which are removed with their pages. Without a block, nothing happens.
+        Return the finished requests, which are removed with their pages; an empty list if there is no block.
         """
         block, self.block = self.block, None
         if block is None or block.steps == 0:
@@ -361,7 +369,7 @@ class SimInstance:
             self._decode(run)
 
     def cut(self, now_s: float) -> bool:
-        """Let the block end after the step that is running, and return whether this changed its end."""
+        """Drop the planned steps that have not begun, and return whether a step was dropped."""
         if self.block is None or not self.block.cut(now_s):
             return False
         self.version += 1
@@ -369,7 +377,7 @@ class SimInstance:
 
 
 def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
-    """Return an instance as policies see it; `shows_timing`: with the seconds of its latest decode step."""
+    """Return an instance as policies see it. `shows_timing`: whether to include its latest step time."""
     at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
     step_s = instance.step_s if shows_timing else None
     if at_rest and not instance.runs and not instance.has_paused:
@@ -402,7 +410,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
 
 
 def steps_with_pages(instance: SimInstance) -> int:
-    """Return a lower bound of the decode steps for which the free pages suffice, at least 1."""
+    """Return a safe number of decode steps before pages run out, at least 1. The true number may be larger."""
     count, size = instance.num_decoding, instance.page_size
     most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
     if (room := instance.room_tokens - most) >= 64 * count:
@@ -412,7 +420,7 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Return whether pages are missing for the next step and preempting a request can free some."""
+    """Return whether the next step lacks pages and a preemption can free pages."""
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
         return False

@@ -44,7 +44,10 @@ class MemoryPlan:
         return self.model.weight_bytes / degree
 
     def capacity_tokens(self, degree: int) -> int:
-        """Return the tokens that fit on an instance, in whole pages; 0 or less if weights leave no room."""
+        """Return the tokens that fit into the KV cache of an instance, rounded down to whole pages.
+
+        The result is 0 or negative if weights and temporaries leave no room.
+        """
         free = self.device.memory_bytes * self.utilization - self.weight_bytes(degree) - self.activations
         return int(free / self.model.kv_token_bytes(degree)) // self.page_size * self.page_size
 

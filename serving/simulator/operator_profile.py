@@ -21,7 +21,7 @@ _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """Median time of a matrix product with `tokens` rows. `inputs` x `outputs`: part of the matrix on one rank."""
+    """Median time of a matrix product with `tokens` rows. `inputs` and `outputs`: sizes of its part on a rank."""
 
     operator: str
     inputs: int
@@ -84,7 +84,7 @@ class OperatorProfile:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "OperatorProfile":
-        """Return a profile of all files, which must be of one device. Raises `SimulationError` if a file is invalid."""
+        """Return a profile of all files, measured on one device. Raises `SimulationError` if a file is invalid."""
         return cls(point for path in paths for point in read_points(path))
 
     @property
@@ -95,7 +95,7 @@ class OperatorProfile:
     def seconds(self, inputs: int, outputs: int, tokens: int) -> float | None:
         """Return the seconds of a matrix product with `tokens` rows; None if the matrix was not measured.
 
-        Above the largest measured number of rows, the time is proportional. Below the smallest, it is constant.
+        Above the largest measured number of rows, the time grows in proportion. Below the smallest, it is constant.
         """
         if (table := self._tables.get((inputs, outputs))) is None:
             return None

@@ -28,7 +28,7 @@ def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> N
 
 
 def resume(host: Host, group: SimInstance) -> None:
-    """Replace a group without running requests by its paused members, whose requests go on."""
+    """Replace a group without running requests by its paused members, whose requests continue."""
     ready_s = drained_s(host, group)
     take_in(host, group)
     members = put_back(host, group)
@@ -50,7 +50,7 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 
 
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
-    """Return the request to preempt if pages are missing on an instance, and the instance that has it.
+    """Choose the request to preempt if pages are missing on an instance. Return its instance and the request.
 
     There are two candidates, each last in `Run.order`: a running request, and a request of the fullest paused instance.
     The paused request is preempted, except if it has a higher priority than the running request.
@@ -66,7 +66,10 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Update `room_tokens` of instances after a request was removed, which may have been a paused one."""
+    """Update `room_tokens` of all instances with paused instances.
+
+    Call this after the removal of a request, because the request may have been paused.
+    """
     for instance in instances:
         if instance.paused:
             instance.count_room()
@@ -80,7 +83,7 @@ def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) 
     Args:
         runs: requests of the instance.
         steps: decode steps that have ended on the instance.
-        parts: instances that replace it.
+        parts: instances that replace the instance.
         page_size: tokens of a page.
 
     Returns:

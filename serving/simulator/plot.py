@@ -61,7 +61,11 @@ def draw(results: Mapping[str, PolicyResult]) -> Any:
 
 
 def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
-    """Return the times of changes in seconds, and degree -> number of devices from each of these times on."""
+    """Return the number of devices by degree over time, as `(times, counts)`.
+
+    `times` has the seconds at which degrees change, and the end of the run. `counts[degree][i]` is the number of
+    devices in instances of that degree from `times[i]` on.
+    """
     degrees = sorted({degree for _, degree, _ in result.tally.degrees})
     now = dict.fromkeys(degrees, 0)
     times, counts = [], {degree: [] for degree in degrees}

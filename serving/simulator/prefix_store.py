@@ -1,7 +1,7 @@
 """Prefix cache of a simulated instance.
 
-A block is a run of consecutive prompt tokens with an id (unlike `block.Block`, a run of steps). Requests hold blocks
-while they run. A block that no request holds is idle: it stays in the cache until its room is needed.
+A block is a series of consecutive prompt tokens with an id (unlike `block.Block`, a series of steps). Requests hold
+blocks while they run. A block that no request holds is idle: it stays in the cache until its room is needed.
 """
 
 from collections import Counter, OrderedDict
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class PromptBlocks:
-    """Blocks of a prompt. Prompts share a block id if they are equal up to the end of the block (Mooncake's traces).
+    """Blocks of a prompt, as in Mooncake's traces. Prompts that are equal up to the end of a block share its id.
 
     Attributes:
         ids: ids of the blocks in order.
-        tokens: number of tokens in a block.
+        tokens: number of tokens in each block.
         num_held: number of leading blocks that the request holds on its instance.
     """
 
@@ -32,17 +32,17 @@ class PromptBlocks:
 class PrefixStore:
     """Cache of computed prompt blocks.
 
-    Idle blocks use only tokens that no request needs. The least recently used block is evicted first, and the end of a
-    prompt before its beginning.
+    Idle blocks use only capacity that no request needs. The least recently used idle block is evicted first. Blocks at
+    the end of a prompt are evicted before blocks at its beginning.
     """
 
     def __init__(self) -> None:
         self._holders: Counter[int] = Counter()
         self._idle: OrderedDict[int, float] = OrderedDict()
-        """Idle block -> its number of tokens, least recently used first."""
+        """Number of tokens of each idle block, least recently used first."""
         self._idle_tokens = 0.0
         self._before: dict[int, int | None] = {}
-        """Block -> previous block of its prompt; None for the first block."""
+        """Previous block of the prompt, by block; None for the first block."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders or block in self._idle
@@ -53,9 +53,9 @@ class PrefixStore:
         return self._idle_tokens
 
     def find(self, prompt: PromptBlocks, prompt_tokens: int) -> int:
-        """Hold the leading blocks of a prompt that are cached, and return their number of tokens.
+        """Hold the cached leading blocks of a prompt, and return the number of tokens in these blocks.
 
-        At most `prompt_tokens - 1`, because the last token must be computed.
+        The result is at most `prompt_tokens - 1`, because the last token must be computed.
         """
         for block in prompt.ids[prompt.num_held :]:
             if block not in self:
@@ -65,7 +65,7 @@ class PrefixStore:
         return min(int(prompt.num_held * prompt.tokens), max(prompt_tokens - 1, 0))
 
     def add(self, prompt: PromptBlocks) -> None:
-        """Add all blocks of a prompt that has been computed, and hold them."""
+        """Add all blocks of a computed prompt, and hold these blocks."""
         before = prompt.ids[prompt.num_held - 1] if prompt.num_held else None
         for block in prompt.ids[prompt.num_held :]:
             self._before.setdefault(block, before)
@@ -98,7 +98,7 @@ class PrefixStore:
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """Hold the held blocks of a prompt here too, because its request came with its pages from another instance."""
+        """Hold the blocks that a request held on its previous instance. The request moves here with its pages."""
         before = None
         for block in prompt.held:
             self._before.setdefault(block, before)
@@ -106,9 +106,9 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Copy idle blocks from the store of a replaced instance, after `take_held` for its requests.
+        """Copy idle blocks from the store of a replaced instance, except blocks that this store has already.
 
-        `blocks`: blocks to copy. None: all idle blocks.
+        The caller calls `take_held` for the requests first. `blocks`: blocks to copy; None: all idle blocks.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:
@@ -118,8 +118,8 @@ class PrefixStore:
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
         """Distribute the idle blocks over the stores of the instances that replace this instance after a split.
 
-        Prompts with the same first block stay together, in the store that has this block already, or else in the store
-        with the fewest idle tokens.
+        All idle blocks of prompts with the same first block go to one store: the store that has this first block
+        already, or else the store with the fewest idle tokens.
         """
         groups: dict[int, list[int]] = {}
         for block in self._idle:

@@ -19,9 +19,9 @@ class Pricing:
     ):
         self.cost, self.batching = cost, batching
         self.crowding = dict(crowding or {})
-        """Number of busy instances -> duration of a step, relative to one busy instance. Empty: no slowdown."""
+        """Duration of a step relative to one busy instance, by number of busy instances. Empty: no slowdown."""
         self.prompt_crowding = dict(prompt_crowding or self.crowding)
-        """Same for a step with a prompt, while the other instances decode."""
+        """Like `crowding`, for a step with a prompt while the other busy instances decode. Default: `crowding`."""
         self.latency_s = latency_s
         """Seconds from the end of a step until the client sees its tokens."""
         self._fixed: dict[tuple[int, StepShape], float] = {}
@@ -29,9 +29,13 @@ class Pricing:
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """Return the duration of a step relative to one busy instance; 1 if nothing was measured.
+        """Return the duration of a step, relative to its duration with one busy instance; 1 if nothing was measured.
 
-        `busy`: number of busy instances, including the instance of the step. `prompts`: whether the step has prompts.
+        Of the measured numbers of instances, the largest number up to `busy` counts.
+
+        Args:
+            busy: number of busy instances, including the instance of the step.
+            prompts: whether the step has prompts.
         """
         table = self.prompt_crowding if prompts else self.crowding
         measured = [count for count in table if count <= busy]

@@ -27,11 +27,11 @@ class RequestTable:
     kind_names: tuple[str, ...] = ("all",)
     priority: np.ndarray | None = None
     deadline_s: np.ndarray | None = None
-    """Deadline in seconds after arrival. NaN means no limit, here and in the next two columns."""
+    """Deadline in seconds after arrival. NaN means no limit, in this column and the next two."""
     ttft_slo_s: np.ndarray | None = None
     tpot_slo_s: np.ndarray | None = None
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Row -> ids of the prompt's blocks (`prefix_store`), if known."""
+    """Ids of the prompt's blocks (see `prefix_store`), by row. Rows with unknown blocks are missing."""
     prefix_block_tokens: float = BLOCK_TOKENS
     """Number of tokens in a block."""
     names: Sequence[str] | None = None

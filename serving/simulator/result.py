@@ -20,7 +20,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """Result of one policy. Index of arrays: request. NaN: the event did not happen."""
+    """Result of one policy. Arrays have one element for each request. NaN: the event did not happen."""
 
     policy: str
     duration_s: float
@@ -34,9 +34,10 @@ class PolicyResult:
     kept: np.ndarray
     """Whether each request completed and met the objectives."""
     judged: np.ndarray
-    """Whether each request counts in `kept_share`. If all requests have ended, all count. Otherwise a request counts if
-    the latest end that meets its objectives has passed, because only the quick ones of the later requests have ended.
-    If there is no latest end, a request counts if it has ended or its first token is late."""
+    """Whether each request counts in `kept_share`. All requests count if all have ended or there is no objective.
+    Otherwise, a request counts if the latest end that meets its objectives has passed. Later requests would bias the
+    share, because only the quick ones have ended. If the objectives of a request allow any end (TTFT only), the request
+    counts if it has ended or its first token is late."""
     ending: np.ndarray
     """`Ending` of each request."""
     requests: RequestTable
@@ -64,7 +65,10 @@ class PolicyResult:
         return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
 
     def device_seconds(self) -> dict[int, float]:
-        """Return degree -> device seconds: the number of devices in instances of this degree, summed over time."""
+        """Return device seconds by degree: the number of devices in instances of the degree, integrated over time.
+
+        Unused degrees are missing.
+        """
         seconds: dict[int, float] = {}
         for at_s, degree, change in self.tally.degrees:
             seconds[degree] = seconds.get(degree, 0.0) + change * max(self.duration_s - at_s, 0.0)
@@ -123,9 +127,10 @@ class PolicyResult:
         return figures
 
     def parts(self) -> dict[str, float]:
-        """Return why requests take the time that they take.
+        """Return the parts of the latency by cause, and the totals of transformations.
 
-        `ttft_*`: means over completed requests. `token_*`: means over generated tokens. The others are totals.
+        `ttft_*`: mean seconds over completed requests. `token_*`: mean seconds over generated tokens. All other values
+        are totals.
         """
         done = self.completed & ~np.isnan(self.ttft_s)
         tally, tokens = self.tally, max(self.tally.generated_tokens, 1)

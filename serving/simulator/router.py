@@ -71,7 +71,7 @@ class TwoChoicesRouter:
 
 
 def make_router(name: str, num_hosts: int, seed: int, num_requests: int) -> Router:
-    """Return a router by name. Raises `SimulationError` for an unknown name."""
+    """Return a router by name; `OneHost` if there is one host. Raises `SimulationError` for an unknown name."""
     if name not in ROUTERS:
         raise SimulationError(f"router {name[:100]!r} is unknown: it must be one of {', '.join(ROUTERS)}")
     if num_hosts == 1:

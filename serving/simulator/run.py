@@ -1,7 +1,7 @@
 """Running request of a simulated instance.
 
 While a request decodes, its number of tokens follows from the number of decode steps of its instance, so that a step
-need not update each request. The argument `steps` is that number.
+need not update each request. The argument `steps` is this number of decode steps.
 """
 
 from dataclasses import replace
@@ -16,11 +16,11 @@ class Run:
     Attributes:
         request: request as the scheduler saw it in the queue.
         index: row of the request in the records.
-        output_left: number of tokens left to generate when it started to decode.
+        output_left: number of tokens left to generate. It stays constant while the request decodes (see `left`).
         prompt_left: number of prompt tokens left to compute.
-        base: number of tokens when it started to decode on its instance; 0 before that.
+        base: number of tokens of the request when it started to decode on its instance; 0 before that.
         joined: decode steps of its instance when it started to decode there.
-        last_token_s: time of its latest token before a preemption; None if it had no token.
+        last_token_s: time of its latest token before a preemption; None if it has generated no token.
         added_s: time of its dispatch.
         queued_s: seconds in the queue, including waits after preemptions.
         blocks: blocks of its prompt for the prefix cache; None if unknown.
@@ -64,7 +64,7 @@ class Run:
         return self.request.prompt_tokens - self.prompt_left
 
     def num_tokens(self, steps: int) -> int:
-        """Return the number of its tokens; before it decodes, the length of its prompt."""
+        """Return the number of tokens of the request. Before it decodes, this is the length of its prompt."""
         return self.base + steps - self.joined if self.base else self.request.prompt_tokens
 
     def left(self, steps: int) -> int:
@@ -72,7 +72,7 @@ class Run:
         return self.output_left - (steps - self.joined) if self.base else self.output_left
 
     def start_decoding(self, num_tokens: int, steps: int) -> None:
-        """Start to decode with `num_tokens` tokens: each further decode step of the instance adds one."""
+        """Start to decode with `num_tokens` tokens: each further decode step of the instance adds a token."""
         self.base, self.joined = num_tokens, steps
 
     def view(self, steps: int) -> RunningRequest:
@@ -93,7 +93,8 @@ class Run:
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
         """Return the request for the queue after a preemption.
 
-        Tokens that it has generated become part of its prompt. Its earlier time in the queue counts as waiting time.
+        Tokens that the request has generated become part of its prompt. Its earlier time in the queue counts as waiting
+        time.
         """
         since_s = now_s - self.queued_s
         return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

@@ -15,7 +15,7 @@ from serving.simulator.settings import SimulationConfig
 from serving.simulator.simulate import request_table, simulate
 
 _CLOSE_ENOUGH = 1.05
-"""Precision of the search: it ends if the lowest rate that fails is at most this many times the highest that passes."""
+"""Precision of the search: it ends if the lowest failing rate is at most this many times the highest passing rate."""
 _LARGEST_FACTOR = 2.0**14
 _WAITING_PER_DEVICE = 50
 """Limit of waiting requests for each device. A trial above the limit stops and fails."""
@@ -34,7 +34,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a search: the best `value` that passed; None if even the lowest rate, or all devices, failed."""
+    """Result of a search. `value` is the best value that passed; None if no value passed."""
 
     policy: str
     value: float | None
@@ -121,9 +121,9 @@ def _best(trials: list[Trial]) -> float | None:
 def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
     """Find the smallest number of devices that passes.
 
-    The candidates are powers of two below the devices of a scheduler, and multiples of these devices up to
-    `num_devices`. The search is a bisection: it assumes that more devices also pass. `on_trial` is called after each
-    trial. Raises `SimulationError` if there is no objective.
+    The candidates are powers of two below the number of devices of a scheduler, and multiples of this number up to
+    `num_devices`. The search is a bisection. It assumes that every number above a passing number also passes.
+    `on_trial` is called after each trial. Raises `SimulationError` if there is no objective.
     """
     _check(config)
     sizes = _sizes(config)

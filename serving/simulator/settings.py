@@ -31,7 +31,7 @@ class SimulationConfig:
     """Name of a device of this package, or path of a JSON file."""
     num_devices: int = 8
     devices_per_scheduler: int | None = None
-    """Number of devices of each scheduler. None: the devices of a host, usually 8."""
+    """Number of devices of each scheduler. None: the devices of a host, usually 8; with a calibration, all devices."""
     policies: tuple[str, ...] = ("amoeba",)
     slo: Slo = field(default_factory=Slo)
     degrees: tuple[int, ...] = DEGREES
@@ -50,7 +50,7 @@ class SimulationConfig:
     max_tokens: int | None = None
     """Output limit of each request, which the scheduler knows. None: the output length of the request."""
     deadline_s: float | None = None
-    """Seconds after its arrival at which a request is cancelled. None: never."""
+    """Seconds from the arrival of a request until it is cancelled. None: never."""
     urgent_share: float = 0.0
     """Share of requests that get priority -1 in place of 0, so that they are served first."""
     policy_config: AmoebaConfig = field(default_factory=AmoebaConfig)
@@ -66,7 +66,7 @@ class SimulationConfig:
     until_s: float | None = None
     """Virtual seconds to simulate. None: until all requests have ended."""
     drain_s: float = 3600.0
-    """Maximum seconds after the last arrival, if `until_s` is None."""
+    """Maximum virtual seconds to simulate after the last arrival, if `until_s` is None."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -119,7 +119,10 @@ class SimulationConfig:
         return OperatorProfile.read(self.profiles) if self.profiles else None
 
     def host_devices(self) -> int:
-        """Return the number of devices of each scheduler. Raises `SimulationError` if hosts would not be full."""
+        """Return the number of devices of each scheduler.
+
+        Raises `SimulationError` if `num_devices` is no multiple of the devices of a host.
+        """
         if self.devices_per_scheduler is not None:
             return self.devices_per_scheduler
         if self.calibration is not None:

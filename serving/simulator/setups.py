@@ -55,7 +55,8 @@ def check_policies(names: tuple[str, ...]) -> None:
 def make_setup(config: SimulationConfig, name: str) -> Setup:
     """Return the setup of a policy.
 
-    Raises `SimulationError` if the policy is unknown, or the model or the devices do not fit its degrees.
+    Raises `SimulationError` if the policy is unknown, the model fits at no degree that the policy needs, or the devices
+    cannot be divided into instances of that degree.
     """
     check_policies((name,))
     if config.calibration is not None:

@@ -40,14 +40,14 @@ Reschedule = Callable[[SimInstance, float], None]
 class SimExecutor:
     """`Executor` over simulated instances.
 
-    The event loop sets `now_s`, and calls `end_block` at the end of each block (a run of equal steps, `block.Block`).
+    The event loop sets `now_s`, and calls `end_block` at the end of each block (a series of steps, `block.Block`).
 
     Args:
         reschedule: callback for a new or changed block. It receives the instance and the end of the block in seconds.
 
     Attributes:
         queue: waiting requests by id.
-        log: times and accepted actions; empty without `keep_log`.
+        log: accepted actions with their times in seconds; empty without `keep_log`.
         failing_transformations: number of transformations that will still fail, counted down.
         changes: running and waiting transformations.
         timings: measured times of steps and transformations.
@@ -108,9 +108,10 @@ class SimExecutor:
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Start an action, or refuse it: then nothing changes, and the outcome has the reason.
+        """Start an action, and return its outcome. If the action is refused, nothing changes.
 
-        Raises `ForbiddenActionError` in place of a refusal if the configuration is strict.
+        The outcome of a refused action has the reason. If the configuration is strict, a refusal raises
+        `ForbiddenActionError` instead.
         """
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
@@ -163,8 +164,9 @@ class SimExecutor:
         self.disturb(instance)
 
     def disturb(self, instance: SimInstance) -> None:
-        """Let the block of an instance (its planned run of equal steps) end after the step that is running, so that the
-        next step can differ. If the instance is idle, begin a block.
+        """Let the block of an instance end after the running step, so that the next step can differ.
+
+        If the instance is idle, begin a block.
         """
         if instance.block is None:
             self.begin(instance)
@@ -174,9 +176,9 @@ class SimExecutor:
     # Steps
 
     def begin(self, instance: SimInstance) -> None:
-        """Plan the next block of an instance without one. Preempt requests first while pages are missing.
+        """Plan the next block of an idle instance. While pages are missing, preempt requests first.
 
-        If the instance is not ready yet, only plan to try again at `ready_s`.
+        If the instance is not ready yet, only schedule another attempt at `ready_s`.
         """
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
@@ -205,7 +207,7 @@ class SimExecutor:
         return self.changes.proceed() or changed
 
     def finish(self, run: Run, ending: Ending) -> None:
-        """Record how a request has ended after it ran. Its instance has removed it already."""
+        """Record the end of a request that ran. Its instance has removed the request already."""
         self._home.pop(run.request.request_id, None)
         self._end(run.index, ending)
 
@@ -249,7 +251,7 @@ class SimExecutor:
     def _between_steps(self, instance: SimInstance) -> None:
         """Process the steps of the block that have ended, including finished requests, so that requests can be removed.
 
-        The step that is running goes on as a block of its own.
+        The running step continues as a block of its own.
         """
         block = instance.block
         if block is None:
@@ -266,7 +268,7 @@ class SimExecutor:
     def preempt(self, instance: SimInstance, run: Run) -> None:
         """Remove a request and its pages from an instance, and put the request back into the queue.
 
-        All steps that have ended must be processed (`_between_steps`).
+        The caller has processed all steps that have ended (`_between_steps`).
         """
         request = run.waiting_again(instance.steps, self.now_s)
         instance.remove(run)
@@ -282,7 +284,8 @@ class SimExecutor:
     def fail_device(self, device: int, down_s: float) -> None:
         """Preempt all running and paused requests on the instance of a device, and empty its prefix cache.
 
-        The instance accepts no requests for `down_s` seconds. If it is being transformed, all layers switch again.
+        The instance accepts no requests for `down_s` seconds. A running transformation of the instance starts again
+        with all layers.
         """
         instance = next(i for i in self.instances if device in i.devices)
         if (change := instance.change) is not None and not change.fails:
@@ -296,7 +299,7 @@ class SimExecutor:
         instance.down_until_s = self.now_s + down_s if down_s else -1.0
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Replace instances by other instances on the same devices, which have their requests already."""
+        """Replace instances by other instances on the same devices. The new instances have the requests already."""
         self.tally.degrees += [(self.now_s, i.degree, -i.degree) for i in old]
         kept = [i for i in self.instances if i not in old]
         self.instances = sorted([*kept, *new], key=lambda i: i.devices[0])
@@ -323,7 +326,7 @@ def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) ->
 
 
 def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:
-    """Set how much an instance is slowed down by other busy instances on the same processor."""
+    """Set the slowdown of an instance by other busy instances on the same processor, if it was measured."""
     pricing = instance.pricing
     if pricing.crowding:
         busy = sum(other.block is not None for other in instances if other is not instance) + 1

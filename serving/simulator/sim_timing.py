@@ -44,7 +44,10 @@ class SimTimings:
             self._throughput[degree] = Throughput(sequences, tokens_per_s)
 
     def add_transformation(self, before: int, after: int, seconds: float) -> None:
-        """Record a transformation from degree `before` to `after`. `take` returns the median of the latest eight."""
+        """Record a transformation from degree `before` to `after`.
+
+        `take` returns the median of the latest eight transformations between these degrees.
+        """
         known = self._latest.setdefault((before, after), deque(maxlen=_NUM_TRANSFORMATIONS))
         known.append(seconds)
         self._transformations_s = self._transformations_s | {(before, after): _median(known)}

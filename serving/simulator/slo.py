@@ -13,7 +13,7 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Slo:
-    """Latency limits in seconds, infinite if there is none, and the share of requests that must meet all limits."""
+    """Latency limits in seconds (infinity: no limit), and the share of requests that must meet all limits."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -71,7 +71,7 @@ class Slo:
     ) -> np.ndarray:
         """Return for each request the latest end that meets all limits, in seconds after its arrival.
 
-        Infinite if the limits allow any end.
+        The result is infinite for a request whose limits allow any end.
 
         Args:
             output_len: output tokens of each request.

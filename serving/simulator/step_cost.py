@@ -37,7 +37,7 @@ class StepCost(Protocol):
         ...
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each token of a decoding sequence."""
+        """Return the seconds of decode attention for each token in the contexts of the decoding sequences."""
         ...
 
     def pair_s(self, degree: int) -> float:
@@ -54,8 +54,8 @@ def prompt_pairs(start: int, length: int) -> float:
 class ModelStepCost:
     """Cost of a step as the sum of its operators, for a model on a device.
 
-    The time of a matrix product is interpolated from `profile` if the profile has the matrix; otherwise it is
-    `roofline_s`. Tokens are spread evenly over experts.
+    The time of a matrix product comes from `profile` if the profile has the matrix, otherwise from `roofline_s`. Tokens
+    are spread evenly over experts.
     """
 
     model: ModelShape
@@ -65,7 +65,7 @@ class ModelStepCost:
     """Seconds of host work in a step. None: `DeviceSpec.step_overhead_s`."""
 
     def product_s(self, matrix: Matrix, degree: int, tokens: float) -> float:
-        """Return the seconds of a matrix product with `tokens` rows on one rank, which has its part of the matrix."""
+        """Return the seconds of one rank's part of a matrix product with `tokens` rows."""
         inputs, outputs = matrix.at(degree)
         if self.profile is not None and float(tokens).is_integer():
             measured = self.profile.seconds(inputs, outputs, int(tokens))
@@ -121,7 +121,7 @@ def roofline_s(
 ) -> float:
     """Return the seconds of a matrix product with `tokens` rows: launch time plus the longer of compute and read time.
 
-    `copies` > 1: the rows are spread over that many matrices (experts), and each is read.
+    `copies`: number of matrices (active experts) over which the rows are spread. Each matrix is read once.
     """
     compute_s = 2 * tokens * inputs * outputs / (device.flops * device.flops_efficiency)
     read = (copies * inputs * outputs + tokens * (inputs + outputs)) * item_bytes
@@ -133,21 +133,21 @@ class TableStepCost:
     """Measured cost of steps.
 
     A step costs as much as the smallest measured shape that it fits into, because the engine pads steps to compiled
-    shapes. Above the largest measured shape, the cost is proportional.
+    shapes. Above the largest measured shape, the cost grows in proportion.
     """
 
     decode_s: dict[int, dict[int, float]]
-    """Degree -> rows -> seconds of a decode step."""
+    """Seconds of a decode step, by degree and number of rows."""
     prompt_s: dict[int, dict[int, float]]
-    """Degree -> tokens of the chunk -> seconds of a step with one chunk and `few_rows` rows."""
+    """Seconds of a step with one chunk and `few_rows` rows, by degree and tokens of the chunk."""
     prompts_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Degree -> tokens of each chunk -> seconds of a step with several chunks and the maximum number of rows."""
+    """Seconds of a step with several chunks and the maximum number of rows, by degree and tokens of each chunk."""
     few_rows: int = 1
-    """Sequences in the smaller compiled shape of a step with one chunk."""
+    """Rows of the smaller compiled shape for a step with one chunk."""
     context: dict[int, float] = field(default_factory=dict)
-    """Degree -> value of `StepCost.context_s`; 0 for a missing degree."""
+    """Value of `StepCost.context_s` by degree; 0 for a missing degree."""
     pair: dict[int, float] = field(default_factory=dict)
-    """Degree -> value of `StepCost.pair_s`; 0 for a missing degree, if `prompt_s` includes attention."""
+    """Value of `StepCost.pair_s` by degree; 0 for a missing degree. Empty if `prompt_s` includes prompt attention."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """See `StepCost.fixed_s`. A step with more than `few_rows` sequences pays for the maximum number of rows."""
@@ -170,7 +170,10 @@ class TableStepCost:
 
 
 def at_least(table: dict[int, float], wanted: int) -> float:
-    """Return the value of the smallest key >= `wanted`. Above the largest key, the value is proportional."""
+    """Return the value of the smallest key that is at least `wanted`.
+
+    If all keys are smaller, scale the value of the largest key in proportion.
+    """
     larger = [key for key in table if key >= wanted]
     if larger:
         return table[min(larger)]
@@ -180,14 +183,17 @@ def at_least(table: dict[int, float], wanted: int) -> float:
 
 @dataclass(frozen=True)
 class RateStepCost:
-    """Cost of steps from given rates. Keys are degrees, and values are tokens per second."""
+    """Cost of steps from given rates, in tokens per second by degree.
+
+    The time of a step is the sum of its prompt time and its decode time. It does not depend on the length of contexts.
+    """
 
     prefill: dict[int, float]
-    """Rate of prompt tokens of an instance."""
+    """Prompt tokens per second of an instance."""
     decode: dict[int, float]
-    """Maximum rate of generated tokens of an instance."""
+    """Maximum tokens per second that all requests of an instance generate together."""
     decode_each: dict[int, float]
-    """Maximum rate of generated tokens of one request."""
+    """Maximum tokens per second that one request generates."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """See `StepCost.fixed_s`."""

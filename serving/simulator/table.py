@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def policies_table(results: Mapping[str, PolicyResult], title: str) -> Table:
-    """Return a table with a row for each policy. Rows for the classes of its requests follow, if there are several."""
+    """Return a table with a row for each policy, followed by a row for each class of requests if there are several."""
     table = Table("policy", *(name for name, _, _ in _COLUMNS), title=title)
     for column in table.columns[1:]:
         column.justify = "right"

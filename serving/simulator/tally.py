@@ -13,7 +13,7 @@ import numpy as np
 from serving.simulator.block import Block
 
 _BINS_PER_FACTOR = 100
-"""Number of histogram bins from a gap to e times the gap, so that each bin is 1% wide."""
+"""Number of histogram bins between a gap and e times this gap. Each bin is 1% wide."""
 _SHORTEST_S = 1e-6
 
 
@@ -53,7 +53,7 @@ class Tally:
         interference_s: time that prompts in the same steps added.
         switch_s: time that transformations added.
         bin_s: width of the bins of `tokens_per_bin`, in seconds.
-        tokens_per_bin: number of generated tokens by time.
+        tokens_per_bin: number of generated tokens in each bin of time.
         prefix_tokens: prompt tokens found in the prefix cache.
     """
 
@@ -69,7 +69,7 @@ class Tally:
         self.regroups: list[tuple[float, int, int]] = []
         """Time, old degree and new degree of each pause and resumption."""
         self.degrees: list[tuple[float, int, int]] = []
-        """Time, degree, and by how much the number of devices in instances of this degree changed."""
+        """Time, degree, and change of the number of devices in instances of this degree."""
         self._gaps: dict[int, int] = {}
 
     def add_tokens(self, start_s: float, end_s: float, tokens: int) -> None:
@@ -89,7 +89,7 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Count the decode steps of a block with `count` decoding requests that ends now."""
+        """Count the decode steps of a block that ends now. `count`: number of decoding requests."""
         steps = block.steps
         tokens = count * steps
         self.add_tokens(block.start_s, now_s, tokens)

@@ -29,7 +29,7 @@ class MoveCount(NamedTuple):
     """Count of page moves in a transformation, from the engine's planner."""
 
     share: float
-    """Share of its pieces that a device sends to others, for the device that sends the most."""
+    """Largest share of a device's pieces that the device sends to other devices."""
     phases_per_page: float
     """Number of phases, divided by the pages of one instance of the lower degree."""
 
@@ -75,8 +75,8 @@ class TransformationCost(Protocol):
 def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
     """Count the moves if `higher / lower` instances of degree `lower` merge, each with `pages_each` pages.
 
-    The counts come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). They are equal for the split
-    back to `lower`.
+    The counts come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). The split back to `lower` has
+    the same counts.
     """
     geometry = PageGeometry(kv_heads=higher, page_size=16, head_dim=2, max_tp=higher)
     instances = higher // lower

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Shape, check_output, make_case
+from hopper import Hopper, is_kernel, use_device
 from hopper_shapes import BASE, CHUNK, CONFIGS, DECODE, E4M3, E5M2, ONE_GROUP, PREFILL, SHAPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,10 +109,6 @@ def lower(shape: Shape, config: KernelConfig | None = None) -> str:
     return jax.jit(call).trace(*abstract_call(shape)).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def is_kernel(text: str) -> bool:
-    return "mosaic_gpu" in text and "paged_attention_kernel" in text
-
-
 # Sizes between the smallest and the largest one of their kind: they lower by the same code.
 INNER_SIZES = {
     *(f"fp8, {n} elements a head" for n in (64, 96, 128)),
@@ -168,12 +165,6 @@ def test_no_reduction_goes_over_rows(shape, config):
 # --- dispatch -------------------------------------------------------------------------------------------------
 
 
-class Hopper:
-    """Device with the attributes that dispatch reads."""
-
-    platform, compute_capability, core_count, device_kind = "gpu", "9.0", 132, "NVIDIA H200"
-
-
 @pytest.mark.parametrize(
     ("capability", "shape", "platform", "kernel"),
     [
@@ -188,12 +179,10 @@ class Hopper:
 )
 def test_kernel_is_chosen_on_hopper_for_what_it_supports(monkeypatch, capability, shape, platform, kernel):
     from pallas_kernels.paged_attention import api
-    from pallas_kernels.paged_attention.mosaic_gpu import launch
 
     device = Hopper()
     monkeypatch.setattr(device, "compute_capability", capability, raising=False)
-    for module in (api, launch):
-        monkeypatch.setattr(module, "gpu_device", lambda: device)
+    use_device(monkeypatch, device)
     queries, extents, tables, positions, _, _ = abstract_call(shape)
     call = jax.jit(partial(api.paged_attention, scale=0.1))
     text = call.trace(queries, extents, tables, positions).lower(lowering_platforms=(platform,)).as_text()

@@ -67,8 +67,9 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Continues a prompt. Each response has the output since the previous response. The last response of a sample has its
-        finish reason, and the last response of all has the usage. For a slow client, responses have more tokens.
+        """Continues a prompt. Each response has the output since the previous response. The last response with a sample has
+        its finish reason, and the last response of the stream has the usage. If the client reads slowly, a response has
+        the tokens of several steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +98,7 @@ class InferenceServiceServicer:
 
     def Abort(self, request, context):
         """Aborts a request of the caller. With the admin token, or if the server has no tokens, it also aborts requests of
-        others. The stream of the request ends with finish reason ABORT.
+        other callers. The stream of the aborted request ends with finish reason ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -335,7 +336,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Transform(self, request, context):
-        """Merges or splits instances while requests run. Answers at the end. Continues if the client leaves.
+        """Merges or splits instances while requests run. Answers when the transformation has ended. The transformation
+        continues if the client disconnects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

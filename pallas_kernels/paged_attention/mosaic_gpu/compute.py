@@ -17,7 +17,13 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 class _State(NamedTuple):
-    """Softmax state: maximum score times log2(e) `[64]`, sum of weights `[64]`, weighted values by column chunk."""
+    """Softmax state of 64 query rows.
+
+    Attributes:
+        max_logit: `[64]` maximum score times log2(e).
+        total: `[64]` sum of weights.
+        values: `[64, chunk]` sum of weighted values, for each chunk of columns.
+    """
 
     max_logit: jax.Array
     total: jax.Array
@@ -25,7 +31,7 @@ class _State(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Positions of the 64 query rows of a warpgroup (-1: padding), with the lowest and highest position."""
+    """Positions of the 64 query rows of a warpgroup (-1: padding), and the lowest and highest position of the tile."""
 
     positions: jax.Array
     least: jax.Array
@@ -35,7 +41,10 @@ class _Rows(NamedTuple):
 def compute_item(
     v: Variant, refs: Refs, scratch: dict[str, Any], worker: jax.Array, item: Item, step: jax.Array
 ) -> None:
-    """Compute and write the result of one warpgroup for an item. `step` is the number of the item's first stage."""
+    """Compute and write the part of one warpgroup in the result of an item (see `kernel`).
+
+    `step` is the number of stages that the thread block has used before this item.
+    """
     part = jnp.int32(0) if v.split_keys else worker
     plgpu.barrier_wait(scratch["queries_ready"])
     rows = _Rows(
@@ -74,7 +83,7 @@ def _cast(v: Variant, x: jax.Array, layout: Any) -> jax.Array:
 
 
 def _columns(v: Variant, vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeat a vector of rows along the columns."""
+    """Broadcast a vector with one value for each row along the columns of a matrix."""
     return lax.broadcast_in_dim(vector, shape, (0,))
 
 
@@ -93,7 +102,7 @@ def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Ite
 
 
 def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
-    """Return the position of the first token of each unit of a block, `_FAR` for missing units."""
+    """Return the position of the first token of each unit of a block (see `kernel`), or `_FAR` for a missing unit."""
     units = refs.num_pages[item.batch, extent] * v.units_per_page
     starts = []
     for place in range(v.units_per_block):
@@ -117,7 +126,7 @@ def _compute_block(
     starts: list[jax.Array],
     state: _State,
 ) -> _State:
-    """Update the softmax with the keys and values of a stage."""
+    """Return the softmax state after the keys and values of one block, which are in stage `slot` of shared memory."""
     shape = (ROWS, v.block_tokens)
     first, last = starts[0], starts[0]
     for start in starts[1:]:
@@ -179,7 +188,10 @@ def _compute_block(
 
 
 def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_axis: int) -> jax.Array:
-    """Return the mask of the keys of a block that each row sees. `row_positions` is constant along the key axis."""
+    """Return the mask of the keys of a block that each row sees.
+
+    `row_positions` has the position of the row at each entry of the mask. It is constant along `key_axis`.
+    """
     shape = row_positions.shape
     if v.interpret:
         key = lax.broadcasted_iota(jnp.int32, shape, key_axis)
@@ -225,7 +237,7 @@ def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
 
 
 def _release(v: Variant, barrier: Any) -> None:
-    """Return shared memory to the copying warpgroup."""
+    """Signal to the copying warpgroup that it may overwrite the shared memory of this barrier."""
     if v.interpret:
         # The interpreter uses plain reads instead of `wgmma`, and these need a fence before the next copy.
         plgpu.commit_smem()
@@ -233,7 +245,7 @@ def _release(v: Variant, barrier: Any) -> None:
 
 
 def _scaled(v: Variant, refs: Refs, item: Item, scores: jax.Array) -> jax.Array:
-    """Scale and cap the scores, times log2(e) because the softmax uses powers of two."""
+    """Return the scaled and capped scores, times log2(e) because the softmax uses powers of two."""
     factor = refs.scales[0, item.head] * v.scale if v.has_scales else v.scale
     if v.soft_cap is None:
         return scores * (factor * LOG2E)

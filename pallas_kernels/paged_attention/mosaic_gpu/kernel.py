@@ -2,9 +2,10 @@
 
 An *item* is a tile of query rows of one KV head, with one split of its keys. The kernel starts one thread block for
 each processor, and the thread blocks take items in turn. In a thread block, one or two warpgroups compute, and one
-issues copies (TMA). A *stage* of shared memory holds `block_tokens` keys and values. Each copy into it is a *unit*: a
-page, or `block_tokens` tokens of a larger page. All units of a stage are from one extent. The computing warpgroups only
-need the position of the first token of each unit, so the only cost of several extents is stages that are not full.
+issues copies (TMA). A *stage* of shared memory holds a *block*: `block_tokens` keys and values. Each copy into it is a
+*unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one extent. The computing
+warpgroups only need the position of the first token of each unit, so the only cost of several extents is blocks that
+are not full.
 
     computing    wait K -> Q K^T -> free K -> scale, cap, mask, softmax -> wait V -> P V -> free V
     copying      wait free -> look up pages -> copy K, V           (runs ahead, into the next item)
@@ -52,9 +53,9 @@ def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
 
 
 def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array], None]) -> jax.Array:
-    """Call `run(number, item, step)` for each item of this thread block. `step` is the number of its first stage.
+    """Call `run(number, item, step)` for each item of this thread block. Return the number of stages of all items.
 
-    Returns the number of stages.
+    `number` counts the items of this thread block. `step` is the number of stages of all earlier items.
     """
     block = lax.axis_index("block")
 

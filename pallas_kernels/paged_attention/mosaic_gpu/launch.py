@@ -33,19 +33,19 @@ def mosaic_gpu_paged_attention(
     config: KernelConfig | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B T H h"]:
-    """Compute the same as `reference_paged_attention`, with f32 accumulation.
+    """Compute the result of `reference_paged_attention` with the GPU kernel. Sums are in f32.
 
     Args:
-        queries: see `reference_paged_attention`, like the next four.
-        extents: extents.
-        tables: page tables.
-        query_positions: positions.
-        options: options.
-        config: sizes to use instead of the tuning table.
-        interpret: parameters of Pallas' GPU interpreter, to run on CPU.
+        queries: queries, as in `reference_paged_attention`.
+        extents: pages of each extent, as in `reference_paged_attention`.
+        tables: pages of the sequences in each extent, as in `reference_paged_attention`.
+        query_positions: position of each query; -1 for padding.
+        options: options of attention.
+        config: sizes of the launch. None: from the tuning table.
+        interpret: parameters of Pallas' GPU interpreter, which runs the kernel on CPU. None: compile for the GPU.
 
     Raises:
-        ValueError: `config` needs more shared memory than a thread block has.
+        ValueError: the sizes need more shared memory than a thread block has.
     """
     layout = PageLayout.of(options.stride_order)
     batch, length, heads, head_dim = queries.shape
@@ -153,7 +153,10 @@ def mosaic_gpu_paged_attention(
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
 ) -> Int32[Array, "B tiles E 2"]:
-    """Return the first visible block of units and the number of visible blocks, for each tile and extent."""
+    """Return, for each tile and extent, the first visible block of units and the number of blocks up to the last.
+
+    Blocks and units are defined in `kernel`. Without a visible block, both values are 0.
+    """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]
     starts = jnp.where(used[..., None], starts, jnp.iinfo(jnp.int32).max)
@@ -206,7 +209,7 @@ def _merge(
     statistics: Float[Array, "N B K tiles 2 rows"],
     live: jax.Array,
 ) -> Float[Array, "B K tiles rows h"]:
-    """Merge partial softmaxes by log-sum-exp. Padding rows hold garbage and return zeros."""
+    """Merge partial softmaxes by log-sum-exp. The result of padding rows (not `live`) is zero."""
     max_logit, total = statistics[..., 0, :], statistics[..., 1, :]
     greatest = jnp.max(max_logit, axis=0)
     weight = jnp.exp2(max_logit - jnp.where(greatest == -jnp.inf, 0, greatest))

@@ -22,10 +22,10 @@ class Variant:
         kv_heads: K.
         tiles: tiles of query rows for each sequence and KV head.
         head_dim: h.
-        rows: used query rows of a warpgroup. The rows up to 64 are neither read nor written.
+        rows: used query rows of a warpgroup, at most 64. The remaining rows are neither read nor written.
         page_size: S.
         num_extents: number of extents; each is a separate argument.
-        splits: number of parts of the keys of a tile.
+        splits: number of parts into which the keys of a tile are divided.
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages in shared memory; with `split_keys` a multiple of `warpgroups`.
         warpgroups: computing warpgroups, 1 or 2.
@@ -74,7 +74,7 @@ class Variant:
 
     @property
     def partials(self) -> int:
-        """Partial results of a tile. If it is 1, the kernel writes the final result."""
+        """Number of partial results of a tile. If it is 1, the kernel writes the final result."""
         return self.splits * (self.warpgroups if self.split_keys else 1)
 
     @property
@@ -100,7 +100,10 @@ class Variant:
 
     @property
     def copies_values(self) -> bool:
-        """Whether each warpgroup cleans or converts V into its own buffer, because others read the stage too."""
+        """Whether each warpgroup writes cleaned or converted values to its own buffer, not to the stage.
+
+        This is needed if the values are converted, or if two warpgroups read the same stage.
+        """
         return self.converts or (self.warpgroups > 1 and not self.split_keys)
 
     @property
@@ -118,7 +121,7 @@ class Variant:
         return jnp.dtype(jnp.float32) if self.partials > 1 else self.result_dtype
 
     def scratch(self) -> dict[str, Any]:
-        """Return shared memory and barriers of a thread block."""
+        """Return the shared memory and the barriers of a thread block, by name."""
         h, groups, stage_shape = self.head_dim, self.warpgroups, (self.stages, self.block_tokens, self.head_dim)
         operand = _tiled((groups, self.block_tokens, h), self.dtype)
         stage = _tiled(stage_shape, self.kv_dtype)
@@ -145,7 +148,10 @@ class Variant:
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a row."""
+    """Return shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a row.
+
+    If no swizzle divides a row, return shared memory without tiles.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0), None)
     if swizzle is None:  # 80 elements of fp8: converted first, never read by `wgmma`
@@ -155,20 +161,22 @@ def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class Refs(NamedTuple):
-    """Arguments in global memory. `N` is batch x KV heads x tiles x parts, in this order.
+    """Arguments and results in global memory. `N` is batch x KV heads x tiles x parts, in this order.
 
     Attributes:
         queries: `[N, rows, h]` packed queries.
         row_positions: int32 `[batch x tiles x parts, 64]` positions of the rows, -1 for padding.
         tile_positions: int32 `[B, tiles, 2]` lowest and highest position of the rows of a tile, without padding.
-        blocks: int32 `[B, tiles, extents, 2]` first visible block of units and number of visible blocks.
+        blocks: int32 `[B, tiles, extents, 2]` first visible block of units, and number of blocks from the first to the
+            last visible block.
         page_ids: int32 `[B, extents, W]` page ids.
         page_positions: int32 `[B, extents, W]` logical positions of the pages.
         num_pages: int32 `[B, extents]` number of pages.
         sinks: f32 `[KV heads x tiles x parts, 64]` sinks times log2(e), or None.
         scales: f32 `[2, K]` scales of keys and values, or None.
         extents: extents as returned by `PageLayout.rows`.
-        out: `[partials x N, rows, h]` results. Several partial results are f32, not divided by the sum of weights.
+        out: `[partials x N, rows, h]` results. With several partials, they are f32 and not divided by the sum of
+            weights.
         statistics: f32 `[partials x N, 2, 64]` maximum score times log2(e) and sum of weights, or None.
     """
 
@@ -188,7 +196,10 @@ class Refs(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """Work of a thread block: a tile, a split, and the range `first .. last` of the visible blocks of the tile."""
+    """Work of a thread block: one split of the keys of one tile of query rows.
+
+    The split has the blocks `range(first, last)`, counted over the visible blocks of the tile in all extents.
+    """
 
     batch: jax.Array
     head: jax.Array
@@ -199,10 +210,10 @@ class Item:
 
 
 def extent_range(refs: Refs, item: Item, extent: Any, before: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `(begin, start, stop, count)` of an extent. The item computes blocks `begin + start .. begin + stop`.
+    """Return `(begin, start, stop, count)`: the blocks of an extent that an item computes.
 
-    `count` is the number of blocks of the extent that the tile sees, beginning with block `begin`. `before` is the sum
-    of `count` over all earlier extents.
+    The tile sees `count` blocks of the extent, beginning with block `begin`. The item computes the blocks
+    `range(begin + start, begin + stop)`. `before` is the sum of `count` over all earlier extents.
     """
     begin, count = (refs.blocks[item.batch, item.tile, extent, field] for field in range(2))
     start = jnp.minimum(jnp.maximum(item.first - before, 0), count)

@@ -21,7 +21,7 @@ class PaperConfig:
     """Settings that the paper leaves open."""
 
     scale_up_under_load: bool = True
-    """Whether a request also causes a merge if it would fit an empty instance but finds no room now. The paper says
+    """Whether instances also merge for a request that would fit an empty instance but finds no room now. The paper says
     "input length and current load"."""
     reserve_memory_s: float = 600.0
     """Seconds for which the size of the largest long request is remembered, to keep room for the next one."""
@@ -34,7 +34,8 @@ class PaperConfig:
 class AmoebaPaperPolicy:
     """The policy `amoeba_paper`: see docs/scheduling.md.
 
-    Remembers the devices that merge for each waiting request, and the size of recent long requests.
+    Between decisions it remembers the devices that merge for each waiting request, and the size of recent long
+    requests.
     """
 
     name = "amoeba_paper"
@@ -83,8 +84,8 @@ class AmoebaPaperPolicy:
     def _candidate(
         self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest
     ) -> InstanceView | None:
-        """Return the least-loaded instance with room. Short requests skip reserved instances; long requests prefer a
-        higher degree."""
+        """Return the least-loaded instance with room; None if no instance has room. Short requests skip instances that
+        are reserved for a long request. Long requests prefer a higher degree."""
         options, long = room.with_room(request), view.is_long(request.max_total_tokens)
         if options and not long:
             kept = reserve.kept_from(room.need(request))
@@ -92,8 +93,11 @@ class AmoebaPaperPolicy:
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
 
     def _scale_up(self, view: ClusterView, room: Room, request: WaitingRequest) -> list[ScaleUp]:
-        """Start or continue to double the degree of the group that will serve a request. Its instances are closed; the
-        merge starts when the merged group has room for the request."""
+        """Return merges that double the lowest degree in the group that will serve a request. Further decisions double
+        it again, until the group is one instance.
+
+        The instances of the group are closed. The merges start when the merged group would have room for the request.
+        """
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := _whole_group(room, devices)) is None:
             self._scaling.pop(request.request_id, None)
@@ -121,8 +125,11 @@ class AmoebaPaperPolicy:
         return [ScaleUp(pair, 2 * lowest, reason) for pair in pairs]
 
     def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
-        """Return the open group with the best expected performance after merging, then with the lowest load. It has the
-        lowest degree with room for the request; if no group has room, it lacks the fewest tokens."""
+        """Return the devices of the best open group to merge for a request; None if there is no group.
+
+        The group has the lowest degree with room for the request. If no group has room, it lacks the fewest tokens.
+        Among such groups, it has the best expected performance after the merge, then the lowest load.
+        """
         taken = {device for devices in self._scaling.values() for device in devices}
         need = room.need(request)
         best: tuple[int, float, float, tuple[int, ...]] | None = None
@@ -153,8 +160,8 @@ def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ..
 
 
 def _relative_performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
-    """Return the expected tokens/s of a group after merging, relative to now (Gyges 5). Measured decode steps count if
-    there are any for both degrees, else Gyges' Table 1."""
+    """Return the expected tokens/s of a group after a merge, relative to now (Gyges 5); 1 if no request runs. Decode
+    steps of all its degrees are used if they were measured, else Gyges' Table 1."""
     counts = [len(i.running) for i in members]
     if not any(counts):
         return 1.0  # nothing runs that could become slower

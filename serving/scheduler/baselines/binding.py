@@ -11,15 +11,15 @@ from serving.scheduler.split_rule import SplitConfig, SplitRule, split_to_releas
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 _MOST_SKIPPED = 32
-"""Maximum number of waiting requests of one instance that a decision skips to serve those behind them."""
+"""Maximum number of waiting requests of one instance that a decision skips to serve later requests."""
 
 
 class BindingPolicy(ABC):
-    """Policy that binds a request to an instance before it considers its size.
+    """Base of policies that bind each request to an instance on arrival, without regard to its size.
 
-    The instance merges with its neighbours for a request that it cannot hold, and splits by `SplitRule`. The papers do
-    not say when it splits. A request is bound to the first device of its instance; if that instance splits or
-    disappears, the request is bound again.
+    An instance merges with its neighbours for a request that it cannot hold, and splits by `SplitRule`, because the
+    papers do not say when instances split. A request is bound to the first device of an instance. If the instance
+    splits or disappears, the request is bound again.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BindingPolicy(ABC):
 
         Args:
             instances: possible instances in device order, at least one.
-            waiting_tokens: prompt tokens that wait for each instance, by id.
+            waiting_tokens: waiting prompt tokens that are bound to an instance, by instance id.
         """
 
     def decide(self, view: ClusterView) -> list[Action]:
@@ -95,7 +95,8 @@ class BindingPolicy(ABC):
         return actions
 
     def _place(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
-        """Dispatch a request to its instance, or change the instance if it is too small, or reserve the instance."""
+        """Dispatch a request to its instance if it has room. If the instance is too small, merge or split it. Otherwise
+        close it for this decision, so that later requests do not take the room."""
         if room.has_room(instance, request):
             reason = f"its turn, load {room.load(instance):.2f}"
             room.assign(instance, request)

@@ -7,8 +7,8 @@ from serving.scheduler.view import InstanceView
 
 
 class LeastLoadFirstPolicy(BindingPolicy):
-    """The policy `least_load_first`: each request goes to the instance with the smallest load, including the requests
-    that already wait for it. It does not matter whether the instance can hold the request."""
+    """The policy `least_load_first`: each request goes to the instance with the smallest load, even if the instance
+    cannot hold it. The load includes requests that wait for the instance."""
 
     name = "least_load_first"
 
