@@ -72,7 +72,7 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return the pages of each layer's extent at each home: those of its device with the least memory."""
+    """Return the pages of each layer's extent at each home. The device with the least memory sets the number."""
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
 
@@ -127,7 +127,7 @@ def _spread(weights: WeightLayout, num_devices: int, budget_bytes: int, fixed: F
             ends += spec.num_elements * size
         else:
             of_layer[spec.layer] += spec.num_elements * size
-    # All layers have the same size: each goes to the device that has most room for its layers' pages with it.
+    # All layers have the same size. A layer goes to the device that then has most room for the pages of each layer.
     layer_bytes = max(of_layer)
     free = [budget_bytes - fixed.total - (ends if device == 0 else -fixed.sampling) for device in range(num_devices)]
     counts = [0] * num_devices
