@@ -137,7 +137,7 @@ def transform(target: str, degree: int) -> "subprocess.Popen[str]":
 
 def test_eight_devices_merge_and_split_from_the_command_line(serve: Callable[..., Process]):
     """Requests run before, during and after each change."""
-    server = serve("--num-devices", "8", "--max-tensor-parallel-size", "8", "--max-num-seqs", "1")
+    server = serve("--num-devices", "8", "--max-tensor-parallel-size", "8", "--device-memory", "96MiB")
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with Client(server.target) as client, ThreadPoolExecutor(4) as pool:
 
@@ -373,13 +373,16 @@ WHOLE = {"head": [0], "stages": [{"layers": [0, 1], "homes": [[1]]}]}
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ({"head": [4], "stages": WHOLE["stages"]}, "placement: head: devices [4] must be among devices 0 to 3"),
-        ({"head": [0], "stages": [{"layers": [0, 1], "homes": [[7]]}]}, "among devices 0 to 3"),
+        ({"head": [4], "stages": WHOLE["stages"]}, "placement: head names devices [4]: there are devices 0 to 3"),
+        (
+            {"head": [0], "stages": [{"layers": [0, 1], "homes": [[7]]}]},
+            "stage 0: home 0 names devices [7]: there are devices 0 to 3",
+        ),
         ({"head": [0], "stages": [{"layers": [0, 2], "homes": [[1]]}]}, "from 0 to 1"),
         ({"head": [0], "stages": [{"layers": [0, 1], "module": "ffn", "homes": [[1]]}]}, "attention of layer 0"),
         ('{"head": [0', "not valid JSON"),
         ("", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
+        (b"\xff\xfe", "the file cannot be read: 'utf-8' codec"),
         (None, "neither auto nor JSON"),
     ],
 )
@@ -399,13 +402,14 @@ def test_bad_placement_files_are_one_line_and_exit_code_2(
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("form", ["file", "text", "auto", "settings"])
+@pytest.mark.parametrize(
+    "form", ["file", *(pytest.param(form, marks=pytest.mark.slow) for form in ("auto", "settings"))]
+)
 def test_a_placement_is_served(serve: Callable[..., Process], served_llm: LLM, tmp_path: Path, form: str):
     file, config = tmp_path / "placement.json", tmp_path / "server.yaml"
     file.write_text(json.dumps(WHOLE))
-    flags = ["--placement", {"file": str(file), "text": json.dumps(WHOLE)}.get(form, form)]
+    flags = [] if form == "settings" else ["--placement", str(file) if form == "file" else form]
     if form == "settings":
-        flags = []
         config.write_text(config.read_text() + f"placement: {json.dumps(WHOLE)}\n")
     server = serve("--num-devices", "4", *flags)
     with Client(server.target) as client:
