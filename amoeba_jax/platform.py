@@ -12,11 +12,12 @@ from jax._src import xla_bridge
 
 from amoeba_jax.errors import ConfigError
 
-# Limit of virtual CPU devices. JAX fixes their number when it starts, and unused devices cost nothing.
-MAX_CPU_DEVICES = 8
-# Threads of XLA on CPU. A collective blocks one thread for each participant, so fewer threads than virtual devices can
-# deadlock.
-CPU_THREADS = 16
+# Virtual CPU devices, unless the first engine has more. JAX fixes their number when it starts, and unused devices cost
+# nothing.
+CPU_DEVICES = 8
+# Threads of XLA for each virtual CPU device. A collective blocks one thread for each participant, so fewer threads than
+# devices can deadlock.
+CPU_THREADS_PER_DEVICE = 2
 # Flag of XLA that creates NCCL communicators by splitting existing ones. A process with programs on 2 and on 4 GPUs can
 # then hang: some devices of a group wait for a split, and others use an existing communicator (openxla/xla#37063).
 NCCL_SPLITTING = "--xla_gpu_enable_nccl_comm_splitting"
@@ -29,20 +30,22 @@ def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
     If JAX may start GPUs, first turn `NCCL_SPLITTING` off in XLA_FLAGS. A value that the user has set stays. Warn if
     JAX has already started several GPUs without the flag.
     """
-    os.environ.setdefault("NPROC", str(CPU_THREADS))
+    num_cpu_devices = max(CPU_DEVICES, num_devices)
+    os.environ.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * num_cpu_devices))
     if not jax_has_started() and cuda_may_start(jax.config.values["jax_platforms"] or ""):
         with contextlib.suppress(OSError, ValueError):
             os.environ["XLA_FLAGS"] = without_nccl_splitting(os.environ)
     if jax.config.values["jax_num_cpu_devices"] < 0:
         # JAX refuses the change if it has started already.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", MAX_CPU_DEVICES)
+            jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     devices = jax.local_devices()
     if len(devices) < num_devices:
+        advice = "ask for fewer"
+        if devices[0].platform == "cpu":
+            advice = f"set JAX_NUM_CPU_DEVICES={num_devices} in the environment before JAX starts, or {advice}"
         raise ConfigError(
-            f"num_devices={num_devices} but JAX has {len(devices)} {devices[0].platform} devices: set "
-            f'jax.config.update("jax_num_cpu_devices", {num_devices}) before anything else uses JAX, '
-            "or ask for fewer"
+            f"num_devices={num_devices} but JAX has {len(devices)} {devices[0].platform} devices: {advice}"
         )
     if devices[0].platform == "gpu" and len(devices) > 1 and nccl_splitting(os.environ) is None:
         warnings.warn(

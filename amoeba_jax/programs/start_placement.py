@@ -12,7 +12,7 @@ from amoeba_jax.weights.layout import WeightLayout
 from sharding.ledger import format_bytes
 from sharding.placement import Home, Placement
 
-_MAX_FILE_BYTES = 1 << 20
+_MAX_FILE_CHARS = 1 << 20
 
 
 def read_placement(config: EngineConfig, dims: ModelDims) -> Placement | None:
@@ -24,25 +24,27 @@ def read_placement(config: EngineConfig, dims: ModelDims) -> Placement | None:
     text = config.placement
     if text is None or text == "auto":
         return None
+    what = "placement"
     if not text.lstrip().startswith("{"):
-        text = _read_file(text)
+        what, text = f"placement={text!r}", _read_file(text)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"placement is not valid JSON: {error}") from None
+        raise ConfigError(f"{what} is not valid JSON: {error}") from None
     return Placement.from_data(data, dims.config.num_layers, config.num_devices, config.max_tp)
 
 
 def _read_file(name: str) -> str:
-    path = Path(name)
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"placement={name!r}: the file has more than {_MAX_FILE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        with Path(name).open(encoding="utf-8") as file:
+            text = file.read(_MAX_FILE_CHARS + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"placement={name!r} is neither auto nor JSON, and the file cannot be read: {error}"
         ) from None
+    if len(text) > _MAX_FILE_CHARS:
+        raise ConfigError(f"placement={name!r}: the file has more than {_MAX_FILE_CHARS} characters")
+    return text
 
 
 def plan_devices(
@@ -72,7 +74,7 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return for each home of attention modules the number of pages of a layer: the minimum over its devices."""
+    """Return the pages of each layer's extent at each home. The device with the least memory sets the number."""
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
 
@@ -135,7 +137,7 @@ def _spread(weights: WeightLayout, num_devices: int, budget_bytes: int, fixed: F
             ends += spec.num_elements * size
         else:
             of_layer[spec.layer] += spec.num_elements * size
-    # All layers have the same size: each goes to the device that has most room for its layers' pages with it.
+    # All layers have the same size. A layer goes to the device that then has most room for the pages of each layer.
     layer_bytes = max(of_layer)
     free = [budget_bytes - fixed.total - (ends if device == 0 else -fixed.sampling) for device in range(num_devices)]
     counts = [0] * num_devices

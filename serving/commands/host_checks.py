@@ -12,8 +12,8 @@ import jax
 from amoeba_jax.checkpoint import default_model
 from amoeba_jax.checkpoint.cache import cache_root
 from amoeba_jax.platform import (
-    CPU_THREADS,
-    MAX_CPU_DEVICES,
+    CPU_DEVICES,
+    CPU_THREADS_PER_DEVICE,
     NCCL_SPLITTING,
     cuda_may_start,
     is_inline,
@@ -31,12 +31,12 @@ DEMO_BYTES = 11 * 2**29
 
 
 def _cpu_threads() -> Finding:
-    value = os.environ.get("NPROC")
+    value, threads = os.environ.get("NPROC"), CPU_THREADS_PER_DEVICE * CPU_DEVICES
     if value is None:
-        return Finding("CPU threads", "ok", f"NPROC is not set: amoeba sets {CPU_THREADS}")
-    if value.isdigit() and int(value) > MAX_CPU_DEVICES:
+        return Finding("CPU threads", "ok", f"NPROC is not set: amoeba sets {threads}, or more for more devices")
+    if value.isdigit() and int(value) > CPU_DEVICES:
         return Finding("CPU threads", "ok", f"NPROC={value}")
-    advice = f"unset NPROC, or set it to {CPU_THREADS}"
+    advice = f"unset NPROC, or set it to {threads}"
     detail = f"NPROC={value}: programs on several virtual CPU devices may deadlock"
     return Finding("CPU threads", "warn", detail, advice)
 

@@ -134,11 +134,10 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Return the split of a merged group that kept all weights. A later merge of its devices can release weights,
-        and then has the capacity for `request`.
+        """Split a merged group that kept all weights.
 
-        The chosen group is closed in `room`, even if it cannot split now. Return an empty list if it cannot split now,
-        or if there is no such group.
+        A later merge of its devices can release weights, and then has the capacity for `request`. The chosen group is
+        closed in `room`, even if it cannot split now. Return an empty list if it cannot, or if there is no such group.
         """
         view, room = self.view, self.room
         options = [

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import engine_of
 from serving_checks import check_idle
 from tiny_models import tiny_model
 from transform_cases import SHARED, make
@@ -17,15 +18,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with make(directory, compile_cache, **SHARED) as llm:
+def device_memory() -> str:
+    """Memory budget of the engine. Modules override this fixture if their transformations copy layers."""
+    return "4MiB"
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path, compile_cache: str, device_memory: str) -> Iterator[LLM]:
+    with make(directory, compile_cache, device_memory=device_memory, **SHARED) as llm:
         yield llm
 
 
 @pytest.fixture
 def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as 4 x TP1 without requests, and found so afterwards, with no page lost."""
+    """Provide the engine as 4 x TP1 without requests. Check afterwards that no page or byte is lost."""
+    before = [(dict(ledger.entries), dict(ledger.reserved)) for ledger in engine_of(llm).cluster.ledgers]
     yield llm
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
     check_idle(llm)
+    assert [(dict(ledger.entries), dict(ledger.reserved)) for ledger in engine_of(llm).cluster.ledgers] == before

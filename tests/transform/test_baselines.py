@@ -1,15 +1,13 @@
 """Movers that transformations are compared with: slower, larger, and with the same tokens."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from device_memory import frozen_heap, total_live_bytes
+from device_memory import total_live_bytes
 from serving_checks import TIMEOUT_S, check_idle
-from tiny_models import tiny_model
 from transform_cases import SHARED, Background, decoding, kv_of, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
@@ -21,27 +19,8 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_ste
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with make(directory, compile_cache, device_memory="16MiB", **SHARED) as llm, frozen_heap():
-        yield llm
-
-
-@pytest.fixture
-def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as 4 x TP1 without requests, and found so afterwards, with no page or byte lost."""
-    before = [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers]
-    reserved = [dict(ledger.reserved) for ledger in llm._engine.cluster.ledgers]
-    yield llm
-    if any(view.tensor_parallel_size > 1 for view in llm.instances):
-        llm.transform(1)
-    check_idle(llm)
-    assert [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers] == before
-    assert [dict(ledger.reserved) for ledger in llm._engine.cluster.ledgers] == reserved
+def device_memory() -> str:
+    return "16MiB"
 
 
 def by(variant: str, llm: LLM, degree: int, **options: Any) -> TransformReport:

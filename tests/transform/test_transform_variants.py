@@ -1,16 +1,12 @@
 """Transformations that are refused before they begin, and prompts that come after they have begun."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from device_memory import frozen_heap
 from harness import engine_of, in_dispatcher, registry_of
-from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
-from tiny_models import tiny_model
-from transform_cases import SHARED, decoding, make, requests, tokens
+from serving_checks import TIMEOUT_S, forget_prefixes
+from transform_cases import decoding, requests, tokens
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.transform import beginning
@@ -21,27 +17,8 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_ste
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    with make(directory, compile_cache, device_memory="16MiB", **SHARED) as llm, frozen_heap():
-        yield llm
-
-
-@pytest.fixture
-def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as 4 x TP1 without requests, and found so afterwards, with no page or byte lost."""
-    before = [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers]
-    reserved = [dict(ledger.reserved) for ledger in llm._engine.cluster.ledgers]
-    yield llm
-    if any(view.tensor_parallel_size > 1 for view in llm.instances):
-        llm.transform(1)
-    check_idle(llm)
-    assert [dict(ledger.entries) for ledger in llm._engine.cluster.ledgers] == before
-    assert [dict(ledger.reserved) for ledger in llm._engine.cluster.ledgers] == reserved
+def device_memory() -> str:
+    return "16MiB"
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])

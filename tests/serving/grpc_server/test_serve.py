@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,6 +127,35 @@ def test_questions_that_are_not_utf8_are_refused(live: Live):
     said = run(app, ["generate", "--prompt", "-"], input=b"\xff")
     assert said.exit_code == 2
     assert "the prompt must be valid Unicode" in said.stderr
+
+
+def transform(target: str, degree: int) -> "subprocess.Popen[str]":
+    """Start `amoeba transform` in a process of its own."""
+    command = [sys.executable, "-m", "serving.cli", "transform", str(degree), "--wait", "--target", target]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_eight_devices_merge_and_split_from_the_command_line(serve: Callable[..., Process]):
+    """Requests run before, during and after each change."""
+    server = serve("--num-devices", "8", "--max-tensor-parallel-size", "8", "--device-memory", "96MiB")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with Client(server.target) as client, ThreadPoolExecutor(4) as pool:
+
+        def answers() -> list[tuple[int, ...]]:
+            results = pool.map(lambda prompt: client.generate(prompt, params), ["hello", "bye", "a", "hello again"])
+            return [completion.token_ids for (completion,) in results]
+
+        expected = answers()
+        for degree, layout in ((8, "TP8"), (1, " + ".join(["TP1"] * 8))):
+            changing, num_rounds = transform(server.target, degree), 0
+            while changing.poll() is None:
+                assert answers() == expected
+                num_rounds += 1
+            stdout, stderr = changing.communicate(timeout=TIMEOUT_S)
+            assert changing.returncode == 0, stderr
+            assert stdout.startswith(f"{layout} after ")
+            assert num_rounds > 0
+            assert answers() == expected
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
@@ -334,3 +364,58 @@ def test_wrong_settings_are_one_line_and_exit_code_2(tmp_path: Path, text: str, 
     assert result.exit_code == 2, json.dumps(result.stderr)
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+WHOLE = {"head": [0], "stages": [{"layers": [0, 1], "homes": [[1]]}]}
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ({"head": [4], "stages": WHOLE["stages"]}, "placement: head names devices [4]: there are devices 0 to 3"),
+        (
+            {"head": [0], "stages": [{"layers": [0, 1], "homes": [[7]]}]},
+            "stage 0: home 0 names devices [7]: there are devices 0 to 3",
+        ),
+        ({"head": [0], "stages": [{"layers": [0, 2], "homes": [[1]]}]}, "from 0 to 1"),
+        ({"head": [0], "stages": [{"layers": [0, 1], "module": "ffn", "homes": [[1]]}]}, "attention of layer 0"),
+        ('{"head": [0', "not valid JSON"),
+        ("", "not valid JSON"),
+        (b"\xff\xfe", "the file cannot be read: 'utf-8' codec"),
+        (None, "neither auto nor JSON"),
+    ],
+)
+def test_bad_placement_files_are_one_line_and_exit_code_2(
+    served_model: Path, tmp_path: Path, placement: Any, message: str
+):
+    file = tmp_path / "placement.json"
+    if placement is not None:
+        content = json.dumps(placement) if isinstance(placement, dict) else placement
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    flags = ["--num-devices", "4", "--device-memory", "32MiB", "--port", "0", "--metrics-port", "0", "--no-warmup"]
+    result = CliRunner().invoke(app, ["serve", "-m", str(served_model), *flags, "--placement", str(file)])
+    assert result.exit_code == 2, result.stderr
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "form", ["file", *(pytest.param(form, marks=pytest.mark.slow) for form in ("auto", "settings"))]
+)
+def test_a_placement_is_served(serve: Callable[..., Process], served_llm: LLM, tmp_path: Path, form: str):
+    file, config = tmp_path / "placement.json", tmp_path / "server.yaml"
+    file.write_text(json.dumps(WHOLE))
+    flags = [] if form == "settings" else ["--placement", str(file) if form == "file" else form]
+    if form == "settings":
+        config.write_text(config.read_text() + f"placement: {json.dumps(WHOLE)}\n")
+    server = serve("--num-devices", "4", *flags)
+    with Client(server.target) as client:
+        answer = client.generate("hello", GREEDY)[0]
+        assert answer.token_ids == served_llm.generate("hello", GREEDY)[0].outputs[0].token_ids
+        code, text = code_and_text(lambda: client.transform(2))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "placement of its own" in text
+    assert server.end(signal.SIGTERM) == 0
