@@ -1,1 +1,1 @@
-"""What runs: sequences, the instances that compute them, and the cluster of instances."""
+"""Sequences, the instances that compute them, and the cluster of instances."""

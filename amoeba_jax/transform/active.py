@@ -14,10 +14,9 @@ from typing import Any
 import jax
 
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.giving_up import forget_tokens, give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import Row, StepPlan
+from amoeba_jax.instances.step import Row, StepPlan, clear_in_flight
 from amoeba_jax.transform.call import GroupTransition, TransformCall
 from amoeba_jax.transform.ending import Ending
 from amoeba_jax.transform.staging import reserve_staging
@@ -182,7 +181,7 @@ class ActiveTransitions:
         another program did: results cannot be read. The group goes on at the higher degree with an empty cache, whether
         or not a layer has switched: its pages may be lost."""
         active = self._active[instance]
-        forget_tokens(sampled)
+        clear_in_flight(sampled)
         logger.error("a step failed during a transformation of devices %s", active.devices, exc_info=error)
         drop_frames(error)
         self._recover(active)
@@ -194,7 +193,7 @@ class ActiveTransitions:
         if not active.transition.up:
             instances = [i for i in self._cluster.instances if i.id in active.devices]
             for instance in instances:
-                give_up(instance, self._requeue)
+                instance.requeue_all(self._requeue)
                 instance.site.kv.clear()
             active.transition.let_go()
             # What was restored counts as released again, and is loaded.

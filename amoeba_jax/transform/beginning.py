@@ -6,8 +6,8 @@ from typing import Any
 
 from amoeba_jax.errors import MemoryBudgetError, RequestError
 from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.factory import Scratch
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind

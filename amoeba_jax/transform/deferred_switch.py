@@ -9,8 +9,8 @@ Where a backend can, devices trade pages while they compute. None does so on CPU
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.instances.step_switch import ExchangePart
+from amoeba_jax.instances.site import ExchangePart
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.transition_programs import TransitionPrograms

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.giving_up import give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
@@ -88,7 +87,7 @@ class Ending:
         """After it: the group goes on at the higher degree, and computes its requests again."""
         cluster, transition = self._cluster, active.transition
         instance = transition.instance
-        give_up(instance, self._requeue)
+        instance.requeue_all(self._requeue)
         instance.sampler.state.replace_lost()
         kv = transition.undo()
         released = max(transition.programs.released)

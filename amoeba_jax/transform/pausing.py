@@ -14,11 +14,11 @@ import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.giving_up import forget_tokens
+from amoeba_jax.instances.factory import Scratch
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.scratch import Scratch
+from amoeba_jax.instances.step import clear_in_flight
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.views import divided, joined
 from kvcache.allocator import BuddyAllocator
@@ -71,7 +71,7 @@ def forget(instance: Instance) -> None:
     """Drop paused instances that have no sequences, with their cached prefixes."""
     for member in instance.drop_paused():
         member.lane.cache.clear()
-        forget_tokens(row for step in member.pending for row in step.sampled)
+        clear_in_flight(row for step in member.pending for row in step.sampled)
         member.pending.clear()
         member.retire()
 

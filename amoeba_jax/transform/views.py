@@ -3,8 +3,8 @@
 import jax
 
 from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.factory import Scratch
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.instances.site import KvBuffers, Site
 from sharding.mesh import SubMesh, assemble, disassemble
 

@@ -1,0 +1,139 @@
+"""A step of an instance: its plan, its inputs, and the launched step."""
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.step_program import LogitsOf
+from kvcache.geometry import PageGeometry
+
+
+class StepNotLaunchedError(RuntimeError):
+    """The step could not be prepared; the cause gives the reason. Nothing has changed."""
+
+
+class Row(NamedTuple):
+    """Tokens `start .. start + length` of a sequence, in row `place` of a step's batch."""
+
+    place: int
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the row ends with the last token of its sequence, so that the step samples the next token."""
+        return self.start + self.length == self.sequence.num_tokens
+
+
+def clear_in_flight(sampled: Iterable[Row]) -> None:
+    """Clear the in-flight counter of rows whose result is lost.
+
+    These sequences have not started elsewhere, because a preempted sequence waits for its token in flight. Other rows
+    of the step may run elsewhere, if they were preempted in the middle of their prompts.
+    """
+    for row in sampled:
+        row.sequence.num_in_flight = 0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Contents of a step.
+
+    Attributes:
+        shape: static shape of the batch.
+        lane: index of the only lane in the step; None for a step of all lanes, with equally many rows for each lane.
+    """
+
+    shape: BatchShape
+    rows: tuple[Row, ...]
+    logits_of: LogitsOf = "last"
+    lane: int | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row has one token, so that the step computes no prompt."""
+        return self.shape.num_tokens == self.shape.num_rows
+
+
+@dataclass(eq=False)
+class PendingStep:
+    """A launched step whose results the host has not taken.
+
+    Attributes:
+        sampled: rows whose next token the step samples.
+        result: result of the sampler. The step's reader reads it last.
+        decodes: whether all rows decode, and no layers change during the step.
+        prompt_row: row whose prompt log-probabilities the step computes, as `prompt_result`.
+        launched_at: time by `time.perf_counter()`.
+    """
+
+    rows: tuple[Row, ...]
+    sampled: list[Row]
+    result: "Future[np.ndarray]"
+    decodes: bool
+    prompt_row: Row | None = None
+    prompt_result: "Future[np.ndarray] | None" = None
+    launched_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of the step; 0 if all rows decode."""
+        return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
+
+    @property
+    def beside_decodes(self) -> bool:
+        """Whether the step computes prompts, and some rows decode."""
+        return not self.decodes and any(row.length == 1 for row in self.rows)
+
+    @property
+    def done(self) -> bool:
+        return self.result.done()
+
+
+def step_batch(
+    shape: BatchShape,
+    tp: int,
+    rows: Iterable[Row],
+    table_of: Callable[[Sequence], Int32[np.ndarray, "tp pages"]] | None,
+    geometry: PageGeometry,
+) -> StepBatch:
+    """Return the inputs of a step for the ranks of one home.
+
+    Args:
+        table_of: returns the pages of a sequence on these ranks; None for a step without attention.
+    """
+    batch = StepBatch(shape, tp)
+    first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
+    tokens, sources = np.zeros(shape.num_tokens, np.int32), np.full(shape.num_tokens, -1, np.int32)
+    positions = np.full(shape.num_tokens, -1, np.int32)
+    last_token, num_pages = np.zeros(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
+    slots = np.full(shape.num_rows, -1, np.int32)
+    for row in rows:
+        place, sequence, start, length = row
+        first, stop = first_token[place], start + length
+        positions[first : first + length] = np.arange(start, stop)
+        if stop > sequence.num_known:  # only the last token can be unknown
+            sources[first + length - 1] = sequence.slot
+        known = sequence.tokens(start, stop)
+        tokens[first : first + len(known)] = known
+        last_token[place] = first + length - 1
+        if stop == sequence.num_tokens:
+            slots[place] = sequence.slot
+        if table_of is not None:
+            num_pages[place] = used = geometry.pages_for(stop)
+            batch.set_table(place, table_of(sequence)[:, :used])
+    batch.set("tokens", tokens)
+    batch.set("sources", sources)
+    batch.set("positions", positions)
+    batch.set("last_token", last_token)
+    batch.set("slots", slots)
+    batch.set("num_pages", num_pages)
+    return batch
