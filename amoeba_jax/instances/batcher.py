@@ -1,7 +1,7 @@
 """Contents of the next step: a token of each decoding sequence, and chunks of prompts.
 
 `plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes. Its steps contain
-equally many rows of each lane, or one lane only. A prompt is in a step of its own lane: such steps have the shapes of
+equally many rows of each lane, or rows of one lane only. Each prompt gets steps of its own, which have the shapes of
 steady instances.
 """
 
@@ -32,9 +32,8 @@ def plan_step(
     """Return the next step over sequences that have pages for it; None if there is nothing to compute.
 
     Decodes never wait for prompts. The first prompt by `turns` sets the chunk size, and others join up to the token
-    budget. Some decoding sequences must not be delayed by this prompt: those of a better rank, and those of other
-    clients with the same rank. Beside them, the step computes at most as many prompt tokens as take two decode steps,
-    or the smallest chunk.
+    budget. This prompt must not delay decoding sequences of a better rank, and of other clients with the same rank. If
+    there are any, the step computes at most as many prompt tokens as take two decode steps, or the smallest chunk.
 
     Args:
         prompt_logits_turn: whether a prompt with requested log-probabilities comes first. It needs logits at all

@@ -214,7 +214,7 @@ class Cluster:
     # Groups that are out of service
 
     def take_back(self, old: list[Instance]) -> list[SubMesh]:
-        """Replace instances by empty ones, with weights as before, after a change of them has failed half-way.
+        """Replace instances by empty ones, with the same weights, after their change has failed half-way.
 
         The old instances must have no sequences and no cache. Several attempts are made, because buffers may be freed
         late. The groups for which all attempts fail are out of service, and are returned.

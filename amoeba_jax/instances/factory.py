@@ -10,6 +10,7 @@ import numpy as np
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.site import KvBuffers, Site
 from amoeba_jax.instances.step_sampler import SamplingState, StepSampler
@@ -173,13 +174,9 @@ class InstanceFactory:
         Waits for the extents, so that missing memory is found here and not by the first step.
         """
         allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
-        pages = self._plan.extent_pages(released)
-        shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in pages]
-        kv = [
-            [jnp.zeros(shape, self._dims.dtype, device=group.sharded) for shape in shapes]
-            for _ in range(self._dims.config.num_layers)
-        ]
-        return self.new_instance(group, allocators, jax.block_until_ready(kv), released)
+        layers = range(self._dims.config.num_layers)
+        kv = jax.block_until_ready(self._new_extents(group, self._plan.extent_pages(released), layers))
+        return self.new_instance(group, allocators, kv, released)
 
     def placed_instance(self, placement: Placement, old: Instance | None = None) -> Instance:
         """Return an instance with a start placement and an empty cache.
@@ -191,8 +188,10 @@ class InstanceFactory:
         pages = home_pages(placement, plan.device_plans)
         sites: dict[Home, Site] = {}
         for home in sorted({placement.head, *(h for homes in (*placement.attention, *placement.ffn) for h in homes)}):
-            kv = self._new_extents(placement, home, pages.get(home, 0)) if old is None else old.runner.sites[home].kv
-            sites[home] = self._site(plan.sub_meshes.group(home.start, home.degree), kv, (pages.get(home, 0),))
+            mesh, extents = plan.sub_meshes.group(home.start, home.degree), (pages.get(home, 0),)
+            layers = [layer for layer, homes in enumerate(placement.attention) if home in homes]
+            kv = self._new_extents(mesh, extents, layers) if old is None else old.runner.sites[home].kv
+            sites[home] = self._site(mesh, kv, extents)
         jax.block_until_ready([site.kv for site in sites.values()])
         allocators = {
             (group, device): self._allocator([pages[home]])
@@ -211,13 +210,12 @@ class InstanceFactory:
         owned = [(allocator, device, len(groups[group])) for (group, device), allocator in allocators.items()]
         return self._instance(placement, sites, lanes, scratch, 1, owned)
 
-    def _new_extents(self, placement: Placement, home: Home, num_pages: int) -> KvBuffers:
-        """Make the extents of a home: one for each layer whose attention it computes."""
-        mesh = self._plan.sub_meshes.group(home.start, home.degree)
-        shape = (home.degree * num_pages, self._dims.pages.page_elems)
+    def _new_extents(self, group: SubMesh, extent_pages: Iterable[int], layers: Collection[int]) -> KvBuffers:
+        """Make extents with these numbers of pages on a rank, for some of the layers."""
+        shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in extent_pages]
         return [
-            [jnp.zeros(shape, self._dims.dtype, device=mesh.sharded)] if home in homes else []
-            for homes in placement.attention
+            [jnp.zeros(shape, self._dims.dtype, device=group.sharded) for shape in shapes] if layer in layers else []
+            for layer in range(self._dims.config.num_layers)
         ]
 
     def _instance(
@@ -239,7 +237,7 @@ class InstanceFactory:
             Runner(head, sites, placement, hidden, last_tokens, plan, self._executables),
             lanes,
             StepSampler(head, self._sampling_states[head.start], self._executables),
-            self._on_result,
+            ResultReader(f"amoeba-read-{head.start}", self._on_result),
             self._executables,
             buckets=plan.buckets(width),
             lane_buckets=plan.buckets(width // placement.num_microbatches),

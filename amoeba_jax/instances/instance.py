@@ -69,7 +69,7 @@ class Instance:
         runner: launches the programs of its steps, at its placement.
         lanes: its sequences; see `Lane`.
         sampler: samples on its first device.
-        on_result: called from another thread after each result; must not block.
+        reader: reads the results of its steps.
         buckets: its step shapes.
         lane_buckets: step shapes of an instance with one of its lanes.
         released: degree for which shards of its weights are KV extents.
@@ -78,7 +78,6 @@ class Instance:
     Attributes:
         phase: present phase; see `enter`.
         launcher: launches its steps.
-        reader: reads the results of its steps.
         pending: launched steps whose results were not taken.
         num_launched: number of launched steps.
         last_was_prompt: whether its latest step computed a prompt.
@@ -93,7 +92,7 @@ class Instance:
         runner: Runner,
         lanes: list[Lane],
         sampler: StepSampler,
-        on_result: Callable[[], None],
+        reader: ResultReader,
         executables: Executables,
         *,
         buckets: Buckets,
@@ -116,8 +115,7 @@ class Instance:
         self._free_slots = list(range(sampler.num_slots))[::-1]
         self.paused: tuple[Instance, ...] = ()
         self._paused_pages: PausedPages | None = None
-        self.reader = ResultReader(f"amoeba-read-{self.id}", on_result)
-        self.launcher = StepLauncher(runner, sampler, self.reader, executables)
+        self.reader, self.launcher = reader, StepLauncher(runner, sampler, reader, executables)
 
     def enter(self, phase: Phase) -> None:
         """Change the phase. Raises `AssertionError` if the phase must not follow the present one."""

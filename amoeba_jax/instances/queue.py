@@ -13,7 +13,7 @@ from amoeba_jax.instances.sequence import Sequence
 _FEW_MARKED = 64
 """Up to this many marked sequences, moving each is cheaper than sorting the queue."""
 _FEW_DEADLINES = 256
-"""Up to this many deadlines, those of finished sequences stay in the heap."""
+"""Up to this many deadlines, the deadlines of finished sequences stay in the heap."""
 _RESERVED_SHARE = 8
 """One slot in this many is reserved for requests without siblings. With fewer slots, none is."""
 
@@ -64,7 +64,7 @@ class Waiting:
     def mark(self, sequences: SequenceOf[Sequence], beyond: bool) -> None:
         """Set `Sequence.beyond_share` of sequences and move them to their new places.
 
-        Raises `ValueError` if one of them does not wait. Then nothing has changed.
+        Raises `ValueError`, and changes nothing, if a sequence does not wait.
         """
         if missing := [sequence.request_id for sequence in sequences if sequence not in self]:
             raise ValueError(f"sequences {missing} do not wait")
@@ -96,9 +96,9 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
     """Set `Sequence.beyond_share` of all sequences. Return whether any value has changed.
 
     With N clients, the share of a client is an N-th of the slots and of the tokens that all instances hold. Running
-    sequences use the share first, then waiting ones, each in order; the others are beyond the share. The first sequence
-    of a client never is, whatever its size, so that a request of any length ends. A client without requests has no
-    share, and with a single client nothing is beyond its share.
+    sequences use the share first, then waiting ones, each in order. All further sequences are beyond the share. The
+    first sequence of a client is always within it, so that a request of any length can end. Clients without requests
+    have no share. With a single client, nothing is beyond its share.
     """
     of_client: defaultdict[str, list[Sequence]] = defaultdict(list)
     for sequence in sorted(running, key=_order_of_client):

@@ -65,7 +65,7 @@ class Room:
         return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
 
     def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
-        """Return the instance and lane that can start a sequence now and have the least to compute; None if none can.
+        """Return the instance and lane with the least work that can start a sequence now; None if none can.
 
         A sibling that can share the prompt pages of its leader goes to the leader's lane.
         """
@@ -87,8 +87,8 @@ class Room:
         """Return an instance, and its sequences to preempt so that `sequence` can start; None if none suffice.
 
         Only sequences of a worse rank are preempted, the last in order first. Paused sequences of the same rank or a
-        worse one are preempted before any running sequence. Of several instances, choose the one whose most important
-        victim is the last in order.
+        worse one are preempted before any running sequence. If several instances qualify, compare their most important
+        victims: the instance whose victim is last in order is chosen.
         """
         found: list[tuple[tuple[tuple[int, ...], int], Instance, list[Sequence]]] = []
         for instance, _, lane in self._suitable(sequence):

@@ -80,7 +80,7 @@ class Sequence:
         num_prompt_logprobs: leading prompt tokens whose log-probabilities were reported. The first token has none.
         num_failures: consecutive failed steps of this sequence; see `Recovery.recover`.
         num_computed: leading tokens whose keys and values are in the cache, or will be after the launched steps.
-        beyond_share: whether it exceeds the share of its client while other clients have requests.
+        beyond_share: whether it exceeds its client's share; see `mark_beyond_share`.
         slot: its index in the sampling state of its instance; -1 while it waits and after its end.
         paused: whether its instance is paused.
         page_keys: keys of its known tokens, set when it is queued.

@@ -1,18 +1,20 @@
 """A step of an instance: its plan, its inputs, and the launched step."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
 
+from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.step_program import LogitsOf
-from kvcache.geometry import PageGeometry
+from amoeba_jax.programs.work import Blocks
+from sharding.placement import Home, Homes
 
 
 class StepNotLaunchedError(RuntimeError):
@@ -99,18 +101,23 @@ class PendingStep:
 
 
 def step_batch(
+    plan: StepPlan,
+    lanes: SequenceOf[Lane],
+    home: Home,
+    group: Homes | None,
+    blocks: Blocks | None,
     shape: BatchShape,
-    tp: int,
-    rows: Iterable[Row],
-    table_of: Callable[[Sequence], Int32[np.ndarray, "tp pages"]] | None,
-    geometry: PageGeometry,
 ) -> StepBatch:
-    """Return the inputs of a step for the ranks of one home.
+    """Return the inputs of a step at one home.
 
     Args:
-        table_of: returns the pages of a sequence on these ranks; None for a step without attention.
+        lanes: lanes of the instance. They have the block tables.
+        group: page group of the block tables; None without attention.
+        blocks: microbatches whose rows the home computes, side by side; None for all rows of the plan.
+        shape: shape of these rows.
     """
-    batch = StepBatch(shape, tp)
+    batch = StepBatch(shape, home.degree)
+    rows = plan.rows if blocks is None else _rows_of(plan.rows, blocks, plan.shape.num_rows // len(lanes))
     first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
     tokens, sources = np.zeros(shape.num_tokens, np.int32), np.full(shape.num_tokens, -1, np.int32)
     positions = np.full(shape.num_tokens, -1, np.int32)
@@ -125,11 +132,13 @@ def step_batch(
         known = sequence.tokens(start, stop)
         tokens[first : first + len(known)] = known
         last_token[place] = first + length - 1
-        if stop == sequence.num_tokens:
+        if row.samples:
             slots[place] = sequence.slot
-        if table_of is not None:
-            num_pages[place] = used = geometry.pages_for(stop)
-            batch.set_table(place, table_of(sequence)[:, :used])
+        if group is not None:
+            assert sequence.pages is not None
+            lane = lanes[0] if len(lanes) == 1 else next(lane for lane in lanes if sequence in lane.running)
+            num_pages[place] = used = lane.pages.geometry.pages_for(stop)
+            batch.set_table(place, lane.table(sequence.pages, group)[:, :used])
     batch.set("tokens", tokens)
     batch.set("sources", sources)
     batch.set("positions", positions)
@@ -137,3 +146,11 @@ def step_batch(
     batch.set("slots", slots)
     batch.set("num_pages", num_pages)
     return batch
+
+
+def _rows_of(rows: tuple[Row, ...], blocks: Blocks, width: int) -> list[Row]:
+    """Return the rows of some blocks of a step, with their places if these blocks lie side by side."""
+    first = {block: index * width for index, block in enumerate(blocks)}
+    return [
+        row._replace(place=first[row.place // width] + row.place % width) for row in rows if row.place // width in first
+    ]

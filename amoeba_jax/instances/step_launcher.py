@@ -1,5 +1,6 @@
 """Launch of an instance's steps, and of copies of its pages."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,17 +9,14 @@ import numpy as np
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import BatchAt, Runner, StepInputs
-from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, step_batch
 from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
-from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
-from amoeba_jax.programs.work import Blocks
 from amoeba_jax.sampling.rows import SamplerKind
 from sharding.mesh import assemble, disassemble
-from sharding.placement import Home, Homes
 
 
 class _PreparedStep(NamedTuple):
@@ -97,13 +95,7 @@ class StepLauncher:
             sampled = [row._replace(place=0) for row in sampled]  # row of its only column of logits
         sample = self._sampler.prepare(plan, sampled)
         columns = self._sampler.column_programs(plan.shape.num_tokens) if every else []
-
-        def batch_at(home: Home, group: Homes | None, blocks: Blocks | None, shape: BatchShape) -> StepBatch:
-            rows = plan.rows if blocks is None else _rows_of(plan.rows, blocks, plan.shape.num_rows // len(lanes))
-            geometry = lanes[0].pages.geometry
-            tables = None if group is None else lambda s: _table(lanes, s, group)
-            return step_batch(shape, home.degree, rows, tables, geometry)
-
+        batch_at = partial(step_batch, plan, lanes)
         inputs = self._runner.prepare(plan.shape, plan.logits_of, plan.lane, batch_at)
         return _PreparedStep(inputs, sampled, sample, columns)
 
@@ -178,17 +170,3 @@ class StepLauncher:
 
     def _first_rank(self, array: jax.Array) -> jax.Array:
         return disassemble(self._group, array)[0]
-
-
-def _rows_of(rows: tuple[Row, ...], blocks: Blocks, width: int) -> list[Row]:
-    """Return the rows of some blocks of a step, with their places if these blocks lie side by side."""
-    first = {block: index * width for index, block in enumerate(blocks)}
-    return [
-        row._replace(place=first[row.place // width] + row.place % width) for row in rows if row.place // width in first
-    ]
-
-
-def _table(lanes: list[Lane], sequence: Sequence, group: Homes) -> np.ndarray:
-    assert sequence.pages is not None
-    lane = next(lane for lane in lanes if sequence in lane.running) if len(lanes) > 1 else lanes[0]
-    return lane.table(sequence.pages, group)
