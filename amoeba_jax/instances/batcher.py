@@ -32,8 +32,9 @@ def plan_step(
     """Return the next step over sequences that have pages for it; None if there is nothing to compute.
 
     Decodes never wait for prompts. The first prompt by `turns` sets the chunk size, and others join up to the token
-    budget. This prompt must not delay decoding sequences of a better rank, and of other clients with the same rank. If
-    there are any, the step computes at most as many prompt tokens as take two decode steps, or the smallest chunk.
+    budget. This prompt must not delay decoding sequences of a better rank, or of other clients with the same rank.
+    Beside such sequences, the step computes at most the prompt tokens that take as long as two decode steps, or the
+    smallest chunk.
 
     Args:
         prompt_logits_turn: whether a prompt with requested log-probabilities comes first. It needs logits at all

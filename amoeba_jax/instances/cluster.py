@@ -213,28 +213,24 @@ class Cluster:
 
     # Groups that are out of service
 
-    def take_back(self, old: list[Instance]) -> list[SubMesh]:
+    def take_back(self, old: list[Instance]) -> None:
         """Replace instances by empty ones, with the same weights, after their change has failed half-way.
 
         The old instances must have no sequences and no cache. Several attempts are made, because buffers may be freed
-        late. The groups for which all attempts fail are out of service, and are returned.
+        late. If all attempts fail, the group is out of service; see `lost`.
         """
         for instance in old:
             instance.enter(Phase.LOST)
         self.replace(old, [])
         self.lost = {**self.lost, **{instance.group: instance.released for instance in old}}
-        groups, reasons = [instance.group for instance in old], {}
+        failed = {instance.group: "" for instance in old}
         for attempt in range(_TAKE_BACK_ATTEMPTS):
-            if attempt:
+            if attempt and failed:
                 gc.collect()
-            reasons = {group: reason for group in groups if (reason := self._make_again(group)) is not None}
-            groups = list(reasons)
-            if not groups:
-                break
-        for group, reason in reasons.items():
+            failed = {group: reason for group in failed if (reason := self._make_again(group)) is not None}
+        for group, reason in failed.items():
             logger.warning("%s is out of service: %s", group, reason)
         self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
-        return groups
 
     def revive(self) -> bool:
         """Try to make the instances of groups that are out of service. Return whether one is back in service.

@@ -1,9 +1,10 @@
 """Pages that paused instances keep on the devices of the instance that serves there."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.sequence import Sequence as Continuation
+from amoeba_jax.instances.sequence import Sequence
 from kvcache.pages import PagePool
 
 
@@ -17,12 +18,12 @@ class PausedPages:
         lanes: lanes of the paused instances, in the order of their devices.
     """
 
-    def __init__(self, pool: PagePool, lanes: Sequence[Lane]):
+    def __init__(self, pool: PagePool, lanes: SequenceOf[Lane]):
         self._pool, self._lanes = pool, lanes
         self._tp = pool.tp // len(lanes)
         self._per_page = pool.geometry.units_per_page(self._tp) // pool.geometry.units_per_page(pool.tp)
 
-    def num_free_pages(self, without: Collection[Continuation] = ()) -> int:
+    def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
         """Return the free pages if all cached prefixes, and the paused sequences `without`, released theirs."""
         return min(self._free_by_rank(without))
 
@@ -34,7 +35,7 @@ class PausedPages:
             if missing > 0:
                 lane.cache.evict(-(-missing // self._per_page))
 
-    def holders(self, num_pages: int, without: Collection[Continuation] = ()) -> list[Continuation]:
+    def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
         """Return the paused sequences on ranks with fewer than `num_pages` free pages, as `num_free_pages` counts.
 
         The sequences `without` are left out.
@@ -48,12 +49,12 @@ class PausedPages:
             if sequence not in without
         ]
 
-    def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Continuation]:
+    def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
         """Return the paused sequences to preempt for `num_pages` free pages, the last in order first.
 
         Only sequences of `rank`, or of a worse rank, are preempted. Empty if these do not suffice.
         """
-        found: list[Continuation] = []
+        found: list[Sequence] = []
         while holders := self.holders(num_pages, found):
             candidates = [s for s in holders if s.rank >= rank]
             if not candidates:
@@ -61,7 +62,7 @@ class PausedPages:
             found.append(max(candidates, key=lambda s: s.order))
         return found if self.num_free_pages(found) >= num_pages else []
 
-    def _free_by_rank(self, without: Collection[Continuation]) -> list[int]:
+    def _free_by_rank(self, without: Collection[Sequence]) -> list[int]:
         free = self._pool.free_by_rank()
         for index, lane in enumerate(self._lanes):
             pages = lane.cache.num_evictable_pages + _pages_of(lane, without)
@@ -73,7 +74,7 @@ class PausedPages:
         return range(index * self._tp, (index + 1) * self._tp)
 
 
-def _pages_of(lane: Lane, sequences: Collection[Continuation]) -> int:
+def _pages_of(lane: Lane, sequences: Collection[Sequence]) -> int:
     """Return the number of a lane's pages that only the given sequences use."""
     if not sequences:
         return 0

@@ -100,8 +100,8 @@ class StepLauncher:
         return _PreparedStep(inputs, sampled, sample, columns)
 
     def _launch(self, plan: StepPlan, prepared: _PreparedStep) -> PendingStep:
-        _, sampled, sample, columns = prepared
-        head = self._runner.run(prepared.inputs)
+        inputs, sampled, sample, columns = prepared
+        head = self._runner.run(inputs)
         prompt_row = prompt_result = None
         # Taking one rank's part of an array takes time.
         logits = self._first_rank(head.logits) if sample is not None or columns else None
