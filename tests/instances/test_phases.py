@@ -41,7 +41,7 @@ def instance(phase: Phase, *running: Sequence) -> Instance:
     return made
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.product(Phase, Phase))
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(Phase, Phase)))
 def test_only_the_transitions_of_the_table_are_allowed(before: Phase, after: Phase):
     made = instance(before)
     if before == after or (before, after) in ALLOWED:
