@@ -25,7 +25,7 @@ from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.programs.batch import StepBatch
 
 

@@ -106,7 +106,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
 
     from amoeba_jax import LLM
     from amoeba_jax.instances.instance import Instance
-    from amoeba_jax.instances.step_plan import StepPlan
+    from amoeba_jax.instances.step import StepPlan
     from amoeba_jax.programs.background import compile_programs
 
     def compile_s(instance: Instance) -> float:

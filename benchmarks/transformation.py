@@ -36,7 +36,7 @@ from transformation_report import print_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.transform.transition import Transition
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from transformation import RANDOM_MODELS, REAL_MODEL
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.transform.transition import Transition
 
 MAX_NUM_SEQS = 8

@@ -10,7 +10,6 @@ MAX_PER_1000_WORDS = 3.0
 NOT_REWRITTEN_YET = frozenset(
     {
         "amoeba_jax/engine",
-        "amoeba_jax/instances",
         "amoeba_jax/transform",
     }
 )

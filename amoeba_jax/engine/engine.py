@@ -18,9 +18,9 @@ from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.queue import Waiting
 from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats

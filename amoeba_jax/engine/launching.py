@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import MemoryBudgetError, RequestError
-from amoeba_jax.instances.batcher import other_plans, plan_step, roomy_plans
+from amoeba_jax.instances.batcher import lane_plans, other_plans, plan_step, roomy_plans
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.lane_batcher import lane_plans
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import Row, StepNotLaunchedError, StepPlan
+from amoeba_jax.instances.step import Row, StepNotLaunchedError, StepPlan
 from amoeba_jax.sampling.rows import SamplerKind
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform.transformations import Transformations

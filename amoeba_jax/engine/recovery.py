@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 
 from amoeba_jax.errors import RequestFailedError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.giving_up import forget_tokens, give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import Row, StateLostError
+from amoeba_jax.instances.step import Row, clear_in_flight
+from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.stats import EngineStats
 from sharding.mesh import is_lost
 
@@ -78,8 +78,8 @@ class Recovery:
         logger.error("a step of instance %d failed; its requests are computed again", instance.id, exc_info=error)
         drop_frames(error)
         involved = list(dict.fromkeys(row.sequence for row in rows))
-        forget_tokens(sampled)
-        give_up(instance, self._requeue)
+        clear_in_flight(sampled)
+        instance.requeue_all(self._requeue)
         self._replace(instance)
         for sequence in involved:
             if sequence.finished:

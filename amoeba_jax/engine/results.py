@@ -10,7 +10,7 @@ from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import NotANumberError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
-from amoeba_jax.instances.step_plan import PendingStep, Row
+from amoeba_jax.instances.step import PendingStep, Row
 from amoeba_jax.sampling.rows import NO_TOKEN, unpack_logprobs, unpack_result
 from amoeba_jax.stats import EngineStats
 

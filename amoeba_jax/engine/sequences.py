@@ -4,13 +4,10 @@ import logging
 
 from amoeba_jax.errors import NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.deadlines import Deadlines
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.queue import Deadlines, Siblings, Waiting, mark_beyond_share
 from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence, Update
-from amoeba_jax.instances.shares import mark_beyond_share
-from amoeba_jax.instances.siblings import Siblings
-from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
 from kvcache.prefix_cache import PageKeys

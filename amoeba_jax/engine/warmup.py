@@ -8,7 +8,7 @@ import numpy as np
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step_switch import ExchangePart
+from amoeba_jax.instances.site import ExchangePart
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights, steps_of

@@ -1,4 +1,4 @@
-"""The devices of an engine, what lies in their memory, and the instances over them."""
+"""Devices of an engine, their memory, and the instances over them."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError, RequestError
 from amoeba_jax.instances.factory import InstanceFactory
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.buckets import Buckets
@@ -28,31 +28,29 @@ from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger, format_bytes
 from sharding.mesh import SubMesh, assemble
 from sharding.owners import Owner
-from sharding.placement import Placement
 from sharding.release import ReleasedShard
 
 logger = logging.getLogger(__name__)
 
 REVIVE_INTERVAL_S = 1.0
-"""Seconds between two calls of `Cluster.revive` that try something."""
+"""Shortest time between two attempts of `Cluster.revive`."""
 _REVIVE_PAUSE = 9
-"""At least that many times as long as an attempt took lies between it and the next: the thread that launches steps
-spends a tenth of its time on attempts at most, though each may read the weights."""
+"""The pause after an attempt is at least this many times as long as the attempt, which may read the weights. So the
+dispatcher spends at most a tenth of its time on attempts."""
 _TAKE_BACK_ATTEMPTS = 3
 
 
 class Cluster:
-    """Loads the weights onto every device, divides the rest of its memory, and makes instances.
+    """Loads the weights onto every device, divides the remaining memory, and makes the first instances.
 
-    Programs for the degrees `compile_first` are compiled meanwhile, in the background.
+    Meanwhile, the programs of the degrees `compile_first` are compiled in the background.
 
     Attributes:
-        instances: the present ones, by their first device.
-        factory: makes instances, and their parts; there once the weights are loaded.
-        lost: groups of devices that are out of service, as their instances could not be made again after a change of
-            them failed; with the degree for which their weights are to be released. Their memory stays booked for them.
-            Replaced as a whole when it changes, so any thread may read it.
-        on_result: called from other threads whenever a step's result has arrived; must not block.
+        instances: present instances, by their first device.
+        factory: makes instances and their parts; set once the weights are loaded.
+        lost: groups of devices that are out of service, each with the degree for which its weights are released. Their
+            memory stays reserved. Any thread may read it, because a change replaces the dictionary.
+        on_result: called from other threads after each result of a step; must not block.
     """
 
     def __init__(
@@ -87,30 +85,55 @@ class Cluster:
             self.executables.background.close()
             raise
 
+    # Memory of the devices
+
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
-        """Load the weights, and make all else that lies on the devices, the first instances among it."""
-        plan = self.memory_plan
+        """Load the weights, make the first instances, and reserve memory for temporaries."""
+        plan, tp = self.memory_plan, self.config.tensor_parallel_size
         with self.open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load, self.plan.placement)
         with allocation_errors(plan):
-            self.factory = InstanceFactory(
-                self.plan, self.weights, self.executables, lambda: self.on_result(), self.config.tensor_parallel_size
-            )
+            self.factory = InstanceFactory(self.plan, self.weights, self.executables, lambda: self.on_result(), tp)
             for device, memory in self.plan.device_plans.items():
                 self.ledgers[device].add(Owner.SAMPLING, memory.sampling_bytes)
                 self.ledgers[device].add(Owner.HIDDEN, memory.hidden_bytes)
-            if self.plan.placement is None:
-                self._build(self.config.tensor_parallel_size)
+            self._add_kv_cache()
+            if self.plan.placement is not None:
+                self.instances = (self.factory.placed_instance(self.plan.placement),)
             else:
-                self._build_placed(self.plan.placement)
+                self.instances = tuple(self._first_instance(group, tp) for group in self.sub_meshes.groups(tp))
         for device in self.plan.device_plans:
             self.ledgers[device].reserve("activations", self._activation_bytes)
             self.ledgers[device].reserve("staging", plan.staging_bytes)
 
-    def reserve_temporaries(self, executable: Executable) -> None:
-        """Hold a program's temporaries against the budget. Raises `MemoryBudgetError` where they do not fit.
+    def _add_kv_cache(self) -> None:
+        """Add the extents of all layers to the ledgers."""
+        page_bytes, num_layers = self.memory_plan.page_bytes, self.dims.config.num_layers
+        if self.plan.placement is None:
+            for ledger in self.ledgers:
+                for layer in range(num_layers):
+                    ledger.add(Owner.KV_CACHE, self.memory_plan.num_pages * page_bytes, layer)
+            return
+        pages = home_pages(self.plan.placement, self.plan.device_plans)
+        for layer, homes in enumerate(self.plan.placement.attention):
+            for home in set(homes):
+                for device in home.devices:
+                    self.ledgers[device].add(Owner.KV_CACHE, pages[home] * page_bytes, layer)
 
-        Those that change layouts have memory set aside for them: see `staging_bytes`.
+    def _first_instance(self, group: SubMesh, tp: int) -> Instance:
+        """Return an instance over new base extents. The weights that its ranks do not need become extents."""
+        shape, dtype = (self.memory_plan.num_pages, self.dims.pages.page_elems), self.dims.dtype
+        layers = range(self.dims.config.num_layers)
+        base = jax.block_until_ready([[jnp.zeros(shape, dtype, device=d) for d in group.devices] for _ in layers])
+        kv = [
+            [assemble(group, extents), *self.weights.release(group, layer, 1, tp)] for layer, extents in enumerate(base)
+        ]
+        return self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp)
+
+    def reserve_temporaries(self, executable: Executable) -> None:
+        """Reserve memory for a program's temporaries. Raises `MemoryBudgetError` if they exceed the budget.
+
+        The programs of transformations use other memory; see `staging_bytes`.
         """
         if executable.info.temp_bytes <= self._activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
             return
@@ -127,15 +150,15 @@ class Cluster:
         self._activation_bytes = executable.info.temp_bytes
 
     def buckets(self, tp: int) -> Buckets:
-        """Step shapes of instances of degree `tp`: each of their devices brings `max_num_seqs`."""
+        """Return the step shapes of an instance of degree `tp`. Each of its devices brings `max_num_seqs`."""
         return self.plan.buckets(tp)
 
     def capacity_tokens(self, tp: int, released: int) -> int:
-        """Tokens that an empty instance of degree `tp` holds, with weights released for a degree."""
+        """Return the tokens that fit in an empty instance of degree `tp`, with weights released for a degree."""
         return self.plan.capacity_tokens(tp, released)
 
     def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
-        """Raise `NotCompiledError` if instances of degree `tp` over a group could not serve with `strict_compile`."""
+        """Raise `NotCompiledError` if `strict_compile` is set and instances of degree `tp` on a group lack programs."""
         shape = self.buckets(tp).step(1)
         for start in range(group.start, group.start + group.tp, tp):
             part = self.sub_meshes.group(start, tp)
@@ -143,7 +166,7 @@ class Cluster:
             self.executables.check(self.plan.step_specs(self.executables.specs, part, shape, extents))
 
     def release_more(self, instance: Instance, degree: int) -> None:
-        """Give an instance the weights as cache that are released at a higher degree than its present one."""
+        """Turn further weights of an instance into KV cache, up to the weights that a higher degree releases."""
         for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
         instance.site.extent_pages = self.plan.extent_pages(degree)
@@ -153,65 +176,67 @@ class Cluster:
                 self.factory.allocators[device].add_extent(num_pages)
         instance.released = degree
 
-    def rebuild(self, instance: Instance) -> None:
-        """Put an instance with an empty cache in the place of one that runs nothing, and whose programs may have lost
-        buffers: these are made again."""
-        for site in instance.runner.sites.values():
-            site.replace_lost()
-        instance.sampler.state.replace_lost()
-        if instance.is_placed:
-            self.replace([instance], [self.factory.placed_instance(instance.runner.placement, instance)])
-            return
-        empty = [self.factory.new_allocator(instance.released) for _ in instance.group.devices]
-        allocators = self.factory.settle_allocators(instance.group, empty)
-        parts = instance.group, allocators, instance.site.kv, instance.released
-        self.replace([instance], [self.factory.new_instance(*parts, self.factory.scratch_of(instance))])
+    # Instances
+
+    @property
+    def all_instances(self) -> list[Instance]:
+        """The present instances, and the instances paused by them."""
+        return [each for instance in self.instances for each in (instance, *instance.paused)]
+
+    def swap(self, old: Iterable[Instance], new: Iterable[Instance]) -> None:
+        """Replace present instances by others over the same devices. The old ones keep their buffers."""
+        kept = [instance for instance in self.instances if instance not in old]
+        self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
-        """Put instances in the place of others over the same devices. Of the old ones only `kv` is of use any more."""
+        """Replace present instances by others over the same devices. The old ones retire and keep only `kv`."""
         self.swap(old, new)
         for instance in old:
             instance.retire()
 
-    @property
-    def all_instances(self) -> list[Instance]:
-        """The present instances, and those whose requests are paused."""
-        return [each for instance in self.instances for each in (instance, *instance.paused)]
+    def rebuild(self, instance: Instance) -> None:
+        """Replace an instance without sequences by one with an empty cache, over the same buffers.
 
-    def swap(self, old: Iterable[Instance], new: Iterable[Instance]) -> None:
-        """`replace`, with the old ones kept as they are."""
-        kept = [instance for instance in self.instances if instance not in old]
-        self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
-
-    # Groups whose instances are gone
-
-    def take_back(self, old: list[Instance]) -> list[SubMesh]:
-        """Put empty instances like the old ones in their place, with the weights that those had, after a change of them
-        failed part-way. The old ones run nothing, and have given up their cache.
-
-        Tried several times: what the change has taken may be freed late. Returns the groups for which that did not
-        help. They are out of service: see `lost`.
+        Buffers that failed programs have lost are made again.
         """
+        for site in instance.runner.sites.values():
+            site.replace_lost()
+        instance.sampler.state.replace_lost()
+        group, released, factory = instance.group, instance.released, self.factory
+        if instance.is_placed:
+            new = factory.placed_instance(instance.runner.placement, instance)
+        else:
+            empty = [factory.new_allocator(released) for _ in group.devices]
+            allocators = factory.settle_allocators(group, empty)
+            new = factory.new_instance(group, allocators, instance.site.kv, released, factory.scratch_of(instance))
+        self.replace([instance], [new])
+
+    # Groups that are out of service
+
+    def take_back(self, old: list[Instance]) -> None:
+        """Replace instances by empty ones, with the same weights, after their change has failed half-way.
+
+        The old instances must have no sequences and no cache. Several attempts are made, because buffers may be freed
+        late. If all attempts fail, the group is out of service; see `lost`.
+        """
+        for instance in old:
+            instance.enter(Phase.LOST)
         self.replace(old, [])
         self.lost = {**self.lost, **{instance.group: instance.released for instance in old}}
-        groups, reasons = [instance.group for instance in old], {}
+        failed = {instance.group: "" for instance in old}
         for attempt in range(_TAKE_BACK_ATTEMPTS):
-            if attempt:
+            if attempt and failed:
                 gc.collect()
-            reasons = {group: reason for group in groups if (reason := self._make_again(group)) is not None}
-            groups = list(reasons)
-            if not groups:
-                break
-        for group, reason in reasons.items():
+            failed = {group: reason for group in failed if (reason := self._make_again(group)) is not None}
+        for group, reason in failed.items():
             logger.warning("%s is out of service: %s", group, reason)
         self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
-        return groups
 
     def revive(self) -> bool:
-        """Try to make instances of groups that are out of service; return whether any is back in service.
+        """Try to make the instances of groups that are out of service. Return whether one is back in service.
 
-        To be called often, in the dispatcher thread: it does nothing while nothing is lost, and nothing within
-        `REVIVE_INTERVAL_S` of the attempt before. Does not raise: a group that fails stays lost.
+        The dispatcher calls this often: without lost groups, or soon after the latest attempt, it does nothing. Does
+        not raise: if an attempt fails, the group stays lost.
         """
         start = time.monotonic()
         if not self.lost or start < self._next_revival_s:
@@ -234,7 +259,7 @@ class Cluster:
                 )
 
     def _make_again(self, group: SubMesh) -> str | None:
-        """Make the instance of a group that is out of service. Where that fails, return why: the group stays so."""
+        """Make the instance of a group that is out of service. If that fails, return the reason."""
         try:
             if self.plan.placement is not None:
                 instance = self.factory.placed_instance(self.plan.placement)
@@ -248,7 +273,7 @@ class Cluster:
         return None
 
     def _empty_instance(self, group: SubMesh, released: int) -> Instance:
-        """Return an instance with an empty cache, with its weights released for a degree or read again."""
+        """Return an instance with an empty cache. Its weights are released for a degree, or read again."""
         layers = range(self.dims.config.num_layers)
         # Release memory first, and do the slowest part last.
         for layer in layers:
@@ -261,7 +286,7 @@ class Cluster:
         return instance
 
     def _released_for(self, group: SubMesh, layer: int) -> int:
-        """Degree for which weights of a layer are released on a group's devices, all of which have the same."""
+        """Return the degree for which weights of a layer are released. It is the same on all devices of the group."""
         shards = self.weights.released(layer, self.dims.max_tp)
         return max((shard.degree for shard in shards if not self._has(group.start, shard)), default=1)
 
@@ -272,39 +297,8 @@ class Cluster:
             return False
         return True
 
-    def _build(self, tp: int) -> None:
-        """The first instances, of degree `tp`. What their ranks do not need of the weights is KV cache at once."""
-        plan, dims = self.memory_plan, self.dims
-        for ledger in self.ledgers:
-            for layer in range(dims.config.num_layers):
-                ledger.add(Owner.KV_CACHE, plan.num_pages * plan.page_bytes, layer)
-        instances = []
-        for group in self.sub_meshes.groups(tp):
-            kv = [
-                [assemble(group, extents), *self.weights.release(group, layer, 1, tp)]
-                for layer, extents in enumerate(self._base_extents(group))
-            ]
-            instances.append(self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp))
-        self.instances = tuple(instances)
-
-    def _build_placed(self, placement: Placement) -> None:
-        """Make the only instance of a start placement."""
-        pages = home_pages(placement, self.plan.device_plans)
-        for layer, homes in enumerate(placement.attention):
-            for home in set(homes):
-                for device in home.devices:
-                    size = pages[home] * self.memory_plan.page_bytes
-                    self.ledgers[device].add(Owner.KV_CACHE, size, layer)
-        self.instances = (self.factory.placed_instance(placement),)
-
-    def _base_extents(self, group: SubMesh) -> list[list[jax.Array]]:
-        """Each layer's pages that are cache at every degree, on each of a group's devices, once they are there."""
-        shape, dtype = (self.memory_plan.num_pages, self.dims.pages.page_elems), self.dims.dtype
-        layers = range(self.dims.config.num_layers)
-        return jax.block_until_ready([[jnp.zeros(shape, dtype, device=d) for d in group.devices] for _ in layers])
-
     def close(self) -> None:
-        """Drop every device buffer."""
+        """Drop all device buffers."""
         for instance in self.instances:
             instance.close()
         self.instances = ()
@@ -315,8 +309,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
-    """Raise `MemoryBudgetError`, which names the budget, for an allocation that fails within. What is allocated has to
-    be awaited within, too: JAX makes arrays later, and would tell with the first step."""
+    """Raise `MemoryBudgetError`, which names the budget, for an allocation that fails within.
+
+    JAX allocates arrays asynchronously: the code within must wait for them.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -331,7 +327,7 @@ def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Clear the frames that an error and its causes hold: device buffers in them would live as long as the error."""
+    """Clear the frames of an error and its causes, which would keep device buffers alive as long as the error."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

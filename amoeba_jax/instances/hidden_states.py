@@ -12,7 +12,7 @@ class HiddenStates:
     """One buffer `[D, hidden_tokens]` for each device, whose first columns are a step's tokens. Used by the dispatcher
     thread only.
 
-    Programs take buffers donated: `take` removes them, and `put` stores what the program returns.
+    Programs take buffers donated: `take` removes them, and `put` stores the buffers that the program returns.
 
     Args:
         buffers: buffers by the index of their device.

@@ -1,10 +1,11 @@
 """One serving replica: devices with a view of the weights, a share of the KV cache, and running sequences."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
-from amoeba_jax.instances.changing import PageCounts
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.paused import PausedPages
@@ -13,34 +14,76 @@ from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
+from amoeba_jax.instances.step import PendingStep, StepPlan, clear_in_flight
 from amoeba_jax.instances.step_launcher import StepLauncher
-from amoeba_jax.instances.step_plan import PendingStep, StepPlan
 from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.executables import Executables
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 
+logger = logging.getLogger(__name__)
 
-class Instance:
-    """Used by the dispatcher thread only.
 
-    Args:
-        runner: of its steps, at its placement.
-        lanes: its sequences. One, or, while it merges or splits, one for each instance of the lower degree.
-        sampler: on its first device.
-        buckets: its step shapes.
-        lane_buckets: those of instances of the lower degree, while it merges or splits.
-        released: the degree for which shards of its weights are KV extents.
-        on_result: called from another thread whenever a result has arrived; must not block.
+class Phase(StrEnum):
+    """Phase of an instance.
+
+    SERVING: launches steps. DRAINING: launches no step until the steps in flight have ended. CHANGING: serves while its
+    layers change their homes. PAUSED: keeps its requests while another instance serves on its devices. LOST: its
+    devices are out of service.
+    """
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    CHANGING = "changing"
+    PAUSED = "paused"
+    LOST = "lost"
+
+
+_NEXT_PHASES = {
+    Phase.SERVING: {Phase.DRAINING, Phase.CHANGING, Phase.PAUSED, Phase.LOST},
+    Phase.DRAINING: {Phase.SERVING, Phase.CHANGING, Phase.PAUSED, Phase.LOST},
+    Phase.CHANGING: {Phase.SERVING, Phase.LOST},
+    Phase.PAUSED: {Phase.SERVING, Phase.LOST},
+    Phase.LOST: set[Phase](),
+}
+"""Phases that may follow each phase."""
+
+
+class PageCounts(NamedTuple):
+    """Pages of an instance.
 
     Attributes:
-        launcher: of its steps.
-        reader: of what they return.
-        pending: steps that were launched and whose results have not been taken.
-        transition: what changes the placement of its layers.
-        pace: of its steps whose results were taken.
-        turns: whose prompts it computes next.
-        last_was_prompt: its latest step computed a prompt.
+        available: free pages, and cached pages that no sequence uses.
+        cached: cached pages that no sequence uses.
+    """
+
+    total: int
+    available: int
+    cached: int
+
+
+class Instance:
+    """A serving replica. Used by the dispatcher thread only.
+
+    Args:
+        runner: launches the programs of its steps, at its placement.
+        lanes: its sequences; see `Lane`.
+        sampler: samples on its first device.
+        reader: reads the results of its steps.
+        buckets: its step shapes.
+        lane_buckets: step shapes of an instance with one of its lanes.
+        released: degree for which shards of its weights are KV extents.
+        page_allocators: allocators of a start placement, each with its device and its number of layers.
+
+    Attributes:
+        phase: present phase; see `enter`.
+        launcher: launches its steps.
+        pending: launched steps whose results were not taken.
+        num_launched: number of launched steps.
+        last_was_prompt: whether its latest step computed a prompt.
+        transition: transition that changes the homes of its layers, of the package `transform`; None in steady state.
+        pace: durations of its steps.
+        turns: order of its prompts.
         paused: instances over its devices whose requests are paused while it serves.
     """
 
@@ -49,17 +92,20 @@ class Instance:
         runner: Runner,
         lanes: list[Lane],
         sampler: StepSampler,
-        on_result: Callable[[], None],
+        reader: ResultReader,
         executables: Executables,
         *,
         buckets: Buckets,
+        lane_buckets: Buckets,
         released: int,
+        page_allocators: Collection[tuple[BuddyAllocator, int, int]] = (),
     ):
         self.group = runner.group
         self.id = self.group.start
+        self.phase = Phase.SERVING
         self.runner, self.lanes, self.sampler = runner, lanes, sampler
-        self.buckets = self.lane_buckets = buckets
-        self.released = released
+        self.buckets, self.lane_buckets = buckets, lane_buckets
+        self.released, self.page_allocators = released, page_allocators
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
         self.last_was_prompt = False
@@ -69,14 +115,21 @@ class Instance:
         self._free_slots = list(range(sampler.num_slots))[::-1]
         self.paused: tuple[Instance, ...] = ()
         self._paused_pages: PausedPages | None = None
-        self.page_allocators: list[tuple[BuddyAllocator, int, int]] = []
-        """Allocators of an instance with a placement of its own, with their device and their number of layers."""
-        self.reader = ResultReader(f"amoeba-read-{self.id}", on_result)
-        self.launcher = StepLauncher(runner, sampler, self.reader, executables)
+        self.reader, self.launcher = reader, StepLauncher(runner, sampler, reader, executables)
+
+    def enter(self, phase: Phase) -> None:
+        """Change the phase. Raises `AssertionError` if the phase must not follow the present one."""
+        if phase is self.phase:
+            return
+        assert phase in _NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
+        logger.debug("instance %d (TP%d): %s -> %s", self.id, self.tp, self.phase, phase)
+        self.phase = phase
+        for sequence in self.running:
+            sequence.paused = phase is Phase.PAUSED
 
     @property
     def is_placed(self) -> bool:
-        """Whether it has a placement of its own. Such an instance does not merge or split."""
+        """Whether it has a start placement. Such an instance does not merge or split."""
         return bool(self.page_allocators)
 
     @property
@@ -85,7 +138,7 @@ class Instance:
 
     @property
     def site(self) -> Site:
-        """Where its embedding and head are computed, and in steady state all layers."""
+        """Site of the embedding and the head; in steady state, of all layers."""
         return self.runner.sites[self.runner.placement.head]
 
     @property
@@ -96,7 +149,7 @@ class Instance:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that it holds when empty and all of its layers are at its degree."""
+        """Tokens that fit in the empty instance in steady state."""
         if self.is_placed:
             return max(lane.capacity_tokens for lane in self.lanes)
         return self.page_counts().total * self.lanes[0].pages.geometry.page_size
@@ -112,24 +165,24 @@ class Instance:
 
     @property
     def max_running(self) -> int:
-        """Sequences that it decodes at once."""
+        """Largest number of sequences that it decodes at once."""
         return self.buckets.max_num_seqs
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that it could run besides those that it runs."""
+        """Sequences that could run in addition to its running ones."""
         return max(min(self.max_running - len(self.running), len(self._free_slots)), 0)
 
     def lane_of(self, sequence: Sequence) -> Lane:
-        """The lane that has a running sequence."""
+        """Return the lane of a running sequence."""
         if len(self.lanes) == 1:
             return self.lanes[0]
         return next(lane for lane in self.lanes if sequence in lane.running)
 
     def add(self, sequence: Sequence, lane: Lane) -> None:
-        """Take a sequence that has its pages. Where that fails, it is not taken.
+        """Run a sequence that has its pages. If this raises, nothing has changed.
 
-        Raises whatever the sampler's program does, or `StateLostError`.
+        Raises the errors of the sampler's program, or `StateLostError`.
         """
         slot = self._free_slots.pop()
         try:
@@ -141,36 +194,38 @@ class Instance:
         lane.running.append(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Give a sequence pages for that many tokens. Returns none, or, where they do not fit, the sequences that hold
-        the pages it lacks, itself among them."""
+        """Reserve pages for `num_tokens` tokens of a sequence.
+
+        Returns nothing if the pages were reserved. Otherwise it returns the sequences that hold the missing pages, with
+        this one among them or paused ones only: preempt one and call again.
+        """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
         try:
             lane.cache.reserve(sequence.pages, num_tokens)
         except OutOfPagesError:
+            needed = sequence.pages.num_lacking(num_tokens)
             if len(self.lanes) > 1:
-                return self._reserve_beside(sequence, num_tokens, lane)
+                return self._reserve_beside(sequence, num_tokens, needed, lane)
             if self._paused_pages is not None:
-                in_the_way = self._paused_pages.in_the_way(sequence.pages.num_lacking(num_tokens))
-                if yielding := [s for s in in_the_way if s.rank >= sequence.rank]:
-                    return yielding
+                holders = [s for s in self._paused_pages.holders(needed) if s.rank >= sequence.rank]
+                return holders or lane.running
             return lane.running
         return ()
 
-    def _reserve_beside(self, sequence: Sequence, num_tokens: int, lane: Lane) -> Collection[Sequence]:
-        """Cached prefixes of other lanes may have the pages that a lane lacks, of those that all lanes share."""
+    def _reserve_beside(self, sequence: Sequence, num_tokens: int, needed: int, lane: Lane) -> Collection[Sequence]:
+        """Reserve pages after evicting cached prefixes of other lanes, with which this lane shares pages."""
         assert sequence.pages is not None
-        needed = sequence.pages.num_lacking(num_tokens)
         lane.make_free(needed, self.lanes)
         try:
             lane.cache.reserve(sequence.pages, num_tokens)
         except OutOfPagesError:
-            # Of the pages that only this lane has there is none, or of those that all lanes share.
+            # Either the pages of this lane only are used up, or the pages that all lanes share.
             return lane.running if lane.lacks_own_pages(needed, self.lanes) else self.running
         return ()
 
     def remove(self, sequence: Sequence) -> None:
-        """Give up a sequence; its pages stay with the prefix cache as long as there is room."""
+        """Remove a sequence. The prefix cache keeps its cached pages until their memory is needed."""
         lane = self.lane_of(sequence)
         self.leave(sequence, lane)
         sequence.slot = -1
@@ -179,30 +234,53 @@ class Instance:
         sequence.pages = None
 
     def leave(self, sequence: Sequence, lane: Lane) -> None:
-        """Have a sequence not run here any more, which keeps its pages."""
+        """Remove a sequence that keeps its pages."""
         lane.running.remove(sequence)
         self._free_slots.append(sequence.slot)
+        sequence.paused = False
 
     def page_counts(self) -> PageCounts:
-        """How its pages are used, at its own degree."""
-        lane = self.lanes[0]
+        """Return the use of its pages, counted at its own degree. The lane with the most available pages counts."""
+        cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self.is_placed:
             lane = max(self.lanes, key=lambda lane: lane.cache.num_available_pages)
-            cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)  # some on devices that lanes share
-            total = lane.pages.num_total_pages
+            total = lane.pages.num_total_pages  # lanes may share devices, and their cached pages there
             return PageCounts(total, min(lane.pages.num_free_pages + cached, total), min(cached, total))
+        lane = self.lanes[0]
         ranks = lane.ranks[(self.runner.placement.head,) * len(self.lanes)]
-        cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self._paused_pages is None:
             free = min(lane.pages.free_by_rank()[ranks])
         else:
             free = self._paused_pages.num_free_pages()
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
 
+    def requeue_all(self, requeue: Callable[["Instance", Sequence], None]) -> None:
+        """Requeue all sequences, also of paused instances, because the cache is lost. The paused instances retire.
+
+        Args:
+            requeue: takes a sequence off its instance and inserts it into the queue.
+        """
+        paused = self.drop_paused()
+        for each in (self, *paused):
+            each.clear_pending()
+            for lane in each.lanes:
+                lane.cache.clear()
+                lane.cache.enabled = False
+            for sequence in list(each.running):
+                requeue(each, sequence)
+        for each in paused:
+            each.retire()
+
+    # Paused instances
+
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
-        """Serve, without a sequence yet, while the sequences of instances over the same devices are paused. They keep
-        their slots, of which those on this one's first device are not given to others, and their pages, of which those
-        of cached prefixes are given up where this one needs them."""
+        """Pause instances over the same devices while this one serves.
+
+        Paused sequences keep their slots and pages. Slots in use on this instance's first device are not given to other
+        sequences. Pages of cached prefixes are released if this instance needs them.
+        """
+        for member in members:
+            member.enter(Phase.PAUSED)
         kept = {sequence.slot for sequence in members[0].running}
         self._free_slots = [slot for slot in self._free_slots if slot not in kept]
         self.lane.max_running = min(self.lane.max_running, len(self._free_slots) + len(self.running))
@@ -211,10 +289,12 @@ class Instance:
         self.lane.cache.lender = self._paused_pages
 
     def drop_paused(self) -> "tuple[Instance, ...]":
-        """Have no paused instances any more, and return those that there were."""
+        """End the pause of instances, and return them."""
         members, self.paused, self._paused_pages = self.paused, (), None
         for lane in self.lanes:
             lane.cache.lender = None
+        for member in members:
+            member.enter(Phase.SERVING)
         return members
 
     @property
@@ -222,16 +302,16 @@ class Instance:
         """The sequences of paused instances."""
         return [sequence for member in self.paused for sequence in member.running]
 
-    def paused_in_the_way(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """The paused sequences, of this rank or behind it, that would have to go for that many pages to be available:
-        those that are served last first. None where that would not do."""
-        needed, pages = num_pages - self.lane.cache.num_evictable_pages, self._paused_pages
-        return [] if pages is None else pages.yielding(needed, rank)
+    def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
+        """Return the paused sequences to preempt for `num_pages` available pages; see `PausedPages.victims`."""
+        if self._paused_pages is None:
+            return []
+        return self._paused_pages.victims(num_pages - self.lane.cache.num_evictable_pages, rank)
 
     # Steps
 
     def launch_plan(self, plan: StepPlan) -> None:
-        """Launch a step, whose results are `pending` then. Raises what `StepLauncher.launch` does."""
+        """Launch a step, and append it to `pending`. Raises the errors of `StepLauncher.launch`."""
         step = self.launcher.launch(plan, self.lanes)
         if self.transition is not None:
             step.decodes = False
@@ -239,14 +319,19 @@ class Instance:
         self.num_launched += 1
         self.last_was_prompt = not plan.decodes
 
+    def clear_pending(self) -> None:
+        """Drop the steps in flight, whose results are lost."""
+        clear_in_flight(row for step in self.pending for row in step.sampled)
+        self.pending.clear()
+
     def retire(self) -> None:
-        """Stop the reader, once it has read what is pending, and let go of all device buffers but the cache."""
+        """Drop all device buffers except the cache. The reader ends after the pending results."""
         self.transition = None
         self.reader.close(wait=bool(self.pending))
         del self.sampler, self.runner, self.launcher
 
     def close(self) -> None:
-        """Stop the reader and drop all device buffers, those of paused instances as well."""
+        """Drop all device buffers, also of paused instances."""
         for member in self.drop_paused():
             member.close()
         for site in self.runner.sites.values():

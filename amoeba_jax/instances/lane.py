@@ -1,4 +1,4 @@
-"""A share of an instance's sequences that travel through its layers together, and their pages."""
+"""Sequences of an instance that travel through its layers together, and their pages."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,21 +12,23 @@ from sharding.placement import Homes
 
 
 class Lane:
-    """Sequences with pages in one pool. An instance has one lane, and one for each instance of the lower degree while
-    it merges or splits. Used by the dispatcher thread only.
+    """Sequences with pages in one pool. Used by the dispatcher thread only.
+
+    An instance has one lane. While it merges or splits, it has one lane for each instance of the lower degree. With a
+    start placement, it has one lane for each microbatch.
 
     A page is a column of a table. The table has a row for each rank of the lane's home in each page group: while layers
     change their homes, a page has a place in both groups.
 
     Args:
-        pages: of its sequences.
-        cache: of their prefixes.
+        pages: pool of the sequences' pages.
+        cache: cache of their prefixes.
         ranks: rows of a table that belong to a page group.
-        max_running: sequences that it runs at once.
+        max_running: largest number of running sequences.
 
     Attributes:
-        running: its sequences.
-        closed: no others start.
+        running: sequences of the lane.
+        closed: whether no further sequence may start.
     """
 
     def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Homes, slice], max_running: int):
@@ -36,7 +38,7 @@ class Lane:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that it holds when nothing else does."""
+        """Tokens that fit if no page is in use."""
         return self.pages.num_total_pages * self.pages.geometry.page_size
 
     @property
@@ -50,8 +52,10 @@ class Lane:
         return any(free < num_pages for free, allocator in own if allocator not in shared)
 
     def make_free(self, num_pages: int, lanes: Iterable["Lane"]) -> None:
-        """Evict cached prefixes for that many free pages, its own first, then those of other lanes, which may share
-        ranks with it: as few of these as needed, or all."""
+        """Evict cached prefixes until `num_pages` pages are free, or no prefix is left.
+
+        The prefixes of this lane go first. Then as few as possible go from other lanes, which may share ranks.
+        """
         self.cache.evict(min(num_pages, self.cache.num_evictable_pages))
         for other in sorted(lanes, key=lambda other: -other.cache.num_evictable_pages):
             if other is not self and self.pages.num_free_pages < num_pages:
@@ -62,7 +66,7 @@ class Lane:
         return pages.table[self.ranks[group]]
 
     def live_pages(self) -> Int32[np.ndarray, "rows pages"]:
-        """All pages that sequences or the cache hold, each once, in the order of their ids on rank 0."""
+        """Return each page that a sequence or the cache holds, in the order of their ids on rank 0."""
         tables = [s.pages.table for s in self.running if s.pages is not None] + [self.cache.table()]
         table = np.concatenate(tables, axis=1)
         _, first = np.unique(table[0], return_index=True)

@@ -1,42 +1,45 @@
-"""What paused instances keep on the devices of the instance that has taken their place."""
+"""Pages that paused instances keep on the devices of the instance that serves there."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.sequence import Sequence as Continuation
+from amoeba_jax.instances.sequence import Sequence
 from kvcache.pages import PagePool
 
 
 class PausedPages:
-    """Pages of paused instances, as the pool of the instance over their devices sees them.
+    """Pages of paused instances, counted in pages of the serving instance. Used by the dispatcher thread only.
 
-    Those that hold cached prefixes are given up for pages of that pool (`PageLender`). Used by the dispatcher thread
-    only.
+    If the serving instance needs pages, paused instances release the pages of cached prefixes (`PageLender`).
 
     Args:
-        pool: at the higher degree, over the ranks of all of them.
-        lanes: of the paused instances, by their first device.
+        pool: pool of the serving instance, over the ranks of all paused ones.
+        lanes: lanes of the paused instances, in the order of their devices.
     """
 
-    def __init__(self, pool: PagePool, lanes: Sequence[Lane]):
+    def __init__(self, pool: PagePool, lanes: SequenceOf[Lane]):
         self._pool, self._lanes = pool, lanes
         self._tp = pool.tp // len(lanes)
         self._per_page = pool.geometry.units_per_page(self._tp) // pool.geometry.units_per_page(pool.tp)
 
-    def num_free_pages(self, without: Collection[Continuation] = ()) -> int:
-        """Pages that would be free if all cached prefixes went, and some paused sequences as well."""
+    def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
+        """Return the free pages if all cached prefixes, and the paused sequences `without`, released theirs."""
         return min(self._free_by_rank(without))
 
     def make_free(self, num_pages: int) -> None:
-        """Evict as few cached prefixes as needed for that many free pages, or all."""
+        """Evict as few cached prefixes as needed for `num_pages` free pages, or all."""
         free = self._pool.free_by_rank()
         for index, lane in enumerate(self._lanes):
             missing = num_pages - min(free[rank] for rank in self._ranks(index))
             if missing > 0:
                 lane.cache.evict(-(-missing // self._per_page))
 
-    def in_the_way(self, num_pages: int, without: Collection[Continuation] = ()) -> list[Continuation]:
-        """The paused sequences with pages on ranks that would still have fewer than that many free."""
+    def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
+        """Return the paused sequences on ranks with fewer than `num_pages` free pages, as `num_free_pages` counts.
+
+        The sequences `without` are left out.
+        """
         free = self._free_by_rank(without)
         return [
             sequence
@@ -46,18 +49,20 @@ class PausedPages:
             if sequence not in without
         ]
 
-    def yielding(self, num_pages: int, rank: tuple[int, int]) -> list[Continuation]:
-        """The paused sequences, of this rank or behind it, that would have to go for that many pages to be free: those
-        that are served last first. None where that would not do."""
-        going: list[Continuation] = []
-        while in_the_way := self.in_the_way(num_pages, going):
-            yielding = [s for s in in_the_way if s.rank >= rank]
-            if not yielding:
-                return []
-            going.append(max(yielding, key=lambda s: s.order))
-        return going if self.num_free_pages(going) >= num_pages else []
+    def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
+        """Return the paused sequences to preempt for `num_pages` free pages, the last in order first.
 
-    def _free_by_rank(self, without: Collection[Continuation]) -> list[int]:
+        Only sequences of `rank`, or of a worse rank, are preempted. Empty if these do not suffice.
+        """
+        found: list[Sequence] = []
+        while holders := self.holders(num_pages, found):
+            candidates = [s for s in holders if s.rank >= rank]
+            if not candidates:
+                return []
+            found.append(max(candidates, key=lambda s: s.order))
+        return found if self.num_free_pages(found) >= num_pages else []
+
+    def _free_by_rank(self, without: Collection[Sequence]) -> list[int]:
         free = self._pool.free_by_rank()
         for index, lane in enumerate(self._lanes):
             pages = lane.cache.num_evictable_pages + _pages_of(lane, without)
@@ -69,10 +74,12 @@ class PausedPages:
         return range(index * self._tp, (index + 1) * self._tp)
 
 
-def _pages_of(lane: Lane, sequences: Collection[Continuation]) -> int:
-    """Pages that only some of a lane's sequences use."""
-    going, staying = set[int](), set[int]()
-    for sequence in lane.running if sequences else ():
+def _pages_of(lane: Lane, sequences: Collection[Sequence]) -> int:
+    """Return the number of a lane's pages that only the given sequences use."""
+    if not sequences:
+        return 0
+    mine, others = set[int](), set[int]()
+    for sequence in lane.running:
         if sequence.pages is not None:
-            (going if sequence in sequences else staying).update(sequence.pages.table[0].tolist())
-    return len(going - staying)
+            (mine if sequence in sequences else others).update(sequence.pages.table[0].tolist())
+    return len(mine - others)

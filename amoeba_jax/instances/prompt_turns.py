@@ -1,22 +1,21 @@
-"""Whose prompts an instance computes next."""
+"""Order in which an instance computes prompts, fair to clients."""
 
 from collections.abc import Collection, Iterable
 
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import Row
+from amoeba_jax.instances.step import Row
 
-# Clients without prompts, of whom it is known that they have had more than others. Their number has a limit: a prompt
-# may wait for long behind those of a higher rank, while any number of clients come and go.
-_MOST_ABSENT = 256
+# Counters of clients without prompts are kept for this many clients. A prompt may wait long behind prompts of a higher
+# rank, while any number of clients come and go.
+_MAX_ABSENT = 256
 
 
 class PromptTurns:
-    """The order of prompts, fair to clients: of those with prompts of the same rank, the one for whom the fewest tokens
-    were computed goes first.
+    """Order of prompts. Among prompts of one rank, the client with the fewest computed prompt tokens comes first.
 
-    What counts is the time in which they have prompts: who comes back is taken to have had as much as those who were
-    there, and no more. (The virtual token counters of Sheng et al., "Fairness in Serving Large Language Models", 2024,
-    for prompts alone: what decodes has a row in every step.)
+    A client that returns starts with the smallest counter of the present clients: it gains nothing by its absence.
+    These are the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models", 2024, for prompts
+    only, because every decoding sequence has a row in each step.
     """
 
     def __init__(self) -> None:
@@ -24,10 +23,13 @@ class PromptTurns:
         self._present: frozenset[str] = frozenset()
 
     def ordered(self, prompts: Collection[Sequence]) -> list[Sequence]:
-        """Those whose turn it is first; those of one client and rank as they came. Where clients are even, the shorter
-        of their first prompts goes first."""
+        """Return the prompts in their order of computation.
+
+        Prompts of one client and rank keep their order of arrival. Between clients with equal counters, the shorter
+        first prompt comes first.
+        """
         if not prompts:
-            self._tokens, self._present = {}, frozenset()  # no one has waited for another
+            self._tokens, self._present = {}, frozenset()  # no client waits for another
             return []
         lengths: dict[str, int] = {}
         for sequence in sorted(prompts, key=lambda s: s.order):
@@ -37,11 +39,11 @@ class PromptTurns:
         least = min(stayed or known, default=0)
         absent = [(client, n) for client, n in self._tokens.items() if client not in lengths and n > least]
         present = {client: max(self._tokens.get(client, least), least) for client in lengths}
-        self._tokens, self._present = dict(absent[-_MOST_ABSENT:]) | present, frozenset(lengths)
+        self._tokens, self._present = dict(absent[-_MAX_ABSENT:]) | present, frozenset(lengths)
         return sorted(prompts, key=lambda s: (s.rank, self._tokens[s.client], lengths[s.client], s.order))
 
     def took(self, rows: Iterable[Row]) -> None:
-        """Count the prompts of a step that was launched."""
+        """Count the prompt tokens of a launched step."""
         for row in rows:
             if row.length > 1:
                 client = row.sequence.client

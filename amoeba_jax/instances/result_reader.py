@@ -1,4 +1,4 @@
-"""Waits for the device, in a thread that launches nothing."""
+"""Copies results to the host in a thread, which waits for the device and launches nothing."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,11 +9,11 @@ import numpy as np
 
 
 class ResultReader:
-    """Copies results to the host in the order of the calls.
+    """Reads results in the order of the calls.
 
     Args:
-        name: of its thread.
-        on_result: called in its thread whenever a result has arrived; must not block.
+        name: name of the thread.
+        on_result: called in the thread after each result; must not block.
     """
 
     def __init__(self, name: str, on_result: Callable[[], None]):
@@ -25,14 +25,14 @@ class ResultReader:
         return self._submit(lambda: np.asarray(array).reshape(len(array), -1))
 
     def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
-        """Done when arrays, which must not be donated before, have been computed."""
+        """Return a future that ends when arrays are computed. No program may take them donated before."""
         return self._submit(lambda: jax.block_until_ready(arrays))
 
-    def _submit(self, what: Callable[[], Any]) -> "Future[Any]":
-        future = self._thread.submit(what)
+    def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
+        future = self._thread.submit(call)
         future.add_done_callback(lambda _: self._on_result())
         return future
 
     def close(self, wait: bool) -> None:
-        """Take nothing any more. `wait` until what was asked for has been read."""
+        """End the thread after the results that were requested. `wait`: return only then."""
         self._thread.shutdown(wait=wait)

@@ -1,27 +1,30 @@
-"""Where a waiting sequence can run, and who would have to make room for it. Changes nothing."""
+"""Search for an instance that can start a waiting sequence, and for sequences to preempt. Changes nothing."""
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 
-# What a running sequence weighs, in prompt tokens to compute, when an instance is chosen for the next one.
+# Cost of a running sequence, in prompt tokens to compute, in the choice of an instance.
 _DECODE_COST = 16
 
 
 class Room:
-    """Looks for room in a cluster's instances. Used by the dispatcher thread only."""
+    """Free slots and pages of a cluster's instances. Used by the dispatcher thread only."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
         self._page_size = cluster.dims.page_size
 
     def home(self, sequence: Sequence) -> Instance:
-        """The instance that has a sequence, running or paused."""
+        """Return the instance of a running or paused sequence."""
         return next(instance for instance in self._cluster.all_instances if sequence in instance.running)
 
     def leader_home(self, sequence: Sequence) -> Instance | None:
-        """Where a sibling can share the pages of its leader's prompt: one page more, a copy of the last, is enough."""
+        """Return the instance on which a sibling can share the prompt pages of its leader; None if there is none.
+
+        The sibling needs a slot and one page, for its copy of the prompt's last page.
+        """
         leader = sequence.leader
         if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
             return None
@@ -32,7 +35,10 @@ class Room:
         return home if lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
     def reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the pages that a sequence may take from the cache: all but the last token, which is computed."""
+        """Return the keys of the pages that a sequence may take from the cache.
+
+        The last token is left out, because a step must compute it to sample the next token.
+        """
         if sequence.needs_prompt_logits:
             return []
         assert sequence.page_keys is not None
@@ -40,7 +46,11 @@ class Room:
         return sequence.page_keys.keys[: (sequence.num_known - 1) // self._page_size]
 
     def lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
-        """The lane of an instance that could start a sequence right now, and has most room; None if there is none."""
+        """Return the lane of an instance that can start a sequence now; None if no lane can.
+
+        If the sequence can share the prompt pages of its leader, return the lane of the leader. Otherwise return the
+        lane with the most available pages.
+        """
         if self.leader_home(sequence) is instance:
             assert sequence.leader is not None, "it has a home"
             return instance.lane_of(sequence.leader)
@@ -55,7 +65,10 @@ class Room:
         return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
 
     def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
-        """The instance, and its lane, that can take a sequence and has the least to compute before and beside it."""
+        """Return the instance and lane with the least work that can start a sequence now; None if none can.
+
+        A sibling that can share the prompt pages of its leader goes to the leader's lane.
+        """
         if (home := self.leader_home(sequence)) is not None:
             assert sequence.leader is not None, "it has a home"
             return home, home.lane_of(sequence.leader)
@@ -71,35 +84,32 @@ class Room:
         return best[1:] if best else None
 
     def victims(self, sequence: Sequence) -> tuple[Instance, list[Sequence]] | None:
-        """An instance, and sequences there that rank behind `sequence`, the last in order first, that would have
-        to be preempted for it to start; None where no preemption would make enough room.
+        """Return an instance, and its sequences to preempt so that `sequence` can start; None if none suffice.
 
-        Before them those that are paused, unless they rank before `sequence`.
-
-        Of several instances, the one whose victims are the last in order.
+        Only sequences of a worse rank are preempted, the last in order first. Paused sequences of the same rank or a
+        worse one are preempted before any running sequence. If several instances qualify, compare their most important
+        victims: the instance whose victim is last in order is chosen.
         """
-        found: list[tuple[list[tuple[int, ...]], Instance, list[Sequence]]] = []
+        found: list[tuple[tuple[tuple[int, ...], int], Instance, list[Sequence]]] = []
         for instance, _, lane in self._suitable(sequence):
             lower = [s for s in lane.running if s.rank > sequence.rank and not s.finished]
             lower.sort(key=lambda s: s.order, reverse=True)
+            victims = None
             if instance.paused and instance.transition is None and lane.has_free_slot:
                 needed = self._cluster.dims.pages.pages_for(self._tokens_needed(lane, sequence))
-                if paused := instance.paused_in_the_way(needed, sequence.rank):
-                    found.append(([paused[-1].order, (-len(paused),)], instance, paused))
-                    continue
-            for count in range(1, len(lower) + 1):
-                if self._fits_without(lane, sequence, lower[:count]):
-                    # The most important of the victims decides, then how many they are.
-                    orders = [lower[count - 1].order, (-count,)]
-                    found.append((orders, instance, lower[:count]))
-                    break
+                victims = instance.paused_victims(needed, sequence.rank)
+            if not victims:
+                counts = range(1, len(lower) + 1)
+                victims = next((lower[:n] for n in counts if self._fits_without(lane, sequence, lower[:n])), None)
+            if victims:
+                found.append(((victims[-1].order, -len(victims)), instance, victims))
         if not found:
             return None
         _, instance, victims = max(found, key=lambda item: (item[0], -item[1].id))
         return instance, victims
 
     def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
-        """Lanes that are large enough, with their instance and their number there."""
+        """Return the lanes in which the sequence fits when they are empty, each with its instance and its index."""
         return [
             (instance, number, lane)
             for instance in self._cluster.instances
@@ -108,13 +118,13 @@ class Room:
         ]
 
     def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
-        """Tokens for which pages should be there: a page more for everyone who runs, so that it isn't preempted for
-        their next token."""
+        """Return the tokens that must have available pages: one more page for each running sequence, so that the new
+        sequence is not preempted for their next tokens."""
         total = min(sequence.num_known + self._page_size, sequence.max_total_tokens)
         return total + self._page_size * (len(lane.running) - num_leaving)
 
     def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
-        """Whether a sequence could start if those left. Their pages are available then, but for shared ones."""
+        """Return whether a sequence could start if others left. Pages that remaining sequences share stay in use."""
         if lane.closed or len(lane.running) - len(leaving) >= lane.max_running:
             return False
         staying = {

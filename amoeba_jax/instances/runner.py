@@ -1,14 +1,14 @@
-"""Runs the steps of an instance at its placement, by the work list of `programs/work.py`."""
+"""Launch of the steps of an instance at its placement, by the work list of `programs/work.py`."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from amoeba_jax.instances.hidden_states import HiddenStates
-from amoeba_jax.instances.site import Site
-from amoeba_jax.instances.step_switch import StepSwitch
+from amoeba_jax.instances.site import ExchangePart, Site
+from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
@@ -20,6 +20,26 @@ from sharding.placement import Home, Homes, Placement
 
 BatchAt = Callable[[Home, Homes | None, Blocks | None, BatchShape], StepBatch]
 """Makes the batch of a home, for the tables of a page group and the blocks of some microbatches."""
+
+
+class StepSwitch(Protocol):
+    """Interface of a switch of layers during the next step. The package `transform` implements it.
+
+    In a merge, the layers compute the step before `begin`, at the lower degree. In a split, they compute it after
+    `end`.
+    """
+
+    def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
+        """Launch the first exchanges. Return the segments whose programs run the others.
+
+        Args:
+            shape: shape of a step of all lanes; None for other steps.
+        """
+        ...
+
+    def end(self) -> None:
+        """Mark the layers as switched."""
+        ...
 
 
 class PreparedCompute(NamedTuple):
@@ -97,7 +117,7 @@ class Runner:
         found: dict[object, ProgramSpec] = {}
         for work in self._work_of(microbatch):
             found.update((spec.key, spec) for spec in self._work_specs(work, shape))
-        return [*found.values(), self._plan.head_spec(self._executables.specs, self.group, shape, logits_of)]
+        return [*found.values(), self._head_spec(shape, logits_of)]
 
     def prepare(self, shape: BatchShape, logits_of: LogitsOf, microbatch: int | None, batch_at: BatchAt) -> StepInputs:
         """Return the programs and inputs of a step. If it raises, nothing has changed.
@@ -115,41 +135,43 @@ class Runner:
                 batches[key] = jax.device_put((batch.packed, batch.rows), self.sites[home].group.sharded)
             return batches[key]
 
+        num_microbatches = self.placement.num_microbatches
         work: list[PreparedCompute | PreparedTransfer] = []
         for item in self._work_of(microbatch):
             if isinstance(item, Transfer):
                 work.append(self._prepared_transfer(item, shape))
                 continue
-            at = self._shape_at(item, shape)
+            at = item.shape(shape, num_microbatches)
             programs = self.sites[item.home].programs(item.segments, at)
             needs_batch = item.segments[0].module != "ffn"
             packed = put(item.home, item.group, item.blocks, at)[0] if needs_batch else None
             work.append(PreparedCompute(item, programs, packed))
-        head_spec = self._plan.head_spec(self._executables.specs, self.group, shape, logits_of)
-        group, blocks, last = None, self._all_blocks(microbatch), work[-1]
+        head_spec = self._head_spec(shape, logits_of)
+        group, last = None, work[-1]
+        blocks = tuple(range(num_microbatches)) if microbatch is None and num_microbatches > 1 else None
         if isinstance(last, PreparedCompute) and last.work.home == self.placement.head and last.packed is not None:
             group, blocks = last.work.group, last.work.blocks  # the same batch
         _, rows = put(self.placement.head, group, blocks, shape)
-        head = self._executables.get(head_spec)
-        return StepInputs(tuple(work), rows, head, shape if microbatch is None else None)
+        return StepInputs(tuple(work), rows, self._executables.get(head_spec), shape if microbatch is None else None)
 
     # The step
 
     def run(self, inputs: StepInputs) -> HeadOutput:
-        """Dispatch a step without waiting. The greedy tokens are recorded in their slots.
+        """Launch a step. The greedy tokens are recorded in their slots.
 
         Donates the cache and the hidden states. If a program fails, some of these buffers are lost.
         """
         switch, self.switch = self.switch, None
         for prepared in inputs.work:
             if isinstance(prepared, PreparedTransfer):
-                self._transfer(prepared)
+                with jax.profiler.TraceAnnotation("amoeba.transfer", kind=prepared.work.kind):
+                    self._transfer(prepared)
                 continue
-            site = self.sites[prepared.work.home]
-            within = None if switch is None or site.group is not self.group else switch
+            work, site = prepared.work, self.sites[prepared.work.home]
+            within = switch if site.group is self.group else None
             exchanges = None if within is None else within.begin(inputs.shape)
-            tokens = self._tokens_at(site.group) if prepared.work.segments[0].embeds else None
-            states, work = self.hidden.take(site.group), prepared.work
+            tokens = self._tokens_at(site.group) if work.segments[0].embeds else None
+            states = self.hidden.take(site.group)
             states = site.run(
                 work.segments, prepared.programs, states, prepared.packed, tokens, exchanges, begins=work.begins
             )
@@ -198,12 +220,8 @@ class Runner:
             self._work[microbatch] = work_list(self.placement, microbatch, self._plan.cutter)
         return self._work[microbatch]
 
-    def _all_blocks(self, microbatch: int | None) -> Blocks | None:
-        several = microbatch is None and self.placement.num_microbatches > 1
-        return tuple(range(self.placement.num_microbatches)) if several else None
-
-    def _shape_at(self, work: Compute, shape: BatchShape) -> BatchShape:
-        return work.shape(shape, self.placement.num_microbatches)
+    def _head_spec(self, shape: BatchShape, logits_of: LogitsOf) -> ProgramSpec:
+        return self._plan.head_spec(self._executables.specs, self.group, shape, logits_of)
 
     def _work_specs(self, work: Work, shape: BatchShape) -> list[ProgramSpec]:
         extents = {home: site.extent_pages for home, site in self.sites.items()}
@@ -211,9 +229,7 @@ class Runner:
 
     def _prepared_transfer(self, work: Transfer, shape: BatchShape) -> PreparedTransfer:
         programs = [self._executables.get(spec) for spec in self._work_specs(work, shape)]
-        columns = shape.num_rows // self.placement.num_microbatches
-        if work.home is None:
-            return PreparedTransfer(work, programs, columns)
-        return PreparedTransfer(
-            work, programs, jax.device_put(np.int32(columns), self.sites[work.home].group.replicated)
-        )
+        columns: jax.Array | int = shape.num_rows // self.placement.num_microbatches
+        if work.home is not None:
+            columns = jax.device_put(np.int32(columns), self.sites[work.home].group.replicated)
+        return PreparedTransfer(work, programs, columns)

@@ -1,8 +1,9 @@
-"""One continuation of a request while it is being served."""
+"""One sample of a request: its tokens, pages and times while the engine serves it."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 from amoeba_jax.outputs import FinishReason, Logprob
@@ -12,61 +13,77 @@ from kvcache.pages import SequencePages
 from kvcache.prefix_cache import PageKeys
 
 
-class Entries(NamedTuple):
-    """Log-probabilities of tokens that follow each other, as the device returned them.
+class SequenceState(StrEnum):
+    """State of a sequence. A waiting sequence is in the queue, or waits for the first sample of its request."""
 
-    The thread that wants them builds them, token by token: not the dispatcher, whose time is that of all requests.
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+class Entries(NamedTuple):
+    """Log-probabilities of consecutive tokens, as the device returned them.
+
+    The reader's thread calls `build`, because it takes long and the dispatcher serves all requests.
+
+    Attributes:
+        place: row of `logprobs` for the first token.
+        k: number of most likely tokens to report for each place.
     """
 
     logprobs: TokenLogprobs
     place: int
-    """Row of `logprobs` of the first token."""
     tokens: tuple[int, ...]
     k: int
-    """Most likely tokens of each place to tell besides."""
 
     def build(self) -> list[dict[int, Logprob]]:
-        """An entry for each token: itself, then the `k` most likely."""
+        """Return an entry for each token: the token itself, then the `k` most likely tokens."""
         return [logprob_entry(self.logprobs, self.place + i, token, self.k) for i, token in enumerate(self.tokens)]
 
 
 class Update(NamedTuple):
-    """News of one sequence: tokens that were added, log-probabilities of its prompt, or its end."""
+    """News of one sequence.
+
+    Attributes:
+        tokens: new tokens.
+        logprobs: log-probabilities of the new tokens, if they were requested.
+        finished: whether the sequence has ended. Its fields do not change afterwards.
+        prompt_logprobs: log-probabilities of further prompt tokens, in order.
+    """
 
     sequence: "Sequence"
     tokens: tuple[int, ...] = ()
     logprobs: Entries | None = None
-    """Log-probabilities of the tokens added, if asked for."""
     finished: bool = False
-    """There will be no more of this sequence, and its fields do not change any more."""
     prompt_logprobs: Entries | None = None
-    """Log-probabilities of the prompt's tokens that follow those of the updates before."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens, pages and times of one continuation. Owned by the dispatcher thread once submitted.
+    """Tokens, pages and times of one sample. The dispatcher thread owns a submitted sequence.
 
-    Tokens are known to the host one step late: `num_in_flight` have been sampled on the device and not read yet.
+    The host learns tokens one step late: the device has sampled `num_in_flight` tokens that the host has not read.
+    Times are by `time.monotonic()`, in seconds.
 
     Attributes:
-        index: which of the request's `n` continuations.
-        number: order of arrival; continuations of one request share it.
         sink: called in the dispatcher thread with every `Update`; must not block.
-        siblings: the request's other continuations, which wait until this one's prompt is computed.
-        leader: the continuation whose prompt this one shares.
-        num_computed: leading tokens whose keys and values are in the cache, by steps that have been launched.
-        num_prompt_logprobs: leading tokens of the prompt whose log-probabilities were reported; the first has none.
-        num_failures: steps of its own that have failed since one succeeded; see `Recovery.recover`.
-        slot: its place in the instance's device-side arrays while it runs.
-        page_keys: of its known tokens, once it is queued.
-        deadline: by `time.monotonic()`; it is not started after that.
-        waiting_since: now less the seconds that it has waited in all, by `time.monotonic()`; of one that runs, as when
-            it was started.
-        queued_s: seconds that it waited in all before it was started.
-        client: whom its slot and pages are counted for; see `shares.py`.
-        arrival: when its request came, by `time.monotonic()`: before its prompt was tokenized and checked.
-        beyond_share: its client has its share of slots or pages without it, and other clients have requests.
+        number: order of arrival, equal for all samples of a request.
+        index: index of the sample in its request.
+        siblings: other samples of the request, which wait until this prompt is computed.
+        leader: sample that shares its prompt with this one.
+        deadline: latest time to start.
+        client: client that its slot and pages count for; see `mark_beyond_share`.
+        arrival: time at which the request arrived, before tokenization.
+        waiting_since: now minus `queued_s`, while it waits; set again by a preemption.
+        queued_s: total seconds in the queue, up to the latest start.
+        num_prompt_logprobs: leading prompt tokens whose log-probabilities were reported. The first token has none.
+        num_failures: consecutive failed steps of this sequence; see `Recovery.recover`.
+        num_computed: leading tokens whose keys and values are in the cache, or will be after the launched steps.
+        beyond_share: whether it exceeds its client's share; see `mark_beyond_share`.
+        slot: its index in the sampling state of its instance; -1 while it waits and after its end.
+        paused: whether its instance is paused.
+        page_keys: keys of its known tokens, set when it is queued.
     """
 
     request_id: str
@@ -95,6 +112,7 @@ class Sequence:
     num_preemptions: int = 0
     beyond_share: bool = False
     slot: int = -1
+    paused: bool = False
     pages: SequencePages | None = None
     page_keys: PageKeys | None = None
     finish_reason: FinishReason | None = None
@@ -107,45 +125,53 @@ class Sequence:
     def __post_init__(self) -> None:
         self.waiting_since = self.arrival
 
+    @property
+    def state(self) -> SequenceState:
+        if self.finished:
+            return SequenceState.FINISHED
+        if self.slot < 0:
+            return SequenceState.WAITING
+        return SequenceState.PAUSED if self.paused else SequenceState.RUNNING
+
     def start(self) -> None:
-        """It waits no longer."""
+        """Record the end of its wait."""
         now = time.monotonic()
         self.queued_s = now - self.waiting_since
         if self.started_at is None:
             self.started_at = now
 
     def wait_again(self) -> None:
-        """It was preempted."""
+        """Record that it was preempted and waits again."""
         self.waiting_since = time.monotonic() - self.queued_s
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Who is served first, and preempted last: within its client's share, by priority, then arrival."""
+        """Sort key. Sequences start in this order, and are preempted in the reverse order."""
         return (*self.rank, self.number, self.index)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sequences may be preempted for those of a lower rank."""
+        """Share, then priority. A sequence may be preempted for a sequence of a lower rank."""
         return (self.beyond_share, self.params.priority)
 
     @property
     def order_of_client(self) -> tuple[int, ...]:
-        """`order` among the sequences of one client."""
+        """Sort key among the sequences of one client."""
         return (self.params.priority, self.number, self.index)
 
     @property
     def max_total_tokens(self) -> int:
-        """What it may grow to."""
+        """Largest number of tokens that it may reach, prompt included."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
     def num_known(self) -> int:
-        """Tokens that the host knows, prompt included."""
+        """Tokens known to the host, prompt included."""
         return len(self.prompt) + len(self.output)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that there are, prompt included."""
+        """Tokens known to the host or in flight, prompt included."""
         return self.num_known + self.num_in_flight
 
     @property
@@ -154,14 +180,14 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute before the next can be sampled; 0 when all that were asked for have been sampled."""
+        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled."""
         if self.num_generated >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether log-probabilities of the prompt were asked for, and not all steps that give them were launched."""
+        """Whether prompt log-probabilities were requested, and further steps must compute some."""
         wanted = self.params.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_computed < len(self.prompt) and self.num_prompt_logprobs < len(self.prompt)
 
@@ -170,12 +196,12 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens `start .. stop` of prompt and output together, as far as the host knows them."""
+        """Return the known tokens in `start .. stop` of prompt and output together."""
         prompt = self.prompt[start:stop]
         return [*prompt, *self.output[max(start - len(self.prompt), 0) : max(stop - len(self.prompt), 0)]]
 
     def append(self, token: int) -> None:
-        """Take a token that was in flight, and decide whether it is the last."""
+        """Append a token that was in flight, and finish if it is the last one."""
         if not self.output:
             self.first_token_at = time.monotonic()
         self.output.append(token)
@@ -188,11 +214,11 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End it. Nothing is reported: that is for the caller."""
+        """Mark it as finished. The caller reports the end."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finished_at = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error. Nothing is reported: that is for the caller."""
+        """Mark it as failed. The caller reports the end."""
         self.error = error
         self.finished_at = time.monotonic()

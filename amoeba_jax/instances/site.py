@@ -1,20 +1,33 @@
-"""The KV cache of the layers of one home, and the launch of their programs."""
+"""KV cache of one home, and the launch of segments there."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 
-from amoeba_jax.instances.step_switch import ExchangePart
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
-from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.weights.store import WeightStore
 from sharding.mesh import SubMesh, replaced_if_lost
 
 KvBuffers = list[list[jax.Array]]
-"""Extents of each layer, `[tp * pages, page_elems]` each; an empty list for a layer that is elsewhere."""
+"""Extents of each layer, `[tp * pages, page_elems]` each; an empty list for a layer at another home."""
+
+
+class ExchangePart(NamedTuple):
+    """A segment's program that also runs a phase of an exchange of other layers' pages.
+
+    Attributes:
+        layers: layers whose pages move.
+        send, receive: ids of the phase, over the ranks: `[tp, 1, *pieces]`.
+    """
+
+    program: jax.stages.Compiled
+    layers: range
+    send: jax.Array
+    receive: jax.Array
 
 
 class Site:
@@ -27,7 +40,7 @@ class Site:
     Args:
         kv: extents of every layer.
         extent_pages: pages of each extent on a rank, the same for all layers.
-        begins: the flag that programs take, on all ranks: false, and true for the segment that begins a step.
+        begins: values false and true of a flag, on all ranks. The flag is true for the segment that begins a step.
     """
 
     def __init__(
@@ -44,11 +57,6 @@ class Site:
         self._plan, self._store, self._executables = plan, weights, executables
         self._begins = begins
 
-    def specs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[ProgramSpec]:
-        """Return the programs of some segments for steps of a shape, each once."""
-        kinds = {(segment.windows, segment.module, segment.embeds): segment for segment in segments}
-        return [self._request(segment, shape) for segment in kinds.values()]
-
     def programs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[jax.stages.Compiled]:
         """Return the program of each segment for steps of a shape. Raises the errors of `Executables.get`."""
         found: dict[tuple[object, ...], jax.stages.Compiled] = {}
@@ -56,12 +64,10 @@ class Site:
         for segment in segments:
             kind = segment.windows, segment.module, segment.embeds
             if kind not in found:
-                found[kind] = self._executables.get(self._request(segment, shape))
+                spec = self._plan.layers_spec(self._executables.specs, self.group, segment, shape, self.extent_pages)
+                found[kind] = self._executables.get(spec)
             programs.append(found[kind])
         return programs
-
-    def _request(self, segment: SegmentPlan, shape: BatchShape) -> ProgramSpec:
-        return self._plan.layers_spec(self._executables.specs, self.group, segment, shape, self.extent_pages)
 
     def run(
         self,
@@ -74,7 +80,7 @@ class Site:
         *,
         begins: bool = True,
     ) -> jax.Array:
-        """Dispatch segments of a step without waiting, and return the new buffer of hidden states.
+        """Launch segments of a step, and return the new buffer of hidden states.
 
         Donates the cache of their layers and `hidden`. If a program fails, some of these buffers are lost.
 

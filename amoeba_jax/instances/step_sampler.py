@@ -1,12 +1,14 @@
-"""Chooses the next tokens of a step's rows, on the first device of an instance."""
+"""Sampling of a step's next tokens, on the first device of an instance."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import Row, SamplingState, StateLostError, StepPlan
+from amoeba_jax.instances.step import Row, StepPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
@@ -21,14 +23,48 @@ from amoeba_jax.sampling.rows import (
     state_rows,
 )
 from amoeba_jax.sampling_params import SamplingParams
-from sharding.mesh import SubMesh
+from sharding.mesh import SubMesh, is_lost
 
-# A row that samples nothing: padding, or a chunk in mid-prompt.
+# Padding, or a chunk that does not end its prompt.
 _NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_SLOT, 0, 0)
 
 
+class StateLostError(RuntimeError):
+    """A failed program, which is the cause, has lost `SamplingState`. The state of all slots is now zero."""
+
+
+@dataclass(eq=False)
+class SamplingState:
+    """State that `sample_full` keeps for each slot of a device. Programs take the buffers donated.
+
+    Attributes:
+        flags: `[slots, V]` i32; see sampling/rows.py.
+        bias: `[slots, V]` f32.
+    """
+
+    flags: jax.Array
+    bias: jax.Array
+
+    @classmethod
+    def zeros(cls, num_slots: int, vocab_size: int, device: jax.Device) -> "SamplingState":
+        shape = (num_slots, vocab_size)
+        return cls(jnp.zeros(shape, jnp.int32, device=device), jnp.zeros(shape, jnp.float32, device=device))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a failed program has lost a buffer."""
+        return is_lost(self.flags) or is_lost(self.bias)
+
+    def replace_lost(self) -> None:
+        """Replace the buffers that failed programs have lost by zeros."""
+        self.flags, self.bias = (
+            jnp.zeros(array.shape, array.dtype, device=array.sharding) if is_lost(array) else array
+            for array in (self.flags, self.bias)
+        )
+
+
 class SampleCall(NamedTuple):
-    """`sampler.sample`, or `sample_full`, and the settings that it gets."""
+    """A sampling program with its packed settings. `full` tells `sample_full` from `sample`."""
 
     program: jax.stages.Compiled
     packed: np.ndarray
@@ -36,7 +72,7 @@ class SampleCall(NamedTuple):
 
 
 def sampler_kind(plan: StepPlan) -> SamplerKind:
-    """Choose the program that samples a step's rows: `greedy`, the step itself, where all rows want the argmax."""
+    """Return the kind of program that samples a step's rows. `greedy` if the step's own argmax is enough."""
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
     if "full" in kinds:
         return "full"
@@ -44,11 +80,11 @@ def sampler_kind(plan: StepPlan) -> SamplerKind:
 
 
 class StepSampler:
-    """Used by the dispatcher thread only.
+    """Sampler of an instance. Used by the dispatcher thread only.
 
     Attributes:
-        state: what the device remembers of its sequences.
-        num_slots: sequences that it has room for.
+        state: sampling state of the device, shared with other instances over it.
+        num_slots: slots of the state.
     """
 
     def __init__(self, group: SubMesh, state: SamplingState, executables: Executables):
@@ -58,7 +94,7 @@ class StepSampler:
     def remember(self, sequence: Sequence, slot: int) -> None:
         """Write a sequence's row of the state, if its settings need one.
 
-        Raises whatever its program does, or `StateLostError`.
+        Raises the errors of the program, or `StateLostError` if the failed program has lost the state.
         """
         if not sequence.sampling.uses_state:
             return
@@ -70,38 +106,34 @@ class StepSampler:
             if not state.is_lost:
                 raise
             state.replace_lost()
-            raise StateLostError(f"what sampling remembers is lost: {error}") from error
+            raise StateLostError(f"the sampling state is lost: {error}") from error
 
     def state_spec(self, group: SubMesh) -> ProgramSpec:
-        """What `remember` launches, for an instance on `group`."""
+        """Return the program of `remember` for an instance on `group`."""
         return self._executables.specs.set_state(group, self.num_slots)
 
     def specs(self, shape: BatchShape, kind: SamplerKind, *, every: bool) -> list[ProgramSpec]:
-        """What a step needs; `every`: logits of all of its tokens are computed."""
-        specs, found = self._executables.specs, []
-        if every:
-            found.append(specs.take_column(self._group, shape.num_tokens))
-            found.append(specs.token_logprobs(self._group, shape.num_tokens))
+        """Return the sampling programs of a step. `every`: the step has logits of all tokens."""
+        found = self._column_specs(shape.num_tokens) if every else []
         if kind != "greedy":
             found.append(self._sample_spec(kind, 1 if every else shape.num_rows))
         return found
+
+    def _column_specs(self, num_tokens: int) -> list[ProgramSpec]:
+        specs = self._executables.specs
+        return [specs.take_column(self._group, num_tokens), specs.token_logprobs(self._group, num_tokens)]
 
     def _sample_spec(self, kind: SamplerKind, num_rows: int) -> ProgramSpec:
         specs, full = self._executables.specs, kind == "full"
         make = specs.sample_full if full else specs.sample
         return make(self._group, num_rows, self.num_slots, packed_size(num_rows, full=full))
 
-    def column_programs(self, num_tokens: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-        """What takes one column of a step's logits, and the log-probabilities of all."""
-        specs = self._executables.specs
-        take_column, token_logprobs = (
-            specs.take_column(self._group, num_tokens),
-            specs.token_logprobs(self._group, num_tokens),
-        )
-        return self._executables.get(take_column), self._executables.get(token_logprobs)
+    def column_programs(self, num_tokens: int) -> list[jax.stages.Compiled]:
+        """Return two programs for logits of all tokens: take a column, and compute the tokens' log-probabilities."""
+        return [self._executables.get(spec) for spec in self._column_specs(num_tokens)]
 
     def prepare(self, plan: StepPlan, sampled: list[Row]) -> SampleCall | None:
-        """What chooses the next tokens of a step; None where the step itself does."""
+        """Return the sampling call of a step; None if the step's own argmax is enough."""
         kind = sampler_kind(plan)
         if kind == "greedy":
             return None
@@ -109,16 +141,16 @@ class StepSampler:
         rows = [_NO_SAMPLE] * num_rows
         for row in sampled:
             s = row.sequence
-            # Tokens in flight are those of the step before: one at most.
+            # At most one token is in flight: the token of the step before.
             pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
             rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
         packed = pack(rows, num_rows, full=full)
         return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, full)
 
     def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Choose tokens: the new last tokens of all slots, and the array for the host to read.
+        """Sample the next tokens. Return the new last tokens of all slots, and the result array for the host.
 
-        All arrays are those of the first rank: every rank has the logits, and one sample is enough.
+        All arrays are on the first rank: every rank has the logits, and one sample is enough.
         """
         state = self.state
         if sample.full:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from amoeba_jax.errors import MemoryBudgetError, RequestError
 from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.factory import Scratch
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, settle_references
 from amoeba_jax.transform.movers import InPlaceMover

@@ -13,11 +13,10 @@ import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.giving_up import forget_tokens
+from amoeba_jax.instances.factory import Scratch
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.scratch import Scratch
 from amoeba_jax.instances.site import KvBuffers, Site
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.allocator import BuddyAllocator
@@ -72,8 +71,7 @@ def forget(instance: Instance) -> None:
     """Drop the paused instances of an instance. They have no sequences. Their cached prefixes are dropped too."""
     for member in instance.drop_paused():
         member.lane.cache.clear()
-        forget_tokens(row for step in member.pending for row in step.sampled)
-        member.pending.clear()
+        member.clear_pending()
         member.retire()
 
 

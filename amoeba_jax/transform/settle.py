@@ -6,7 +6,6 @@ and the group's requests are computed again from their tokens.
 """
 
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.giving_up import give_up
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
@@ -91,7 +90,7 @@ def abort(cluster: Cluster, transition: Transition) -> None:
 def recover(cluster: Cluster, transition: Transition, requeue: Requeue) -> None:
     """Let the group serve at the higher degree with an empty cache, after the first layer has switched."""
     instance, factory = transition.instance, cluster.factory
-    give_up(instance, requeue)
+    instance.requeue_all(requeue)
     instance.sampler.state.replace_lost()
     kv = transition.undo()
     released = max(transition.programs.released)

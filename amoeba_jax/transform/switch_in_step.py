@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from amoeba_jax.instances.step_plan import StepPlan
-from amoeba_jax.instances.step_switch import ExchangePart
+from amoeba_jax.instances.site import ExchangePart
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.transform.movers import InPlaceMover, PlacedExchange

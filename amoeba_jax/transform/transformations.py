@@ -14,9 +14,8 @@ import jax
 
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.giving_up import forget_tokens, give_up
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step_plan import Row, StepPlan
+from amoeba_jax.instances.step import Row, StepPlan, clear_in_flight
 from amoeba_jax.transform.merge_split import Requeue, merge, split
 from amoeba_jax.transform.needs import GroupChange, request_programs, reserve_staging
 from amoeba_jax.transform.options import TransformOptions
@@ -386,7 +385,7 @@ class Transformations:
             sampled: rows of the failed step whose tokens were in flight.
         """
         transition = instance.transition
-        forget_tokens(sampled)
+        clear_in_flight(sampled)
         logger.error("a step failed during a transformation of devices %s", transition.devices, exc_info=error)
         drop_frames(error)
         self._recover(transition)
@@ -427,7 +426,7 @@ class Transformations:
         if not transition.up:
             instances = [i for i in self._cluster.instances if i.id in transition.devices]
             for instance in instances:
-                give_up(instance, self._requeue)
+                instance.requeue_all(self._requeue)
                 instance.site.kv.clear()
             transition.drop_buffers()
             programs, weights = transition.programs, self._cluster.weights

@@ -23,7 +23,7 @@ import numpy as np
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.site import Site
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.transform.movers import InPlaceMover, PlacedExchange, Plan

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.launching import MAX_PENDING_STEPS, Launching
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step_plan import PendingStep
+from amoeba_jax.instances.step import PendingStep
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

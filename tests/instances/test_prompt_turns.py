@@ -12,7 +12,7 @@ from amoeba_jax.instances.batcher import plan_step
 from amoeba_jax.instances.pace import Pace
 from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import Row, StepPlan
+from amoeba_jax.instances.step import Row, StepPlan
 from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.sampling.rows import sampling_row
 

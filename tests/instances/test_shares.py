@@ -11,9 +11,8 @@ from serving_checks import TIMEOUT_S, alone, check_idle
 from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.instances.queue import Waiting, mark_beyond_share
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.shares import mark_beyond_share
-from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.sampling.rows import sampling_row
 

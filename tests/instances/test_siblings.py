@@ -5,8 +5,8 @@ from typing import Any, cast
 import pytest
 
 from amoeba_jax import SamplingParams
+from amoeba_jax.instances.queue import Siblings
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.siblings import Siblings
 from amoeba_jax.sampling.rows import SamplingRow
 
 SLOTS = 16

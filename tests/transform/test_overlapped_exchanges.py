@@ -19,8 +19,8 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.runner import Runner
+from amoeba_jax.instances.step import StepNotLaunchedError
 from amoeba_jax.instances.step_launcher import StepLauncher
-from amoeba_jax.instances.step_plan import StepNotLaunchedError
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.transform.switch_in_step import SwitchInStep

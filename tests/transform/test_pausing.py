@@ -26,6 +26,8 @@ from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
 from amoeba_jax.errors import RequestError
+from amoeba_jax.instances.instance import Phase
+from amoeba_jax.instances.sequence import SequenceState
 from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
@@ -73,12 +75,18 @@ def test_paused_requests_go_on_where_they_were(idle: LLM, pause_after: int):
         assert report.moved_bytes == 0
         assert report.groups[0].paused == sum(len(member.running) for member in members)
         before = [state_of(member) for member in members]
+        sequences = [sequence for member in members for sequence in member.running]
+        assert {member.phase for member in members} == {Phase.PAUSED}
+        assert group.phase == Phase.SERVING
+        assert {sequence.state for sequence in sequences} == {SequenceState.PAUSED}
         urgent = submit(idle, [URGENT])
         steps(idle, lambda: done(urgent))
         assert outputs(urgent) == urgent_expected
         assert [state_of(member) for member in members] == before
         report = transform(idle, options(1))
         assert engine.instances == members
+        assert {member.phase for member in members} == {Phase.SERVING}
+        assert {sequence.state for sequence in sequences} == {SequenceState.RUNNING}
         assert report.moved_bytes == 0
         assert report.groups[0].resumed == sum(map(len, before))
         steps(idle, lambda: done(requests))

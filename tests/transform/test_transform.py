@@ -24,7 +24,7 @@ from transform_cases import (
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.transformation import Transformation, check_options
 

@@ -22,7 +22,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.transform.transition import Transition
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]

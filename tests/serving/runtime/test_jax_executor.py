@@ -8,7 +8,7 @@ import pytest
 
 from amoeba_jax import SamplingParams
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.instances.deadlines import Deadlines
+from amoeba_jax.instances.queue import Deadlines
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import SamplingRow
 from serving.runtime.jax_executor import JaxExecutor, _running_request

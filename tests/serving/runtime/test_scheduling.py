@@ -15,7 +15,7 @@ from transform_cases import Background
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
-from amoeba_jax.instances.step_plan import StepPlan
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.transform.transition import Transition
 from serving.runtime.jax_executor import EngineScheduler
 from serving.runtime.metrics import ServerMetrics

@@ -7,8 +7,8 @@ import pytest
 
 from amoeba_jax import SamplingParams
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.instances.queue import Waiting
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.instances.waiting import Waiting
 from amoeba_jax.sampling.rows import sampling_row
 from serving.runtime.waiting_view import WaitingView
 

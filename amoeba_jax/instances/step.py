@@ -1,0 +1,156 @@
+"""A step of an instance: its plan, its inputs, and the launched step."""
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.step_program import LogitsOf
+from amoeba_jax.programs.work import Blocks
+from sharding.placement import Home, Homes
+
+
+class StepNotLaunchedError(RuntimeError):
+    """The step could not be prepared; the cause gives the reason. Nothing has changed."""
+
+
+class Row(NamedTuple):
+    """Tokens `start .. start + length` of a sequence, in row `place` of a step's batch."""
+
+    place: int
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the row ends with the last token of its sequence, so that the step samples the next token."""
+        return self.start + self.length == self.sequence.num_tokens
+
+
+def clear_in_flight(sampled: Iterable[Row]) -> None:
+    """Clear the in-flight counter of rows whose result is lost.
+
+    These sequences have not started elsewhere, because a preempted sequence waits for its token in flight. Other rows
+    of the step may run elsewhere, if they were preempted in the middle of their prompts.
+    """
+    for row in sampled:
+        row.sequence.num_in_flight = 0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Contents of a step.
+
+    Attributes:
+        shape: static shape of the batch.
+        lane: index of the only lane in the step; None for a step of all lanes, with equally many rows for each lane.
+    """
+
+    shape: BatchShape
+    rows: tuple[Row, ...]
+    logits_of: LogitsOf = "last"
+    lane: int | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row has one token, so that the step computes no prompt."""
+        return self.shape.num_tokens == self.shape.num_rows
+
+
+@dataclass(eq=False)
+class PendingStep:
+    """A launched step whose results the host has not taken.
+
+    Attributes:
+        sampled: rows whose next token the step samples.
+        result: result of the sampler. The step's reader reads it last.
+        decodes: whether all rows decode, and no layers change during the step.
+        prompt_row: row whose prompt log-probabilities the step computes, as `prompt_result`.
+        launched_at: time by `time.perf_counter()`.
+    """
+
+    rows: tuple[Row, ...]
+    sampled: list[Row]
+    result: "Future[np.ndarray]"
+    decodes: bool
+    prompt_row: Row | None = None
+    prompt_result: "Future[np.ndarray] | None" = None
+    launched_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of the step; 0 if all rows decode."""
+        return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
+
+    @property
+    def beside_decodes(self) -> bool:
+        """Whether the step computes prompts, and some rows decode."""
+        return not self.decodes and any(row.length == 1 for row in self.rows)
+
+    @property
+    def done(self) -> bool:
+        return self.result.done()
+
+
+def step_batch(
+    plan: StepPlan,
+    lanes: SequenceOf[Lane],
+    home: Home,
+    group: Homes | None,
+    blocks: Blocks | None,
+    shape: BatchShape,
+) -> StepBatch:
+    """Return the inputs of a step at one home.
+
+    Args:
+        lanes: lanes of the instance. They have the block tables.
+        group: page group of the block tables; None without attention.
+        blocks: microbatches whose rows the home computes, side by side; None for all rows of the plan.
+        shape: shape of these rows.
+    """
+    batch = StepBatch(shape, home.degree)
+    rows = plan.rows if blocks is None else _rows_of(plan.rows, blocks, plan.shape.num_rows // len(lanes))
+    first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
+    tokens, sources = np.zeros(shape.num_tokens, np.int32), np.full(shape.num_tokens, -1, np.int32)
+    positions = np.full(shape.num_tokens, -1, np.int32)
+    last_token, num_pages = np.zeros(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
+    slots = np.full(shape.num_rows, -1, np.int32)
+    for row in rows:
+        place, sequence, start, length = row
+        first, stop = first_token[place], start + length
+        positions[first : first + length] = np.arange(start, stop)
+        if stop > sequence.num_known:  # only the last token can be unknown
+            sources[first + length - 1] = sequence.slot
+        known = sequence.tokens(start, stop)
+        tokens[first : first + len(known)] = known
+        last_token[place] = first + length - 1
+        if row.samples:
+            slots[place] = sequence.slot
+        if group is not None:
+            assert sequence.pages is not None
+            lane = lanes[0] if len(lanes) == 1 else next(lane for lane in lanes if sequence in lane.running)
+            num_pages[place] = used = lane.pages.geometry.pages_for(stop)
+            batch.set_table(place, lane.table(sequence.pages, group)[:, :used])
+    batch.set("tokens", tokens)
+    batch.set("sources", sources)
+    batch.set("positions", positions)
+    batch.set("last_token", last_token)
+    batch.set("slots", slots)
+    batch.set("num_pages", num_pages)
+    return batch
+
+
+def _rows_of(rows: tuple[Row, ...], blocks: Blocks, width: int) -> list[Row]:
+    """Return the rows of some blocks of a step, with their places if these blocks lie side by side."""
+    first = {block: index * width for index, block in enumerate(blocks)}
+    return [
+        row._replace(place=first[row.place // width] + row.place % width) for row in rows if row.place // width in first
+    ]
