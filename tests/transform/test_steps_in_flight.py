@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
-from amoeba_jax.engine.launching import MAX_PENDING_STEPS
+from amoeba_jax.engine.steps import MAX_PENDING_STEPS
 from amoeba_jax.errors import RequestError
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
@@ -96,7 +96,7 @@ def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits
         engine, requests = engine_of(idle), decoding(idle)
         engine.drain()
         first, second = (i for i in engine.instances if i.id in HALF)
-        assert engine.launching.launch(first)
+        assert engine.steps.launch(first)
         assert second.running
         assert not second.pending
         engine.transform(TransformOptions(2, HALF))
