@@ -89,36 +89,33 @@ class Engine:
         Return whether anything was launched. If so, there may be more to launch: call this again. Raises
         `RuntimeError` if there are requests, and nothing can ever serve them.
         """
-        self._continue_changes()
-        self._admit()
-        launched = False
-        for instance in self.instances:
-            if instance in self.instances:  # a launch may end a change, which replaces other instances
-                launched |= self.steps.launch(instance)
-        self._check_progress(launched)
-        return launched
-
-    def _continue_changes(self) -> None:
         if arrived := self.background_warmup.take_arrived():
             self.transformations.retry()
         if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
 
-    def _admit(self) -> None:
         self.sequences.share_out()
         if self.scheduler_hook is not None:
             self.scheduler_hook.schedule()
         else:
             self.admission.admit()
 
-    def _check_progress(self, launched: bool) -> None:
+        launched = False
+        for instance in self.instances:
+            if instance in self.instances:  # a launch may end a change, which replaces other instances
+                launched |= self.steps.launch(instance)
+
         pending = any(instance.pending for instance in self.cluster.all_instances)
-        background = self.cluster.executables.background
-        background.serving = pending  # without steps in flight, all threads may compile
-        if launched or pending or background.num_left or self.transformations.busy or not self.has_requests:
-            return
+        self.cluster.executables.background.serving = pending  # without steps in flight, all threads may compile
+        if not launched and not pending:
+            self._check_progress()
+        return launched
+
+    def _check_progress(self) -> None:
+        busy = self.cluster.executables.background.num_left or self.transformations.busy
         # Requests may wait for a decision of the scheduler, for lost devices, or for paused requests.
-        if self.scheduler_hook is None and not self.cluster.lost and not self.num_paused:
+        may_wait = self.scheduler_hook is not None or self.cluster.lost or self.num_paused
+        if self.has_requests and not busy and not may_wait:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
 
     def drain(self) -> None:
@@ -137,10 +134,6 @@ class Engine:
         if self.cluster.lost:
             return REVIVE_INTERVAL_S
         return None if self.scheduler_hook is None else self.scheduler_hook.interval_s
-
-    def notify(self, on_result: Callable[[], None]) -> None:
-        """Let other threads call `on_result` when there is a result or a compiled program. It must not block."""
-        self.cluster.on_result = self.cluster.executables.background.on_arrival = on_result
 
     def fail(self, error: BaseException) -> None:
         """End all transformations and requests with an error."""
@@ -188,26 +181,17 @@ class Engine:
                 self.check_request(len(sequence.prompt), sequence.params.max_tokens)
                 self.sequences.enqueue(sequence)
             except Exception as error:
-                self.reject(sequence, error)
+                self.sequences.reject(sequence, error)
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
         """See `Sequences.finish`."""
         self.sequences.finish(sequences, reason, stop_reason)
-
-    def reject(self, sequence: Sequence, error: Exception) -> None:
-        """See `Sequences.reject`."""
-        self.sequences.reject(sequence, error)
 
     @property
     def has_requests(self) -> bool:
         """Whether requests are waiting, running or paused."""
         # Other siblings wait for a sequence that counts here.
         return bool(len(self.waiting) or self.sequences.siblings.held or self.sequences.running)
-
-    @property
-    def num_changes(self) -> int:
-        """See `Sequences.num_changes`."""
-        return self.sequences.num_changes
 
     @property
     def num_paused(self) -> int:

@@ -30,8 +30,7 @@ from sharding.mesh import is_lost
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_STEPS = 2
-"""Steps in flight of an instance: one that computes, and one behind it, so that the device does not wait for the
-host."""
+"""Most steps in flight of an instance. The device computes one, and a second one keeps it from waiting for the host."""
 MAX_FAILURES = 3
 """Failed steps in a row after which a request ends with an error: the request could be the cause."""
 MAX_FAILURES_IN_A_ROW = 16
@@ -58,17 +57,17 @@ class Steps:
         """
         if len(instance.pending) >= MAX_PENDING_STEPS or self._transformations.holds(instance):
             return False
-        changes = self._transformations.active
+        changes, change = self._transformations.active, instance.transition
         num_preempted = self._reserve_next_tokens(instance)
-        is_changing = (change := instance.transition) is not None
         if change is not None:
             step = self._plan(instance) if change.overlaps else None
             if not changes.switch_layers(instance, num_preempted, step):
-                return True
+                return True  # the switch failed, and the group has recovered
         while (plan := self._plan(instance)) is not None:
             try:
                 instance.launch_plan(plan)
             except StepNotLaunchedError as error:
+                # The step was to switch layers too: switch them without it.
                 if instance.transition is not None and not changes.switch_deferred(instance):
                     plan = None
                     break
@@ -80,9 +79,9 @@ class Steps:
             else:
                 self._launched(instance, plan)
             break
-        if is_changing:
+        if change is not None:
             changes.step_launched(instance, plan)
-        return is_changing or plan is not None
+        return change is not None or plan is not None
 
     def _reserve_next_tokens(self, instance: Instance) -> int:
         """Reserve a page for the next token of every sequence. If pages run out, preempt the last sequence in order.
@@ -150,14 +149,15 @@ class Steps:
         stats = self._stats
         stats.steps += 1
         stats.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, sum(row.length for row in plan.rows))] += 1
-        for _, sequence, start, length in plan.rows:
-            if start < len(sequence.prompt) or length > 1:
-                stats.prompt_tokens += length
+        for row in plan.rows:
+            num_prompt = len(row.sequence.prompt)
+            if row.start < num_prompt or row.length > 1:
+                stats.prompt_tokens += row.length
             else:
                 stats.decode_tokens += 1
-            if start < len(sequence.prompt) <= start + length:
-                self._sequences.siblings.release(sequence)
-                self._sequences.cache_pages(instance, sequence)
+            if row.start < num_prompt <= row.start + row.length:
+                self._sequences.siblings.release(row.sequence)
+                self._sequences.cache_pages(instance, row.sequence)
 
     def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:
         """Reject the sequence that most likely prevents a step, so that the other sequences can continue.

@@ -64,7 +64,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
     def run_all(specs: Specs, released: int | None = None) -> None:
-        """Run the programs for which the present instances have the buffers, and remove them from `specs`."""
+        """Run the programs whose buffers the present instances hold, and remove them from `specs`."""
         _clear_caches(engine)
         for spec in list(specs.values()):
             if _run_here(engine, spec, released):
@@ -113,7 +113,7 @@ def _clear_caches(engine: Engine) -> None:
 
 
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
-    """Run a program if a present instance has the buffers for it. Return whether it ran.
+    """Run a program if a present instance holds its buffers. Return whether it ran.
 
     The weights of the instance must be released for degree `released`, by default for its own degree.
     """
@@ -132,7 +132,7 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
 def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
     """Run a program with arguments that change no data in use, and wait for the results.
 
-    The instance must have no sequences, and it must have the buffers that the program updates.
+    The instance must hold the buffers that the program updates, and no sequences.
     """
     program, hidden = engine.cluster.executables.get(spec), instance.runner.hidden
     sites = instance.runner.sites.values()
@@ -152,7 +152,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
     elif spec.kind in COLUMNS:
         results = _run_columns(engine, instance, spec, program)
     elif spec.kind == "page_copy":
-        for lane in instance.lanes:
+        for lane in instance.lanes:  # copy page 0 to itself
             instance.launcher.copy_page(instance.lanes, lane, *np.zeros((2, lane.pages.tp), np.int32))
         results = site.kv
     elif spec.kind == "exchange":

@@ -120,7 +120,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
     def drive() -> None:
         engine, requests = engine_of(idle), decoding(idle)
         engine.drain()
-        failed, admit, calls = engine.stats.failed_steps, engine._admit, []
+        failed, admit, calls = engine.stats.failed_steps, engine.admission.admit, []
 
         def admit_and_pause() -> None:
             admit()
@@ -129,7 +129,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
                 engine.transform(TransformOptions(4, ALL, release_weights=False, running="pause"))
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine, "_admit", admit_and_pause)
+            patched.setattr(engine.admission, "admit", admit_and_pause)
             engine.advance()
             assert all(instance.pending for instance in engine.instances)
             assert not engine.advance(), "none is launched on the group, nor on those that paused"
