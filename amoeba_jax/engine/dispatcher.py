@@ -51,7 +51,7 @@ class Dispatcher:
         future: Future[T] = Future()
         with self._lock:
             if self._closed is not None:
-                raise EngineClosedError(f"the engine is closed: {self._closed}") from self._closed
+                raise self._closed_error()
             self._calls.put((lambda: function(*args), future))
         return future
 
@@ -71,6 +71,7 @@ class Dispatcher:
         self.outputs.close()
 
     def _run(self) -> None:
+        """Run the loop of the engine until `close`. The module `engine` explains a turn."""
         engine = self._engine
         try:
             timeout_s = engine.interval_s
@@ -121,11 +122,13 @@ class Dispatcher:
                 item = self._calls.get(block=False)
             except queue.Empty:
                 return
-            if item is not None and item is not _WAKE:
-                error = EngineClosedError(f"the engine is closed: {self._closed}")
-                error.__cause__ = self._closed
-                if item[1].set_running_or_notify_cancel():
-                    item[1].set_exception(error)
+            if item is not None and item is not _WAKE and item[1].set_running_or_notify_cancel():
+                item[1].set_exception(self._closed_error())
+
+    def _closed_error(self) -> EngineClosedError:
+        error = EngineClosedError(f"the engine is closed: {self._closed}")
+        error.__cause__ = self._closed
+        return error
 
     def _end_early(self, sequence: Sequence, stop: str | None) -> None:
         """Finish a sequence at a stop string, or abort it if `stop` is None. Do not wait."""

@@ -157,7 +157,7 @@ class Sequences:
         try:
             sequence.sink(update)
         except Exception:
-            logger.exception("news of request %s cannot be handed out: it ends", sequence.request_id)
+            logger.exception("the output of request %s cannot be delivered: it is aborted", sequence.request_id)
             if not sequence.finished:
                 sequence.finish("abort")
                 self.remove(sequence)

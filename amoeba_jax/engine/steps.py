@@ -67,7 +67,7 @@ class Steps:
             try:
                 instance.launch_plan(plan)
             except StepNotLaunchedError as error:
-                # The step was to switch layers too: switch them without it.
+                # A deferred switch was part of this step: launch the switch alone.
                 if instance.transition is not None and not changes.switch_deferred(instance):
                     plan = None
                     break
