@@ -1,6 +1,5 @@
 """Engine with its threads: start-up, state, transformations, warm-up and shutdown."""
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,13 +17,11 @@ from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
 from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.warmup import count_programs, warm_up
-from amoeba_jax.errors import EngineClosedError, RequestError
-from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.errors import RequestError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.output_thread import OutputThread
 from amoeba_jax.platform import resolve_dtype, serving_devices
 from amoeba_jax.progress import BYTES, COUNT, progress_bar
 from amoeba_jax.request_registry import RequestRegistry
@@ -82,12 +79,8 @@ class EngineHandle:
             source.close()
         self._engine = engine
         self._dispatcher = Dispatcher(engine)
-        self._outputs = OutputThread(partial(_end_sequence, self._dispatcher, engine), self._dispatcher.wake)
-        self._dispatcher.hold = self._outputs
-        self._finalizer = weakref.finalize(self, _close, self._dispatcher, self._outputs)
-        self._registry = RequestRegistry(
-            engine, self._dispatcher, self._outputs, self.tokenizer, self.eos_token_ids, self.config.seed
-        )
+        self._finalizer = weakref.finalize(self, self._dispatcher.close)
+        self._registry = RequestRegistry(engine, self._dispatcher, self.tokenizer, self.eos_token_ids, self.config.seed)
         if warmup:
             try:
                 self.warmup(list(warmup))
@@ -109,7 +102,7 @@ class EngineHandle:
     def stats(self) -> EngineStats:
         """Totals since the start, such as steps, tokens, preemptions and compiled programs."""
         stats = self._dispatcher.call(engine_stats, self._engine).result()
-        return replace(stats, output_backlog=self._outputs.backlog, output_stalls=self._dispatcher.num_held)
+        return replace(stats, output_backlog=self._dispatcher.outputs.backlog, output_stalls=self._dispatcher.num_held)
 
     @property
     def instances(self) -> tuple[InstanceStatus, ...]:
@@ -283,17 +276,6 @@ class EngineHandle:
         self, description: str, total: int, amount: tuple[type[ProgressColumn], ...] = COUNT
     ) -> AbstractContextManager[Callable[..., None]]:
         return progress_bar(description, total, amount=amount, shown=self._progress)
-
-
-def _end_sequence(dispatcher: Dispatcher, engine: Engine, sequence: Sequence, stop: str | None) -> None:
-    """Ask the engine to finish a sequence at a stop string, or to abort it if `stop` is None. Do not wait."""
-    with contextlib.suppress(EngineClosedError):
-        dispatcher.call(engine.finish, [sequence], "abort" if stop is None else "stop", stop)
-
-
-def _close(dispatcher: Dispatcher, outputs: OutputThread) -> None:
-    dispatcher.close()
-    outputs.close()
 
 
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:

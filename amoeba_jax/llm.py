@@ -189,7 +189,7 @@ class LLM(EngineHandle):
         arrival = time.monotonic() if arrival is None else arrival
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        deliver = self._outputs.in_loop(loop, deliveries.put_nowait)
+        deliver = self._dispatcher.outputs.in_loop(loop, deliveries.put_nowait)
         make = partial(
             self._registry.make,
             prompt,

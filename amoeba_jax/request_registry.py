@@ -12,7 +12,6 @@ from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError, RequestError
 from amoeba_jax.instances.sequence import Sequence, Update
-from amoeba_jax.output_thread import OutputThread
 from amoeba_jax.prompts import Prompt, check_tokens
 from amoeba_jax.request import Delivery, Request
 from amoeba_jax.sampling.rows import bad_word_ids, sample_seed, sampling_row
@@ -28,7 +27,6 @@ class RequestRegistry:
     Args:
         engine: engine that runs the requests.
         dispatcher: thread of the engine.
-        outputs: thread that converts updates to outputs.
         tokenizer: tokenizer. None: the model takes token ids only.
         eos_token_ids: token ids that end a generation.
         seed: base of the seeds of requests without a seed.
@@ -38,12 +36,11 @@ class RequestRegistry:
         self,
         engine: Engine,
         dispatcher: Dispatcher,
-        outputs: OutputThread,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         seed: int,
     ):
-        self._engine, self._dispatcher, self._outputs = engine, dispatcher, outputs
+        self._engine, self._dispatcher = engine, dispatcher
         self._tokenizer, self._eos_token_ids, self._seed = tokenizer, eos_token_ids, seed
         self._vocab_size = engine.dims.config.vocab_size
         self._numbers = itertools.count()
@@ -100,7 +97,7 @@ class RequestRegistry:
         if params.stop:
             self.need_tokenizer("stop")
         sampling = sampling_row(params, 0, self._vocab_size, self._eos_token_ids, bad_words)
-        number, outputs = next(self._numbers), self._outputs
+        number, outputs = next(self._numbers), self._dispatcher.outputs
 
         def sink(update: Update) -> None:
             outputs.put(request, update)

@@ -104,7 +104,7 @@ def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
             timer = Timer()
             engine.submit([later.sequences[0]])
             engine.admission.admit()
-            engine.launching.launch(engine.instances[0])
+            engine.steps.launch(engine.instances[0])
             launch_ms = timer.ms()
             run_until(engine, [later])
             engine.drain()

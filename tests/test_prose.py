@@ -9,7 +9,6 @@ from tools.prose import Passage, Report, by_package, check, find, score
 MAX_PER_1000_WORDS = 3.0
 NOT_REWRITTEN_YET = frozenset(
     {
-        "amoeba_jax/engine",
         "amoeba_jax/transform",
     }
 )

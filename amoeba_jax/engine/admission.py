@@ -1,10 +1,9 @@
-"""Which waiting sequences start where, and who has to make room for them."""
+"""Admission of waiting sequences to instances, and preemption of running sequences for them."""
 
 import time
 
-from amoeba_jax.engine.launching import Launching
-from amoeba_jax.engine.recovery import Recovery
 from amoeba_jax.engine.sequences import Sequences
+from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import DeadlineError, RequestError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
@@ -17,59 +16,59 @@ from amoeba_jax.transform.transformations import Transformations
 from kvcache.pages import SequencePages
 
 
-class SequenceAdmission:
-    """Starts waiting sequences. Used by the dispatcher thread only.
+class Admission:
+    """Starts waiting sequences: `admit` if there is no scheduler, else `start` and `preempt`.
 
-    Args:
-        launching: is told of an instance whose buffers a program has lost.
+    Used by the dispatcher thread only.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        sequences: Sequences,
         room: Room,
+        sequences: Sequences,
         transformations: Transformations,
-        launching: Launching,
+        steps: Steps,
         stats: EngineStats,
     ):
-        self._cluster, self._sequences, self._room = cluster, sequences, room
-        self._transformations, self._launching, self._stats = transformations, launching, stats
+        self._cluster, self._room, self._sequences = cluster, room, sequences
+        self._transformations, self._steps, self._stats = transformations, steps, stats
 
     def admit(self) -> None:
-        """Place waiting sequences, in order: none overtakes within a rank, so none starves."""
-        waiting = self._sequences.waiting
+        """Start waiting sequences in order. No sequence overtakes another of its rank, so none starves."""
         for sequence in self._sequences.deadlines.expired(time.monotonic()):
             self._sequences.reject(sequence, DeadlineError("deadline exceeded while the request was queued"))
+        waiting = self._sequences.waiting
         while (sequence := next((s for s in waiting if not self.awaits_program(s)), None)) is not None:
             if sequence.num_in_flight:
-                return  # preempted a moment ago: its last token is not known yet
-            chosen = self._room.choose(sequence)
-            if chosen is not None:
-                self._sequences.dequeue(sequence)
-                self._place(*chosen, sequence)
-            elif self._fits_nowhere(sequence):
+                return  # it was just preempted, and its last token is not known yet
+            if (chosen := self._room.choose(sequence)) is not None:
+                self._start(*chosen, sequence)
+            elif self._never_fits(sequence):
                 capacity = max(instance.capacity_tokens for instance in self._cluster.instances)
                 message = (
                     f"it needs {sequence.max_total_tokens} tokens, and no instance holds more than {capacity} any more"
                 )
                 self._sequences.reject(sequence, RequestError(message))
-            elif not self._preempt_lower_rank(sequence):
+            elif (found := self._room.victims(sequence)) is not None:
+                for victim in found[1]:
+                    self._sequences.preempt(self._room.home(victim), victim)
+            else:
                 return
 
     def awaits_program(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence cannot be placed yet for want of a program, which is compiled meanwhile."""
+        """Return whether a waiting sequence cannot start before a program is compiled. Request the program."""
         wanted = []
         for instance in self._cluster.instances:
             if sequence.sampling.uses_state:
                 wanted += instance.launcher.state_specs()
-            # A leader waits for what its siblings need: they share its prompt's pages only while it runs.
+            # A leader waits for the programs of its siblings: they share its prompt's pages only while it runs.
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
                 wanted += instance.launcher.page_copy_specs()
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def check_waiting(self, options: TransformOptions) -> None:
-        """Raise `RequestError` if a waiting request would not fit any instance afterwards."""
+        """Raise `RequestError` if a waiting request would fit on no instance after a transformation."""
         limit, degree = max(self._transformations.capacity_to_come(i, options) for i in self._cluster.instances)
         for sequence in self._sequences.waiting:
             if sequence.max_total_tokens > limit:
@@ -78,16 +77,16 @@ class SequenceAdmission:
                     f"{sequence.max_total_tokens} tokens, and a TP{degree} instance would hold {limit}"
                 )
 
-    def _fits_nowhere(self, sequence: Sequence) -> bool:
-        """It came before instances became smaller, or before those failed that should have become larger."""
+    def _never_fits(self, sequence: Sequence) -> bool:
+        """Return whether all instances are too small, and none will become larger."""
         if self._transformations.busy or self._cluster.lost:
-            return False  # there may be larger ones again
+            return False
         return all(i.capacity_tokens < sequence.max_total_tokens for i in self._cluster.instances)
 
-    # For a scheduler
+    # Decisions of a scheduler
 
     def start(self, instance: Instance, sequence: Sequence) -> None:
-        """Let a waiting sequence run. Raises `RequestError`, and it waits on, if it cannot run there now."""
+        """Start a waiting sequence on an instance. Raise `RequestError`, and change nothing, if that is impossible."""
         most = sequence.max_total_tokens
         if sequence not in self._sequences.waiting or sequence.num_in_flight:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
@@ -96,13 +95,12 @@ class SequenceAdmission:
         lane = self._room.lane_for(instance, sequence)
         if lane is None:
             raise RequestError(f"instance {instance.id} has no room for {sequence.num_known} tokens now")
-        self._sequences.dequeue(sequence)
-        self._place(instance, lane, sequence)
+        self._start(instance, lane, sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence off its instance; it waits, and is computed again from its tokens.
+        """Requeue a running sequence, which is computed again from its tokens.
 
-        Raises `RequestError`, with nothing changed, if it does not run, or where its instance is being transformed.
+        Raise `RequestError`, and change nothing, if the sequence does not run or its instance is being transformed.
         """
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
@@ -111,17 +109,17 @@ class SequenceAdmission:
             raise RequestError(f"instance {home.id} is being transformed")
         self._sequences.preempt(home, sequence)
 
-    # One sequence
+    # Start of one sequence
 
-    def _place(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Give a sequence its pages and a slot. Whatever fails of that ends this sequence, and no other."""
-        page_size = self._cluster.dims.page_size
+    def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
+        """Take a sequence from the queue, and give it pages and a slot. An error ends this sequence only."""
+        self._sequences.waiting.remove(sequence)
         try:
             if self._room.leader_home(sequence) is instance:
                 self._fork(instance, lane, sequence)
             else:
                 sequence.pages = lane.cache.match(self._room.reusable_keys(sequence))
-                sequence.num_computed = sequence.pages.num_pages * page_size
+                sequence.num_computed = sequence.pages.num_pages * self._cluster.dims.page_size
                 lane.cache.reserve(sequence.pages, sequence.num_known)
             instance.add(sequence, lane)
         except Exception as error:
@@ -129,36 +127,28 @@ class SequenceAdmission:
                 lane.cache.release(sequence.pages)
                 sequence.pages = None
             self._sequences.reject(sequence, error)
-            if Recovery.is_due(instance, error):
-                self._launching.failed(instance, error)
+            self._steps.recover_if_lost(instance, error)
             return
-        first = sequence.started_at is None
-        sequence.start()
-        if first:
+        if sequence.started_at is None:
             sequence.num_cached = sequence.num_computed
             self._stats.cached_tokens += sequence.num_computed
+        sequence.start()
 
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Share the pages of the leader's prompt. The last token is computed again, in a copy of its page."""
+        """Share the pages of the leader's prompt.
+
+        The sequence computes the last token of the prompt again, in its own copy of the last page.
+        """
         leader = sequence.leader
-        assert leader is not None, "only a sibling forks"
-        assert leader.pages is not None, "it runs here"
-        for request in instance.launcher.page_copy_specs():  # before anything changes: one may fail
-            self._cluster.executables.get(request)
+        assert leader is not None, "only siblings fork"
+        assert leader.pages is not None, "the leader runs on this instance"
+        for spec in instance.launcher.page_copy_specs():  # a program may fail to compile: get it before any change
+            self._cluster.executables.get(spec)
         last = len(sequence.prompt) - 1
         table = leader.pages.table[:, : self._cluster.dims.pages.pages_for(len(sequence.prompt))]
         lane.pages.share(table)
         sequence.pages = SequencePages(lane.pages, table)
         sequence.num_computed = last
         copied = lane.cache.make_private(sequence.pages, last // self._cluster.dims.page_size)
-        assert copied is not None, "the leader has it too"
+        assert copied is not None, "the leader has this page too"
         instance.launcher.copy_page(instance.lanes, lane, *copied)
-
-    def _preempt_lower_rank(self, sequence: Sequence) -> bool:
-        """Preempt sequences that rank behind this one where that makes enough room for this one."""
-        found = self._room.victims(sequence)
-        if found is None:
-            return False
-        for victim in found[1]:
-            self._sequences.preempt(self._room.home(victim), victim)
-        return True

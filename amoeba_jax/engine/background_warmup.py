@@ -1,14 +1,22 @@
-"""Warm-up in the background, while requests run."""
+"""Warm-up in the background: programs are compiled while requests run."""
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from amoeba_jax.errors import ProgramsNotReadyError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.programs.enumeration import enumerate_by_degree, kept_weights
+from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.views import DegreePrograms
 
 logger = logging.getLogger(__name__)
+
+
+def pausing_programs(cluster: Cluster, degrees: Iterable[int]) -> list[ProgramSpec]:
+    """Return the programs of instances that keep all weights. Empty without `EngineConfig.prepare_pausing`."""
+    if not cluster.config.prepare_pausing or cluster.plan.placement is not None:
+        return []
+    return kept_weights(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))
 
 
 class BackgroundWarmup:
@@ -38,9 +46,8 @@ class BackgroundWarmup:
         present = cluster.instances[0].tp
         order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
         by_degree = enumerate_by_degree(cluster.plan, executables, order)
-        if cluster.config.prepare_pausing and cluster.plan.placement is None:
-            for spec in kept_weights(cluster.plan, executables, tuple(sorted(set(degrees)))):
-                by_degree[len(spec.devices)].append(spec)
+        for spec in pausing_programs(cluster, degrees):
+            by_degree[len(spec.devices)].append(spec)
         missing = executables.compile_later(spec for specs in by_degree.values() for spec in specs)
         absent = {spec.key for spec in missing}
         self._wanted = {tp: frozenset(spec.key for spec in specs) for tp, specs in by_degree.items()}

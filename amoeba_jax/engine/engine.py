@@ -1,4 +1,14 @@
-"""Instances, their requests, and the step that moves all of them forward."""
+"""The engine: instances, their requests, and one turn of the loop that serves them.
+
+`Dispatcher` runs the loop in one thread. A turn of the loop:
+
+1. Serve the calls of other threads: `submit`, `finish`, `transform` (`Dispatcher`).
+2. `collect`: take the results of finished steps, and end changes of instances whose last step has run.
+3. `advance`: continue changes whose programs have arrived, decide which waiting sequences start (the scheduler, or
+   `Admission`), and launch a step on each instance that has room for one (`Steps.launch`).
+
+Each instance has up to two steps in flight: the device computes one, and the host takes the results of the step before.
+"""
 
 import itertools
 import time
@@ -8,17 +18,14 @@ from concurrent.futures import Future
 import jax
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.engine.admission import SequenceAdmission
+from amoeba_jax.engine.admission import Admission
 from amoeba_jax.engine.background_warmup import BackgroundWarmup
-from amoeba_jax.engine.launching import Launching
-from amoeba_jax.engine.recovery import Recovery
-from amoeba_jax.engine.results import Results
 from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.sequences import Sequences
+from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.queue import Waiting
 from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.models.dims import ModelDims
@@ -31,19 +38,16 @@ from amoeba_jax.weights.loading import OpenWeights
 
 
 class Engine:
-    """Everything behind the API, driven by one thread: all methods run in the dispatcher thread.
+    """Everything behind the API. All methods run in the dispatcher thread, except `check_request`.
 
-    The loop is `advance` (launch steps), wait for a result, `collect` (take in what has arrived). Each instance has up
-    to two steps launched: the device computes one while the host takes in the results of the one before it.
-
-    Construction loads the weights, and meanwhile begins to compile the programs of the degrees `compile_first`.
-    `on_load(name)` is called after each parameter.
+    The constructor loads the weights. Meanwhile, background threads compile the programs of the degrees
+    `compile_first`. `on_load(name)` is called after each parameter.
 
     Attributes:
-        on_result: called from other threads whenever `collect` has something to take; must not block.
-        scheduler_hook: decides where sequences go, and when instances change; None: the engine places them itself, and
-            instances change only when told to.
-        closing: `close` comes next, from any thread: a warm-up ends before its next program.
+        waiting: queued sequences, in the order in which they start.
+        scheduler_hook: scheduler that starts sequences and changes instances. None: `Admission` starts sequences, and
+            instances change only by `transform`.
+        closing: whether `close` follows. Any thread may set it. A warm-up then ends before its next program.
     """
 
     def __init__(
@@ -56,113 +60,101 @@ class Engine:
         compile_first: tuple[int, ...] = (),
     ):
         self.config, self.dims = config, dims
-        self.cluster = Cluster(config, dims, devices, open_weights, on_load, compile_first)
-        self.cluster.on_result = self.cluster.executables.background.on_arrival = lambda: self.on_result()
-        self.max_model_len = self.cluster.max_model_len
-        self.stats = EngineStats()
-        self.room = Room(self.cluster)
-        self.sequences = sequences = Sequences(self.cluster, self.room, self.stats)
-        self.recovery = Recovery(self.cluster, sequences.preempt, sequences.reject, self.stats)
-        self.transformations = Transformations(self.cluster, self._drain, sequences.preempt)
-        self.launching = Launching(self.cluster, sequences, self.transformations, self.recovery, self.stats)
-        self.results = Results(sequences, self.launching.failed, self.recovery, self.stats)
-        self.admission = SequenceAdmission(
-            self.cluster, sequences, self.room, self.transformations, self.launching, self.stats
-        )
+        self.cluster = cluster = Cluster(config, dims, devices, open_weights, on_load, compile_first)
+        self.max_model_len = cluster.max_model_len
+        self.stats = stats = EngineStats()
+        self.room = room = Room(cluster)
+        self.sequences = sequences = Sequences(cluster, room, stats)
+        self.waiting = sequences.waiting
+        self.transformations = Transformations(cluster, self._drain, sequences.preempt)
+        self.steps = Steps(cluster, room, sequences, self.transformations, stats)
+        self.admission = Admission(cluster, room, sequences, self.transformations, self.steps, stats)
+        self.background_warmup = BackgroundWarmup(cluster)
         self.scheduler_hook: SchedulerHook | None = None
-        self.background_warmup = BackgroundWarmup(self.cluster)
         self.closing = False
-        self._shared_at = 0
         self._numbers = itertools.count()
-        self.on_result: Callable[[], None] = lambda: None
 
-    @property
-    def instances(self) -> tuple[Instance, ...]:
-        """The serving replicas."""
-        return self.cluster.instances
+    # The loop
 
-    def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
-        """Begin to change the degree of instances, while requests run. See `LLM.transform`.
+    def collect(self) -> None:
+        """Take the results that have arrived, in the order of their steps, and end changes whose last step has run."""
+        for instance in self.cluster.all_instances:
+            while instance.pending and instance.pending[0].done:
+                self.steps.take(instance, instance.pending.popleft())
+        self.transformations.collect()
 
-        Raises `LayoutError` or `RequestError`, with nothing changed, where it cannot be done.
+    def advance(self) -> bool:
+        """Continue changes, start waiting sequences, and launch one step on each instance that has room for one.
+
+        Return whether anything was launched. If so, there may be more to launch: call this again. Raises
+        `RuntimeError` if there are requests, and nothing can ever serve them.
         """
-        degree = options.tensor_parallel_size
-        self.cluster.sub_meshes.check_degree(degree)
-        if not wait_for_programs:
-            self.background_warmup.check(degree)
-        if self.scheduler_hook is None:
-            self.admission.check_waiting(options)
-        return self.transformations.request(options)
+        if arrived := self.background_warmup.take_arrived():
+            self.transformations.retry()
+        if arrived or self.cluster.revive():
+            self.sequences.num_changes += 1
 
-    def end_transformations(self) -> None:
-        """Go on, and wait, until no transformation is under way."""
-        while self.transformations.busy:
-            self.advance()
-            self.drain()
-            self.transformations.wait()
-            if self.transformations.awaits_programs:
-                self.cluster.executables.background.wait()
+        self.sequences.share_out()
+        if self.scheduler_hook is not None:
+            self.scheduler_hook.schedule()
+        else:
+            self.admission.admit()
 
-    def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
-        """Regroup all devices into instances of degree `tp`; returns the seconds it took. See `transform`.
+        launched = False
+        for instance in self.instances:
+            if instance in self.instances:  # a launch may end a change, which replaces other instances
+                launched |= self.steps.launch(instance)
 
-        Raises `RequestError` while requests are waiting or running.
-        """
-        self.cluster.sub_meshes.check_degree(tp)
-        self.check_idle("the layout cannot change")
-        start = time.perf_counter()
-        devices = tuple(range(len(self.cluster.sub_meshes.devices)))
-        report = self.transform(TransformOptions(tp, devices, release_weights=release_weights))
-        self.end_transformations()
-        report.result()
-        return time.perf_counter() - start
+        pending = any(instance.pending for instance in self.cluster.all_instances)
+        self.cluster.executables.background.serving = pending  # without steps in flight, all threads may compile
+        if not launched and not pending:
+            self._check_progress()
+        return launched
 
-    def check_idle(self, what: str) -> None:
-        """Raise `RequestError`, saying what cannot be, while requests are waiting or running."""
-        self.drain()
-        if self.has_requests or self.transformations.busy:
-            running, paused = sum(len(instance.running) for instance in self.instances), self.num_paused
-            raise RequestError(
-                f"{what} with {running} running, {paused} paused and {len(self.waiting)} waiting requests: "
-                "wait for them to finish, or use transform()"
-            )
+    def _check_progress(self) -> None:
+        busy = self.cluster.executables.background.num_left or self.transformations.busy
+        # Requests may wait for a decision of the scheduler, for lost devices, or for paused requests.
+        may_wait = self.scheduler_hook is not None or self.cluster.lost or self.num_paused
+        if self.has_requests and not busy and not may_wait:
+            raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
 
-    def capacity_tokens(self, tp: int) -> int:
-        """Tokens that an empty instance of degree `tp` holds, with the weights released that its ranks do not need."""
-        return self.cluster.capacity_tokens(tp, tp)
+    def drain(self) -> None:
+        """Wait for all steps in flight and take their results."""
+        for instance in self.cluster.all_instances:
+            self._drain(instance)
+        self.transformations.collect()
 
-    @property
-    def num_paused(self) -> int:
-        """Requests that are paused."""
-        return sum(len(instance.paused_sequences) for instance in self.instances)
-
-    @property
-    def num_changes(self) -> int:
-        """Grows with whatever may let a waiting sequence go on: one came, ended, lost its pages, or got its last token
-        after it had lost them."""
-        return self.sequences.num_changes + self.results.num_arrived
+    def _drain(self, instance: Instance) -> None:
+        while instance.pending:
+            self.steps.take(instance, instance.pending.popleft())
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds after which `advance` is to be called though nothing has happened; None: no such time."""
+        """Longest time between two turns of the loop, in seconds. None: no limit."""
         if self.cluster.lost:
             return REVIVE_INTERVAL_S
         return None if self.scheduler_hook is None else self.scheduler_hook.interval_s
 
-    @property
-    def has_requests(self) -> bool:
-        """Requests are waiting, running or paused. (Siblings wait for one that is, or are held for want of slots.)"""
-        waiting = len(self.waiting) > 0 or bool(self.sequences.siblings.held)
-        return waiting or any(instance.running for instance in self.cluster.all_instances)
+    def fail(self, error: BaseException) -> None:
+        """End all transformations and requests with an error."""
+        self.transformations.fail(error)
+        self.sequences.fail_all(error)
+
+    def close(self) -> None:
+        """Stop the compile threads and free all device buffers."""
+        self.cluster.executables.background.close()
+        self.cluster.close()
 
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `RequestError` for a request that no instance can hold when the transformations under way are through,
-        or, with a `scheduler_hook` that may change the layout, none of any layout. May be called by any thread."""
+        """Raise `RequestError` if no instance can hold a request after the present transformations.
+
+        With a scheduler, which may change the layout, instances of all degrees count. Any thread may call this.
+        """
         total = num_prompt_tokens + max_tokens
         if not (instances := self.instances):
-            return  # closed: whatever is asked next says so
+            return  # the engine is closed, and the next call raises the error for that
         capacity, tp = max(map(self.transformations.capacity_to_come, instances))
         if self.scheduler_hook is not None:
             degrees = self.cluster.plan.degrees
@@ -176,95 +168,89 @@ class Engine:
             )
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Queue requests. One that `check_request` refuses ends with that error: instances may have become smaller
-        since it was made.
+        """Queue sequences. Skip sequences that have already been cancelled.
 
-        Those that were cancelled before they came here have ended already, and are left as they are.
+        Each sequence is checked again: instances may have become smaller since the check by the caller. A sequence
+        that fits no longer ends with the error.
         """
         for sequence in [sequence for sequence in sequences if not sequence.finished]:
             number = next(self._numbers)
-            for s in (sequence, *sequence.siblings):
-                s.number = number
+            for each in (sequence, *sequence.siblings):
+                each.number = number
             try:
                 self.check_request(len(sequence.prompt), sequence.params.max_tokens)
                 self.sequences.enqueue(sequence)
             except Exception as error:
-                self.reject(sequence, error)
-
-    @property
-    def waiting(self) -> Waiting:
-        """Requests in the queue, in the order in which they are served."""
-        return self.sequences.waiting
+                self.sequences.reject(sequence, error)
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
         """See `Sequences.finish`."""
         self.sequences.finish(sequences, reason, stop_reason)
 
-    def reject(self, sequence: Sequence, error: Exception) -> None:
-        """See `Sequences.reject`."""
-        self.sequences.reject(sequence, error)
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests are waiting, running or paused."""
+        # Other siblings wait for a sequence that counts here.
+        return bool(len(self.waiting) or self.sequences.siblings.held or self.sequences.running)
 
-    # Steps
+    @property
+    def num_paused(self) -> int:
+        """Number of paused requests."""
+        return sum(len(instance.paused_sequences) for instance in self.instances)
 
-    def advance(self) -> bool:
-        """Admit what fits, and launch one step on each instance that has room for it (`MAX_PENDING_STEPS`).
+    # Layout
 
-        Returns whether anything was launched: call it again then, as there may be more to launch.
-        Raises `RuntimeError` if there is work and nothing can ever move it.
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Serving replicas, by their first device."""
+        return self.cluster.instances
+
+    def capacity_tokens(self, tp: int) -> int:
+        """Return the tokens that an empty instance of degree `tp` holds after its unneeded weights are released."""
+        return self.cluster.capacity_tokens(tp, tp)
+
+    def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
+        """Begin to change the degree of instances while requests run. See `LLM.transform`.
+
+        Raises `LayoutError` or `RequestError`, and changes nothing, if the transformation is impossible.
         """
-        if arrived := self.background_warmup.take_arrived():
-            self.transformations.retry()
-        if arrived or self.cluster.revive():
-            self.sequences.num_changes += 1
-        self._admit()
-        launched = False
-        for instance in self.instances:
-            if instance in self.instances:  # not replaced meanwhile: a launch may end or fail a transformation
-                launched |= self.launching.launch(instance)
-        pending = any(instance.pending for instance in self.cluster.all_instances)
-        # Requests that all wait for programs are not disturbed by those who compile them.
-        self.cluster.executables.background.serving = pending
-        if self.scheduler_hook is not None or self.cluster.lost or self.num_paused:
-            return launched  # what waits may wait for its decision, for devices out of service, or for paused requests
-        compiling = self.cluster.executables.background.num_left
-        if not launched and not pending and not compiling and not self.transformations.busy and self.has_requests:
-            raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
-        return launched
+        degree = options.tensor_parallel_size
+        self.cluster.sub_meshes.check_degree(degree)
+        if not wait_for_programs:
+            self.background_warmup.check(degree)
+        if self.scheduler_hook is None:
+            self.admission.check_waiting(options)
+        return self.transformations.request(options)
 
-    def collect(self) -> None:
-        """Take in the results that have arrived, in the order of their steps."""
-        for instance in self.cluster.all_instances:
-            while instance.pending and instance.pending[0].done:
-                self.results.take(instance, instance.pending.popleft())
-        self.transformations.collect()
+    def end_transformations(self) -> None:
+        """Run the loop until no transformation is left."""
+        while self.transformations.busy:
+            self.advance()
+            self.drain()
+            self.transformations.wait()
+            if self.transformations.awaits_programs:
+                self.cluster.executables.background.wait()
 
-    def drain(self) -> None:
-        """Wait for all launched steps and take in their results."""
-        for instance in self.cluster.all_instances:
-            self._drain(instance)
-        self.transformations.collect()
+    def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
+        """Regroup all devices into instances of degree `tp`. Return the duration in seconds.
 
-    def _drain(self, instance: Instance) -> None:
-        while instance.pending:
-            self.results.take(instance, instance.pending.popleft())
+        Raises `RequestError` if requests are waiting, running or paused.
+        """
+        self.cluster.sub_meshes.check_degree(tp)
+        self.check_idle("the layout cannot change")
+        start = time.perf_counter()
+        devices = tuple(range(len(self.cluster.sub_meshes.devices)))
+        report = self.transform(TransformOptions(tp, devices, release_weights=release_weights))
+        self.end_transformations()
+        report.result()
+        return time.perf_counter() - start
 
-    def _admit(self) -> None:
-        """Start what can start."""
-        if self._shared_at != self.num_changes:
-            self._shared_at = self.num_changes
-            self.sequences.share_out()
-            self._shared_at = self.num_changes
-        if self.scheduler_hook is not None:
-            self.scheduler_hook.schedule()
-        else:
-            self.admission.admit()
-
-    def fail(self, error: BaseException) -> None:
-        """End every request with an error: a step failed, and the donated cache with it."""
-        self.transformations.fail(error)
-        self.sequences.fail_all(error)
-
-    def close(self) -> None:
-        """Drop every device buffer."""
-        self.cluster.executables.background.close()
-        self.cluster.close()
+    def check_idle(self, problem: str) -> None:
+        """Raise `RequestError`, with a message that starts with `problem`, if there are requests or changes."""
+        self.drain()
+        if self.has_requests or self.transformations.busy:
+            running, paused = sum(len(instance.running) for instance in self.instances), self.num_paused
+            raise RequestError(
+                f"{problem} with {running} running, {paused} paused and {len(self.waiting)} waiting requests: "
+                "wait for them to finish, or use transform()"
+            )

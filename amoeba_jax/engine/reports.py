@@ -1,4 +1,4 @@
-"""Snapshots of an engine. All functions run in the dispatcher thread."""
+"""Snapshots of an engine for `LLM`. All functions run in the dispatcher thread."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 
 def _page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the bytes of pages on each device that requests use, and those that only the prefix cache keeps."""
+    """Return two tuples with a size for each device: bytes of pages in use, and of pages that are only cached."""
     cluster, dims = engine.cluster, engine.dims
     unit_bytes, num_layers = cluster.memory_plan.page_bytes // dims.max_tp, dims.config.num_layers
     live, kept = [0] * len(cluster.ledgers), [0] * len(cluster.ledgers)

@@ -15,8 +15,8 @@ class SchedulerHook(Protocol):
     def schedule(self) -> None:
         """Start, preempt and reject sequences, and change instances.
 
-        Uses `Engine.admission`, `Engine.reject` and `Engine.transform`. Sequences that stay in `Engine.waiting` wait.
-        `Engine.num_changes` changes whenever the decision may be different. Runs in the dispatcher thread between
+        Uses `Engine.admission`, `Sequences.reject` and `Engine.transform`. Sequences that stay in `Engine.waiting`
+        wait. `Sequences.num_changes` grows if the decision may be different. Runs in the dispatcher thread between
         steps, and must not wait for a device.
         """
         ...

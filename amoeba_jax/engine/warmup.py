@@ -1,47 +1,47 @@
-"""Warm-up: compile every program that serving can need and run it once, because the first call is slower."""
+"""Warm-up: compile every program that serving can need, and run it once, because the first call is slower."""
 
 from collections.abc import Callable, Hashable
 
 import jax
 import numpy as np
 
+from amoeba_jax.engine.background_warmup import pausing_programs
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError
+from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.site import ExchangePart
+from amoeba_jax.instances.site import ExchangePart, Site
 from amoeba_jax.models.decoder import SegmentPlan
-from amoeba_jax.programs.batch import BatchShape, StepBatch
-from amoeba_jax.programs.enumeration import enumerate_programs, kept_weights, steps_of
+from amoeba_jax.programs.batch import StepBatch
+from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
-from amoeba_jax.programs.work import Blocks
 from amoeba_jax.sampling.rows import NO_SLOT
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.migration import PADDING
-from sharding.placement import Home, Homes
 
 ON_FIRST = ("sample", "sample_full", "set_state", "token_logprobs", "take_column")
 """Kinds of programs that run only on the first device of an instance."""
+COLUMNS = ("take_columns", "put_columns")
+"""Kinds of programs that copy hidden states, on any device of an instance."""
+Specs = dict[Hashable, ProgramSpec]
+"""Programs by their keys."""
 
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
     """Return the number of programs in a warm-up of these degrees."""
-    return len(_wanted(engine, degrees))
+    usual, pausing = _wanted(engine, degrees)
+    return len(usual) + len(pausing)
 
 
-def _wanted(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
+def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
+    """Return the programs of instances that release weights, and of instances that keep all weights."""
     cluster = engine.cluster
     for tp in degrees:
         cluster.sub_meshes.check_degree(tp)
-    return enumerate_programs(cluster.plan, cluster.executables, tuple(sorted(set(degrees)))) + _kept(engine, degrees)
-
-
-def _kept(engine: Engine, degrees: list[int]) -> list[ProgramSpec]:
-    """Return the programs of instances that keep all weights, if pausing is prepared."""
-    if not engine.config.prepare_pausing or engine.cluster.plan.placement is not None:
-        return []
-    return kept_weights(engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees))))
+    usual = enumerate_programs(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))
+    return {spec.key: spec for spec in usual}, {spec.key: spec for spec in pausing_programs(cluster, degrees)}
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
@@ -62,63 +62,46 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
         if engine.closing:
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
-    executables = engine.cluster.executables
+    def run_all(specs: Specs, released: int | None = None) -> None:
+        """Run the programs whose buffers the present instances hold, and remove them from `specs`."""
+        _clear_caches(engine)
+        for spec in list(specs.values()):
+            if _run_here(engine, spec, released):
+                del specs[spec.key]
+                passed()
+
+    cluster, executables = engine.cluster, engine.cluster.executables
     engine.check_idle("programs cannot be warmed up")
     present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
     before = executables.num_made
-    specs = _wanted(engine, degrees)
-    waiting: dict[Hashable, ProgramSpec] = {spec.key: spec for spec in specs}
-    kept: dict[Hashable, ProgramSpec] = {spec.key: waiting.pop(spec.key) for spec in _kept(engine, degrees)}
+    usual, pausing = _wanted(engine, degrees)
     _clear_caches(engine)
-    placement = engine.cluster.plan.placement
-    for executable in executables.prepare(specs):
-        engine.cluster.reserve_temporaries(executable)
+    for executable in executables.prepare([*usual.values(), *pausing.values()]):
+        cluster.reserve_temporaries(executable)
         passed()
-        # Programs of the present instances run at once, while others are compiled.
-        if placement is None and executable.spec.key not in kept and _run_here(engine, executable.spec):
-            waiting.pop(executable.spec.key, None)
+        # Run the programs of the present instances at once, while others are compiled.
+        if (spec := usual.get(executable.spec.key)) is not None and _run_here(engine, spec):
+            del usual[spec.key]
             passed()
-    if placement is not None:
-        _run_placed(engine, engine.instances[0], list(waiting.values()), passed)
-        executables.set_complete()
-        return executables.num_made - before
-    try:
-        # The present layout comes first, because it needs no transformation.
-        for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
-            engine.set_layout(tp)
-            _run_all(engine, waiting, passed)
-        for tp in sorted(set(degrees))[1:] if kept else ():
-            engine.set_layout(min(degrees))
-            engine.set_layout(tp, release_weights=False)
-            _run_all(engine, kept, passed, released=min(degrees))
-    finally:
-        if not engine.closing:
-            engine.set_layout(min(tp for tp, _ in present))
-            for tp, devices in present:
-                engine.transform(TransformOptions(tp, devices))
-            engine.end_transformations()
-    if set(degrees) == set(engine.cluster.sub_meshes.degrees()):
+    if cluster.plan.placement is None:
+        try:
+            # The present layout comes first, because it needs no transformation.
+            for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
+                engine.set_layout(tp)
+                run_all(usual)
+            for tp in sorted(set(degrees))[1:] if pausing else ():
+                engine.set_layout(min(degrees))
+                engine.set_layout(tp, release_weights=False)
+                run_all(pausing, released=min(degrees))
+        finally:
+            if not engine.closing:
+                engine.set_layout(min(tp for tp, _ in present))
+                for tp, devices in present:
+                    engine.transform(TransformOptions(tp, devices))
+                engine.end_transformations()
+    if cluster.plan.placement is not None or set(degrees) == set(cluster.plan.degrees):
         executables.set_complete()
     return executables.num_made - before
-
-
-def _run_placed(engine: Engine, instance: Instance, specs: list[ProgramSpec], on_program: Callable[[], None]) -> None:
-    """Run every program of an instance with a start placement: all steps, of padding alone, and all other programs."""
-    placement = instance.runner.placement
-
-    def padding(home: Home, group: Homes | None, blocks: Blocks | None, shape: BatchShape) -> StepBatch:
-        return StepBatch(shape, home.degree)
-
-    for shape, logits_of, microbatch in steps_of(engine.cluster.plan, placement):
-        jax.block_until_ready(instance.launcher.launch_batch(shape, microbatch, padding, logits_of))
-    for lane in instance.lanes:
-        rows = np.zeros((2, lane.pages.tp), np.int32)
-        instance.launcher.copy_page(instance.lanes, lane, *rows)
-    for spec in specs:
-        if spec.kind in ON_FIRST:
-            program = engine.cluster.executables.get(spec)
-            jax.block_until_ready(_run_on_first(instance, spec.kind, program))
-        on_program()
 
 
 def _clear_caches(engine: Engine) -> None:
@@ -128,32 +111,18 @@ def _clear_caches(engine: Engine) -> None:
             lane.cache.clear()
 
 
-def _run_all(
-    engine: Engine,
-    waiting: dict[Hashable, ProgramSpec],
-    on_program: Callable[[], None],
-    released: int | None = None,
-) -> None:
-    """Run the programs that the present instances can run, and remove them from `waiting`."""
-    _clear_caches(engine)
-    for spec in list(waiting.values()):
-        if _run_here(engine, spec, released):
-            del waiting[spec.key]
-            on_program()
-
-
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
-    """Run a program if a present instance has the buffers for it. Return whether it ran.
+    """Run a program if a present instance holds its buffers. Return whether it ran.
 
-    The instance must have its weights released for degree `released`, by default its own degree.
+    The weights of the instance must be released for degree `released`, by default for its own degree.
     """
     for instance in engine.instances:
-        if spec.kind in ("take_columns", "put_columns") and spec.devices[0] in instance.group.device_indices:
-            run_once(engine, instance, spec)
-            return True
-        if instance.id == spec.devices[0] and instance.released == (released or instance.tp):
-            if spec.kind not in ON_FIRST and len(spec.devices) != instance.tp:
-                return False
+        if spec.kind in COLUMNS:
+            fits = spec.devices[0] in instance.group.device_indices
+        else:
+            has_buffers = instance.id == spec.devices[0] and instance.released == (released or instance.tp)
+            fits = has_buffers and (spec.kind in ON_FIRST or len(spec.devices) == instance.tp)
+        if fits or instance.is_placed:
             run_once(engine, instance, spec)
             return True
     return False
@@ -162,27 +131,28 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
 def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
     """Run a program with arguments that change no data in use, and wait for the results.
 
-    The instance must have no sequences. It must have the degree of the program, except for kinds in `ON_FIRST`.
+    The instance must hold the buffers that the program updates, and no sequences.
     """
-    program = engine.cluster.executables.get(spec)
-    site = instance.site
+    program, hidden = engine.cluster.executables.get(spec), instance.runner.hidden
+    sites = instance.runner.sites.values()
+    site = next((site for site in sites if site.group.device_indices == spec.devices), instance.site)
     if isinstance(spec.key, StepKey):
-        results = _run_layers(instance, spec, program)
+        results = _run_layers(site, hidden, spec, program)
     elif isinstance(spec.key, HeadKey):
         assert spec.plan is not None, "a head is a segment"
-        states = instance.runner.hidden.take(instance.group)
-        instance.runner.hidden.put(instance.group, states)
+        states = hidden.take(instance.group)
+        hidden.put(instance.group, states)  # the head only reads them
         results = program(site.weights(spec.plan), states, _filled(program, 2), instance.runner.last_tokens)
     elif spec.kind in ON_FIRST:
         results = _run_on_first(instance, spec.kind, program)
     elif spec.kind in ("split", "join"):
-        hidden = instance.runner.hidden
-        results = program(hidden.take(instance.group, replicated=False), _filled(program, 1))
-        hidden.put(instance.group, results, replicated=False)
-    elif spec.kind in ("take_columns", "put_columns"):
+        results = program(hidden.take(site.group, replicated=False), _filled(program, 1))
+        hidden.put(site.group, results, replicated=False)
+    elif spec.kind in COLUMNS:
         results = _run_columns(engine, instance, spec, program)
     elif spec.kind == "page_copy":
-        instance.launcher.copy_page(instance.lanes, instance.lane, *np.zeros((2, instance.tp), np.int32))
+        for lane in instance.lanes:  # copy page 0 to itself
+            instance.launcher.copy_page(instance.lanes, lane, *np.zeros((2, lane.pages.tp), np.int32))
         results = site.kv
     elif spec.kind == "exchange":
         site.kv[0] = program(site.kv[0], _filled(program, 1, PADDING), _filled(program, 2, PADDING))
@@ -192,21 +162,21 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
     jax.block_until_ready(results)
 
 
-def _run_layers(instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
+def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: jax.stages.Compiled):
     """Run a step that consists of padding."""
     assert isinstance(spec.key, StepKey), "layers have a step key"
     assert spec.plan is not None, "layers are a segment"
-    site, hidden, tokens = instance.site, instance.runner.hidden, instance.runner.last_tokens
-    packed = jax.device_put(StepBatch(spec.key.batch, instance.tp).packed, instance.group.sharded)
+    packed = jax.device_put(StepBatch(spec.key.batch, site.group.tp).packed, site.group.sharded)
+    tokens = _filled(program, 4) if spec.plan.embeds else None
     exchanges: dict[SegmentPlan, ExchangePart] = {}
     if (exchange := spec.key.exchange) is not None:
         start, stop = spec.plan.layers.start, spec.plan.layers.stop
         first = start - exchange.num_layers if start >= exchange.num_layers else stop
         others = range(first, first + exchange.num_layers)
         exchanges[spec.plan] = ExchangePart(program, others, *(_filled(program, index, PADDING) for index in (7, 8)))
-    states = site.run([spec.plan], [program], hidden.take(instance.group), packed, tokens, exchanges)
-    hidden.put(instance.group, states)
-    return [site.kv[layer] for layer in spec.plan.layers]
+    states = site.run([spec.plan], [program], hidden.take(site.group), packed, tokens, exchanges)
+    hidden.put(site.group, states)
+    return states, [site.kv[layer] for layer in spec.plan.layers]
 
 
 def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):

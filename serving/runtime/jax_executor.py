@@ -163,7 +163,7 @@ class JaxExecutor:
             case Preempt(request_id):
                 engine.admission.preempt(_known(self._running, request_id))
             case Reject(request_id, kind, reason):
-                engine.reject(self._waits(request_id), _ERRORS[kind](reason))
+                engine.sequences.reject(self._waits(request_id), _ERRORS[kind](reason))
             case _:
                 raise RequestError(f"this executor cannot carry out {type(action).__name__}")
 
@@ -231,7 +231,7 @@ class EngineScheduler:
         engine = self._engine
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
-        state = (engine.num_changes, engine.instances, engine.transformations.targets(), moving)
+        state = (engine.sequences.num_changes, engine.instances, engine.transformations.targets(), moving)
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
         # Decisions of the scheduler may change the state. If so, the next call runs the scheduler again.

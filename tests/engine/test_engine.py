@@ -14,7 +14,7 @@ from harness import engine_of
 from tiny_models import tiny_config, tiny_model, write_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.recovery import MAX_FAILURES, MAX_IN_A_ROW
+from amoeba_jax.engine.steps import MAX_FAILURES, MAX_FAILURES_IN_A_ROW
 from amoeba_jax.errors import EngineClosedError, RequestError, RequestFailedError
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.step_program import StepKey
@@ -194,7 +194,7 @@ def test_device_that_fails_every_step_ends_requests_with_its_cause_and_then_the_
     assert llm.generate([[1, 2, 3]], params)[0].outputs == expected
     assert llm.stats.failed_steps == MAX_FAILURES
     monkeypatch.setattr(Instance, "launch_plan", broken)
-    for _ in range(MAX_IN_A_ROW // MAX_FAILURES):
+    for _ in range(MAX_FAILURES_IN_A_ROW // MAX_FAILURES):
         with pytest.raises(RequestFailedError):
             llm.generate([[1, 2, 3]], params)
     with pytest.raises(EngineClosedError, match="the device is gone"):

@@ -262,7 +262,7 @@ def test_a_failed_step_forgets_no_token_of_another_instance(llm: LLM, expected: 
         in_flight = elsewhere.sequence.num_in_flight
         assert in_flight > 0
         step = first.pending[0]
-        engine.recovery.recover(first, RuntimeError("injected"), [*step.rows, elsewhere], step.sampled)
+        engine.steps.recover(first, RuntimeError("injected"), [*step.rows, elsewhere], step.sampled)
         assert elsewhere.sequence.num_in_flight == in_flight
         load._until(engine, lambda: not engine.has_requests)
 

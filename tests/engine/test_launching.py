@@ -8,7 +8,7 @@ from harness import CALL_TIMEOUT_S, engine_of, in_dispatcher, registry_of
 from tiny_models import tiny_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.engine.launching import MAX_PENDING_STEPS, Launching
+from amoeba_jax.engine.steps import MAX_PENDING_STEPS, Steps
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.step import PendingStep
 
@@ -33,17 +33,17 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.pending: list[int] = []
         self.second = threading.Event()
-        launch = Launching.launch
+        launch = Steps.launch
 
-        def noted(launching: Launching, instance: Instance) -> bool:
+        def noted(steps: Steps, instance: Instance) -> bool:
             pending = len(instance.pending)
-            if launched := launch(launching, instance):
+            if launched := launch(steps, instance):
                 self.pending.append(pending)
                 if pending:
                     self.second.set()
             return launched
 
-        monkeypatch.setattr(Launching, "launch", noted)
+        monkeypatch.setattr(Steps, "launch", noted)
 
 
 def test_a_step_is_launched_while_the_one_before_computes(llm: LLM, monkeypatch: pytest.MonkeyPatch):
@@ -64,17 +64,17 @@ def test_a_call_that_comes_while_a_step_is_launched_is_served_before_the_next_is
 ):
     """An urgent request must not wait until every instance has all the steps that it may have in flight."""
     events: list[str] = []
-    launch = Launching.launch
+    launch = Steps.launch
 
-    def noted(launching: Launching, instance: Instance) -> bool:
-        if not (launched := launch(launching, instance)):
+    def noted(steps: Steps, instance: Instance) -> bool:
+        if not (launched := launch(steps, instance)):
             return False
         events.append("step")
         if len(events) == 1:
             llm._dispatcher.call(events.append, "call")
         return launched
 
-    monkeypatch.setattr(Launching, "launch", noted)
+    monkeypatch.setattr(Steps, "launch", noted)
     assert len(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids) == 12
     assert events[:3] == ["step", "call", "step"]
 
@@ -84,10 +84,10 @@ def test_instances_take_turns(
 ):
     """Each launches one step before any launches a second, and calls come in between."""
     turns: list[int] = []
-    launch = Launching.launch
+    launch = Steps.launch
 
-    def noted(launching: Launching, instance: Instance) -> bool:
-        if launched := launch(launching, instance):
+    def noted(steps: Steps, instance: Instance) -> bool:
+        if launched := launch(steps, instance):
             turns.append(instance.id)
         return launched
 
@@ -100,7 +100,7 @@ def test_instances_take_turns(
             engine.advance()
         return launched
 
-    monkeypatch.setattr(Launching, "launch", noted)
+    monkeypatch.setattr(Steps, "launch", noted)
     directory = tiny_model("llama2", tmp_path_factory.mktemp("models"))
     settings = {"page_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 80}
     with LLM(

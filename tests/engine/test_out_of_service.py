@@ -100,7 +100,7 @@ def lose(llm: LLM, devices: tuple[int, ...] = (0, 1, 2, 3)) -> None:
             patch.setattr(Cluster, "rebuild", no_memory)
             for instance in engine.instances:
                 if instance.id in devices:
-                    engine.launching.failed(instance, RuntimeError("injected"))
+                    engine.steps.recover(instance, RuntimeError("injected"))
 
     in_dispatcher(llm, fail)
 
@@ -207,7 +207,7 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(idle: LLM, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(Cluster, "rebuild", no_memory)
             patch.setattr(Cluster, "_make_again", lambda *_: "no memory")
-            engine.launching.failed(instances[3], RuntimeError("injected"))
+            engine.steps.recover(instances[3], RuntimeError("injected"))
         assert engine.instances == instances[:3]
         engine.cluster._next_revival_s = math.inf  # not before the caller is told
         return future

@@ -305,7 +305,7 @@ def test_a_split_that_fails_in_the_end_loses_no_request(idle: LLM, monkeypatch: 
             patch.setattr(StepSampler, "remember", fail)
             while engine.transformations.busy:
                 for instance in engine.instances:
-                    engine.launching.launch(instance)  # no new requests: they would fail by themselves
+                    engine.steps.launch(instance)  # no new requests: they would fail by themselves
                 engine.drain()
                 engine.transformations.wait()
         assert "injected" in str(future.exception())

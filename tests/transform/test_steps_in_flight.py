@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
-from amoeba_jax.engine.launching import MAX_PENDING_STEPS
+from amoeba_jax.engine.steps import MAX_PENDING_STEPS
 from amoeba_jax.errors import RequestError
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
@@ -96,7 +96,7 @@ def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits
         engine, requests = engine_of(idle), decoding(idle)
         engine.drain()
         first, second = (i for i in engine.instances if i.id in HALF)
-        assert engine.launching.launch(first)
+        assert engine.steps.launch(first)
         assert second.running
         assert not second.pending
         engine.transform(TransformOptions(2, HALF))
@@ -120,7 +120,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
     def drive() -> None:
         engine, requests = engine_of(idle), decoding(idle)
         engine.drain()
-        failed, admit, calls = engine.stats.failed_steps, engine._admit, []
+        failed, admit, calls = engine.stats.failed_steps, engine.admission.admit, []
 
         def admit_and_pause() -> None:
             admit()
@@ -129,7 +129,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
                 engine.transform(TransformOptions(4, ALL, release_weights=False, running="pause"))
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine, "_admit", admit_and_pause)
+            patched.setattr(engine.admission, "admit", admit_and_pause)
             engine.advance()
             assert all(instance.pending for instance in engine.instances)
             assert not engine.advance(), "none is launched on the group, nor on those that paused"

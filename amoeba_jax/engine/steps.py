@@ -1,0 +1,309 @@
+"""The life of a step: plan, launch, take the results, and recover its instance if it failed.
+
+A program takes over the KV cache (the cache is donated) and returns it. A program that fails, for example for lack of
+memory, has lost the extents that it took, and every step behind it has lost them too. Steps never donate weights.
+"""
+
+import bisect
+import gc
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from amoeba_jax.engine.sequences import Sequences
+from amoeba_jax.errors import MemoryBudgetError, NotANumberError, RequestError, RequestFailedError
+from amoeba_jax.instances.batcher import lane_plans, other_plans, plan_step, roomy_plans
+from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.room import Room
+from amoeba_jax.instances.sequence import Entries, Sequence, Update
+from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, clear_in_flight
+from amoeba_jax.instances.step_sampler import StateLostError
+from amoeba_jax.sampling.rows import NO_TOKEN, SamplerKind, unpack_logprobs, unpack_result
+from amoeba_jax.stats import STEP_TOKENS, EngineStats
+from amoeba_jax.transform.transformations import Transformations
+from sharding.mesh import is_lost
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_STEPS = 2
+"""Most steps in flight of an instance. The device computes one, and a second one keeps it from waiting for the host."""
+MAX_FAILURES = 3
+"""Failed steps in a row after which a request ends with an error: the request could be the cause."""
+MAX_FAILURES_IN_A_ROW = 16
+"""Failures of any instances, without a successful step in between, after which the engine ends."""
+
+
+class Steps:
+    """Steps of all instances. Used by the dispatcher thread only."""
+
+    def __init__(
+        self, cluster: Cluster, room: Room, sequences: Sequences, transformations: Transformations, stats: EngineStats
+    ):
+        self._cluster, self._room, self._sequences = cluster, room, sequences
+        self._transformations, self._stats = transformations, stats
+        self._failures_in_a_row = 0
+
+    # Launch
+
+    def launch(self, instance: Instance) -> bool:
+        """Launch the next step of an instance. If the instance is changing, switch layers before the step.
+
+        Return False if nothing was done: `MAX_PENDING_STEPS` are in flight, or there is nothing to compute. A step that
+        fails counts as launched.
+        """
+        if len(instance.pending) >= MAX_PENDING_STEPS or self._transformations.holds(instance):
+            return False
+        changes, change = self._transformations, instance.transition
+        num_preempted = self._reserve_next_tokens(instance)
+        if change is not None:
+            step = self._plan(instance) if change.overlaps else None
+            if not changes.switch_layers(instance, num_preempted, step):
+                return True  # the switch failed, and the group has recovered
+        while (plan := self._plan(instance)) is not None:
+            try:
+                instance.launch_plan(plan)
+            except StepNotLaunchedError as error:
+                # A switch was left to this step: launch it alone.
+                if instance.transition is not None and not changes.switch_alone(instance):
+                    plan = None
+                    break
+                self._reject_one(plan, error)
+                self._reserve_next_tokens(instance)
+                continue
+            except Exception as error:
+                self.recover(instance, error, plan.rows)
+            else:
+                self._launched(instance, plan)
+            break
+        if change is not None:
+            changes.step_launched(instance, plan)
+        return change is not None or plan is not None
+
+    def _reserve_next_tokens(self, instance: Instance) -> int:
+        """Reserve a page for the next token of every sequence. If pages run out, preempt the last sequence in order.
+
+        Return the number of preempted sequences.
+        """
+        num_preempted = 0
+        for sequence in sorted((s for s in instance.running if s.num_uncomputed_tokens > 0), key=lambda s: s.order):
+            while sequence.slot >= 0 and (holders := instance.reserve(sequence, sequence.num_tokens)):
+                last = max(holders, key=lambda s: s.order)
+                self._sequences.preempt(self._room.home(last), last)
+                num_preempted += 1
+        return num_preempted
+
+    def _plan(self, instance: Instance) -> StepPlan | None:
+        """Return the best step whose programs are compiled and have not failed, or None.
+
+        Request the missing programs of the best step. In the meantime, the sequences that can do without them continue.
+        """
+        plans, launcher = self._plans(instance), instance.launcher
+        best = next(plans, None)
+        if best is None or (launcher.can_launch(best) and not launcher.fails(best)):
+            return best
+        other = next((plan for plan in plans if launcher.can_launch(plan) and not launcher.fails(plan)), None)
+        if other is None and launcher.can_launch(best):
+            return best  # its launch raises the error of the failed program, which ends one request
+        self._request_programs(instance, best, other)
+        return other
+
+    def _plans(self, instance: Instance) -> Iterator[StepPlan]:
+        """Yield the best step, then substitutes for the time until its programs are compiled."""
+        if len(instance.lanes) > 1:
+            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, instance.last_was_prompt)
+            return
+        running, buckets, has_turn = instance.running, instance.buckets, instance.num_launched % 2 == 0
+        best = plan_step(running, buckets, instance.turns, instance.pace, prompt_logits_turn=has_turn)
+        if best is not None:
+            yield best
+            yield from other_plans(running, buckets)
+
+    def _request_programs(self, instance: Instance, best: StepPlan, other: StepPlan | None) -> None:
+        """Compile the programs of the best step in the background, for all instances of the same degree.
+
+        If the substitute leaves sequences out, first compile the programs with which any number of sequences can run.
+        """
+        executables = self._cluster.executables
+        if len(instance.lanes) > 1:
+            executables.request(instance.launcher.specs(best))
+            return
+        peers = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
+        launchers = [peer.launcher for peer in peers if peer.transition is None]
+        if best.logits_of == "all":
+            executables.request(spec for launcher in launchers for spec in launcher.specs(best))
+            return
+        if other is None or len(other.rows) < len(best.rows):
+            kinds: set[SamplerKind] = {s.sampling.kind for s in instance.running if s.num_uncomputed_tokens > 0}
+            for plan in roomy_plans(instance.running, instance.buckets):
+                for kind in sorted(kinds, reverse=True):
+                    executables.request(spec for launcher in launchers for spec in launcher.specs(plan, kind))
+        executables.compile_later(spec for launcher in launchers for spec in launcher.specs(best))
+
+    def _launched(self, instance: Instance, plan: StepPlan) -> None:
+        """Count a launched step. Cache the pages of prompts that it completes, and release their siblings."""
+        instance.turns.took(plan.rows)
+        stats = self._stats
+        stats.steps += 1
+        stats.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, sum(row.length for row in plan.rows))] += 1
+        for row in plan.rows:
+            num_prompt = len(row.sequence.prompt)
+            if row.start < num_prompt or row.length > 1:
+                stats.prompt_tokens += row.length
+            else:
+                stats.decode_tokens += 1
+            if row.start < num_prompt <= row.start + row.length:
+                self._sequences.siblings.release(row.sequence)
+                self._sequences.cache_pages(instance, row.sequence)
+
+    def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:
+        """Reject the sequence that most likely prevents a step, so that the other sequences can continue.
+
+        Sequences differ in their sampler programs. So reject the sequence with the rarest sampler, the last in order.
+        """
+        kinds = ("greedy", "sample", "full")
+        sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
+        cause = error.__cause__
+        if isinstance(cause, MemoryBudgetError):
+            cause = RequestError(str(cause))
+        self._sequences.reject(sequence, cause if isinstance(cause, Exception) else error)
+
+    # Results
+
+    def take(self, instance: Instance, step: PendingStep) -> None:
+        """Wait for the results of a step, report its tokens, and end the sequences that are done."""
+        try:
+            prompt_result = None if step.prompt_result is None else step.prompt_result.result()
+            result = unpack_result(step.result.result())
+        except Exception as error:
+            self.recover(instance, error, step.rows, step.sampled)
+            return
+        self._failures_in_a_row = 0
+        for row in step.rows:
+            row.sequence.num_failures = 0
+        if prompt_result is not None and step.prompt_row is not None:
+            self._report_prompt_logprobs(instance, step.prompt_row, prompt_result)
+        prompt_tokens = step.prompt_tokens if instance.transition is None else 0
+        kind = step.decodes, prompt_tokens, step.beside_decodes
+        instance.pace.take(step.launched_at, time.perf_counter(), *kind, num_rows=len(step.rows))
+        for row in step.sampled:
+            sequence = row.sequence
+            if sequence.finished:
+                continue  # it ended after the launch of this step
+            token = int(result.tokens[row.place])
+            if token == NO_TOKEN:
+                self._reject_nan(instance, sequence)
+                continue
+            entries = None
+            if sequence.params.logprobs is not None:
+                assert result.logprobs is not None, "the sampler returns them if a row of the step asks for them"
+                entries = Entries(result.logprobs, row.place, (token,), sequence.params.logprobs)
+            sequence.append(token)
+            if sequence.slot < 0:
+                self._sequences.num_changes += 1  # a preempted sequence can start again: its last token is known
+            if sequence.finished:
+                self._sequences.remove(sequence)
+            self._sequences.report(Update(sequence, (token,), entries, sequence.finished))
+
+    def _report_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
+        """Report the log-probabilities of a chunk of a prompt.
+
+        If the sequence was preempted and computed again, leave out the tokens that were reported before.
+        """
+        sequence = row.sequence
+        logprobs = unpack_logprobs(packed[row.place :])  # earlier rows are padding, with one token each
+        targets = sequence.prompt[row.start + 1 : row.start + row.length + 1]
+        if sequence.finished:
+            return
+        if np.isnan(logprobs.logprob[: len(targets)]).any():
+            self._reject_nan(instance, sequence)
+            return
+        known = sequence.num_prompt_logprobs - (row.start + 1)
+        if not 0 <= known < len(targets):
+            return
+        sequence.num_prompt_logprobs += len(targets) - known
+        entries = Entries(logprobs, known, targets[known:], sequence.params.prompt_logprobs or 0)
+        self._sequences.report(Update(sequence, prompt_logprobs=entries))
+
+    def _reject_nan(self, instance: Instance, sequence: Sequence) -> None:
+        """Reject a sequence whose logits are not finite, and remove its pages from the prefix cache.
+
+        The pages need no zeroing before reuse, because a sequence writes every position before it attends to it.
+        """
+        self._stats.nan_logits += 1
+        self._sequences.reject(
+            sequence,
+            NotANumberError(
+                f"the model's logits for request {sequence.request_id!r} after {sequence.num_known} tokens are "
+                "infinite or not numbers: its weights may be damaged, or values overflow, which they do less in "
+                "float32 or bfloat16"
+            ),
+        )
+        if sequence.page_keys is not None:
+            for lane in instance.lanes:
+                lane.cache.forget(sequence.page_keys.keys)
+
+    # Failures
+
+    def recover(
+        self, instance: Instance, error: Exception, rows: Iterable[Row] = (), sampled: Iterable[Row] = ()
+    ) -> None:
+        """Give an instance an empty cache after a program failed, and requeue its sequences.
+
+        If the instance is changing, its group continues at the higher degree. If the instance is paused, the instance
+        that serves on its devices recovers, because that instance has the cache.
+
+        Args:
+            instance: instance whose program failed.
+            error: error of the program.
+            rows: rows of the failed step. A sequence ends after `MAX_FAILURES` failed steps in a row.
+            sampled: rows of the failed step whose token was in flight.
+
+        Raises `error` after `MAX_FAILURES_IN_A_ROW` failures without a success: the device does not work.
+        """
+        instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
+        if instance.transition is not None:
+            self._transformations.lost(instance, error, sampled)
+            return
+        self._failures_in_a_row += 1
+        self._stats.failed_steps += 1
+        if self._failures_in_a_row > MAX_FAILURES_IN_A_ROW:
+            raise error
+        logger.error("a step of instance %d failed; its requests are computed again", instance.id, exc_info=error)
+        drop_frames(error)
+        involved = list(dict.fromkeys(row.sequence for row in rows))
+        clear_in_flight(sampled)
+        instance.requeue_all(self._sequences.preempt)
+        self._rebuild(instance)
+        for sequence in involved:
+            if sequence.finished:
+                continue
+            sequence.num_failures += 1
+            if sequence.num_failures >= MAX_FAILURES:
+                failure = RequestFailedError(
+                    f"request {sequence.request_id}: {sequence.num_failures} of its steps failed in a row: {error}"
+                )
+                failure.__cause__ = error
+                self._sequences.reject(sequence, failure)
+
+    def recover_if_lost(self, instance: Instance, error: Exception) -> None:
+        """Recover an instance if a program that is not part of a step has failed and has lost buffers."""
+        runner, state = instance.runner, instance.sampler.state
+        buffers = [extent for site in runner.sites.values() for extent in site.extents()]
+        buffers += [state.flags, state.bias, runner.last_tokens]
+        if isinstance(error, StateLostError) or runner.hidden.is_lost or any(map(is_lost, buffers)):
+            self.recover(instance, error)
+
+    def _rebuild(self, instance: Instance) -> None:
+        """Replace an instance by an empty one. If that fails twice, its devices go out of service."""
+        for _ in range(2):
+            try:
+                self._cluster.rebuild(instance)
+                return
+            except Exception:
+                logger.exception("the cache of instance %d cannot be made again", instance.id)
+            gc.collect()  # the frames of the error may have held the missing memory
+        instance.site.kv.clear()
+        self._cluster.take_back([instance])
