@@ -78,7 +78,7 @@ class Sequence:
         waiting_since: now minus `queued_s`, while it waits; set again by a preemption.
         queued_s: total seconds in the queue, up to the latest start.
         num_prompt_logprobs: leading prompt tokens whose log-probabilities were reported. The first token has none.
-        num_failures: consecutive failed steps of this sequence; see `Recovery.recover`.
+        num_failures: consecutive failed steps of this sequence; see `Steps.recover`.
         num_computed: leading tokens whose keys and values are in the cache, or will be after the launched steps.
         beyond_share: whether it exceeds its client's share; see `mark_beyond_share`.
         slot: its index in the sampling state of its instance; -1 while it waits and after its end.

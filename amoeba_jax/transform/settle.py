@@ -6,7 +6,7 @@ and the group's requests are computed again from their tokens.
 """
 
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.lanes import adopt_prefixes, move_into, pages_at
@@ -31,6 +31,7 @@ def _serve_high(cluster: Cluster, instance: Instance, pool: PagePool) -> None:
         sequence.pages = own
         lane.running.append(sequence)
     instance.lanes, instance.lane_buckets, instance.transition = [lane], instance.buckets, None
+    instance.enter(Phase.SERVING)
     instance.runner.sites = {home: instance.site}
     instance.runner.place(Placement.uniform(home, cluster.dims.config.num_layers))
     if instance.paused:

@@ -14,7 +14,7 @@ import jax
 
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.step import Row, StepPlan, clear_in_flight
 from amoeba_jax.transform.merge_split import Requeue, merge, split
 from amoeba_jax.transform.needs import GroupChange, request_programs, reserve_staging
@@ -161,8 +161,10 @@ class Transformations:
 
         Meanwhile no requests start on instances that wait for requests or steps.
         """
-        one.draining = []
         instances = [instance for old in groups for instance in old]
+        for instance in one.draining:
+            instance.enter(Phase.SERVING)
+        one.draining = []
         count = sum(len(instance.running) for instance in instances)
         awaits_requests = count > 0 and one.options.running == "wait"
         for lane in [lane for instance in instances for lane in instance.lanes]:
@@ -180,6 +182,8 @@ class Transformations:
             return False
         one.enter(TransformState.DRAINING)
         one.draining = draining
+        for instance in draining:
+            instance.enter(Phase.DRAINING)
         for lane in [lane for instance in instances for lane in instance.lanes]:
             lane.closed = True
         return True
@@ -210,6 +214,7 @@ class Transformations:
         one.prepare_s += transition.prepared.seconds
         one.transitions.append(transition)
         transition.instance.transition = transition
+        transition.instance.enter(Phase.CHANGING)
         one.enter(TransformState.SWITCHING)
 
     def _pause(self, one: Transformation, old: list[Instance]) -> None:

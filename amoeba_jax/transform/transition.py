@@ -136,11 +136,12 @@ class Transition:
 
     def report(self) -> GroupTransform:
         """Return the report of the ended transition."""
-        degrees = self.programs.lower, self.programs.group.tp
+        lower, higher = self.programs.lower, self.programs.group.tp
         before, kept = self._cached
         return GroupTransform(
             self.devices,
-            *(degrees if self.up else degrees[::-1]),
+            lower if self.up else higher,
+            higher if self.up else lower,
             time.perf_counter() - self._start,
             tuple(self._switches),
             self.steps,
