@@ -276,9 +276,10 @@ class Transition:
         group, programs, runner = self.high.group, self.programs, self.instance.runner
         layers = range(programs.num_layers)
         for layer in layers:
-            released = self._weights.release(group, layer, *programs.released, self._spent)
+            self.high.kv[layer] = self._weights.release(group, layer, *programs.released, self._spent)
             self._num_released += 1
-            self._append_low(layer, released)
+            self._append_low(layer, self.high.kv[layer])
+            self.high.kv[layer] = []
         new = programs.high_extents[len(programs.low_extents) :]
         allocators = {allocator for lane in self.instance.lanes for allocator in self._low_allocators(lane)}
         for allocator in allocators:
@@ -294,12 +295,12 @@ class Transition:
         group, programs, runner = self.high.group, self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(programs.num_layers)
         for layer in layers:
-            extents = zip(*self._take_low_buffers(layer), strict=True)
-            kept, released = [], []
-            for index, buffers in enumerate(extents):
-                (kept if index < num_kept else released).append(assemble(group, buffers))
-            self._append_low(layer, kept)
-            self._restore(layer, released)
+            buffers = zip(*self._take_low_buffers(layer), strict=True)
+            kv = self.high.kv[layer] = [assemble(group, extents) for extents in buffers]
+            self._restore(layer, kv[num_kept:])
+            self.high.kv[layer] = kv[:num_kept]
+            self._append_low(layer, kv[:num_kept])
+            self.high.kv[layer] = []
         for site in self.members:
             site.extent_pages = programs.low_extents
         runner.place(runner.placement.with_modules(layers, "ffn", self.low_group))
@@ -342,9 +343,10 @@ class Transition:
         num_kept = len(kv) if self._ffn_last else len(self.programs.new_extents)
         kept = kv[:num_kept]
         restored = self._restore(layer, kv[num_kept:]) if num_kept < len(kv) else []
+        self.high.kv[layer] = kept
+        self._append_low(layer, kept)
         self.high.kv[layer] = []
         self._spent.append(kept)
-        self._append_low(layer, kept)
         return kept + restored
 
     def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
@@ -357,9 +359,12 @@ class Transition:
     def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
         """Append extents over the ranks of the group to the extents that a layer has in the lower layout."""
         buffers = [disassemble(self.high.group, extent) for extent in extents]
+        new: list[list[jax.Array]] = []
         for index, site in enumerate(self.members):
             ranks = slice(index * self.programs.lower, (index + 1) * self.programs.lower)
-            site.kv[layer] = site.kv[layer] + [assemble(site.group, extent[ranks]) for extent in buffers]
+            new.append([assemble(site.group, extent[ranks]) for extent in buffers])
+        for site, own in zip(self.members, new, strict=True):
+            site.kv[layer] = site.kv[layer] + own
 
     def drop_spent(self) -> None:
         """Drop arrays whose buffers now belong to other arrays.
@@ -387,14 +392,10 @@ class Transition:
         for site in self.members:
             site.replace_lost()
         for layer in range(programs.num_layers):
-            if self.high.kv[layer]:
-                continue
-            if self.up:
-                self.take_extents(layer)
-                continue
-            kv = [assemble(group, extents) for extents in zip(*self._take_low_buffers(layer), strict=True)]
+            low = zip(*self._take_low_buffers(layer), strict=True)
+            kv = [assemble(group, extents) for extents in low] + self.high.kv[layer]
             if len(kv) < len(programs.high_extents):
-                kv += self._weights.release(group, layer, after, before)
+                kv += self._weights.release(group, layer, min(before, after), max(before, after))
             self.high.kv[layer] = kv
         for extents in self.high.kv:
             extents[:] = replaced_if_lost(extents, group)

@@ -81,7 +81,7 @@ def test_scarce_pages(directory: Path, compile_cache: str):
 )
 @pytest.mark.parametrize("after", [1, 3])
 def test_a_failure_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch, where: str, after: int):
-    running, expected = decoding(idle, 6, requests(8, max_tokens=120))
+    running, expected = decoding(idle, 6, requests(8, max_tokens=80))
     method, calls, failed = getattr(Transition, where), [0], []
 
     def failing(self: Transition, *arguments: Any) -> Any:
@@ -101,6 +101,7 @@ def test_a_failure_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch, 
                 errors += 1
     once = where in ("_release_ffns", "_restore_ffns") and after == 3
     assert errors == (0 if once else 1)
+    idle.transform(1)  # a split that failed leaves the higher degree
     assert {view.tensor_parallel_size for view in idle.instances} == {1}
     assert tokens(running.result()) == expected
 
