@@ -52,6 +52,8 @@ class InstanceStatus:
     """Paused requests on these devices. They resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
     """Degree at which the paused requests ran; 0 if there are none."""
+    phase: str = "serving"
+    """`serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
 
 
 class TransformState(StrEnum):

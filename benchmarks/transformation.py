@@ -351,7 +351,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if not options.brief:
             trips = [
                 restart_trip(
-                    lambda degree: open_llm(tensor_parallel_size=degree, max_tensor_parallel_size=DEVICES), prompts
+                    lambda tensor_parallel_size: open_llm(
+                        tensor_parallel_size=tensor_parallel_size, max_tensor_parallel_size=DEVICES
+                    ),
+                    prompts,
                 )
                 for _ in range(1 + options.repeats)
             ]

@@ -236,6 +236,13 @@ def transform(
             "the instance changes back (implies --keep-weights); 'wait' lets them end first."
         ),
     ] = "migrate",
+    order: Annotated[
+        str,
+        typer.Option(
+            help="Order of the modules: 'layer' changes each layer as a whole; 'memory_first' turns the FFN weights of "
+            "all layers into KV cache before it moves pages, and restores them after it has moved pages."
+        ),
+    ] = "layer",
     wait: Annotated[
         bool,
         typer.Option(
@@ -264,6 +271,7 @@ def transform(
                 variant,
                 keep_weights=keep_weights or running == "pause",
                 running=running,
+                order=order,
                 wait=wait,
             )
 

@@ -76,6 +76,12 @@ def tokenize_request(text: str | Messages) -> pb.TokenizeRequest:
     return pb.TokenizeRequest(chat=chat(text))
 
 
+_ENUMS = {
+    "running": ("RUNNING_REQUESTS_", list(pb.RunningRequests.keys())),
+    "order": ("CHANGE_ORDER_", list(pb.ChangeOrder.keys())),
+}
+
+
 def transform_request(
     tensor_parallel_size: int,
     devices: Sequence[int] | None,
@@ -84,17 +90,18 @@ def transform_request(
     layers_per_step: int | None,
     wait_for_programs: bool,
     running: str,
+    order: str,
 ) -> pb.TransformRequest:
-    """Return the request for a transformation. Raise `RequestError` for an unknown `variant` or `running`."""
+    """Return the request for a transformation. Raise `RequestError` for an unknown `variant`, `running` or `order`."""
     name = f"TRANSFORM_VARIANT_{variant.upper()}"
     if name not in pb.TransformVariant.keys() or variant == "unspecified":  # noqa: SIM118  (no mapping)
         known = [key.removeprefix("TRANSFORM_VARIANT_").lower() for key in pb.TransformVariant.keys()[1:]]
         raise RequestError(f"variant={variant!r} is not known: it must be one of {', '.join(known)}")
-    what = f"RUNNING_REQUESTS_{running.upper()}"
-    ways = list(pb.RunningRequests.keys())
-    if what not in ways:
-        known = [way.removeprefix("RUNNING_REQUESTS_").lower() for way in ways]
-        raise RequestError(f"running={running!r} is not known: it must be one of {', '.join(known)}")
+    for kind, value in (("running", running), ("order", order)):
+        prefix, names = _ENUMS[kind]
+        if prefix + value.upper() not in names:
+            known = ", ".join(name.removeprefix(prefix).lower() for name in names)
+            raise RequestError(f"{kind}={value!r} is not known: it must be one of {known}")
     return pb.TransformRequest(
         tensor_parallel_size=tensor_parallel_size,
         devices=devices,
@@ -102,5 +109,6 @@ def transform_request(
         release_weights=release_weights,
         layers_per_step=layers_per_step or 0,
         wait_for_programs=wait_for_programs,
-        running=what,
+        running=f"RUNNING_REQUESTS_{running.upper()}",
+        order=f"CHANGE_ORDER_{order.upper()}",
     )

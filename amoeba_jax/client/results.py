@@ -96,6 +96,8 @@ class Instance:
     paused: int = 0
     """Number of paused requests. They continue after a transformation back to `paused_degree`."""
     paused_degree: int = 0
+    phase: str = ""
+    """`serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ def read_cluster(message: pb.Cluster) -> Cluster:
             instance.kv_cached_pages,
             instance.paused,
             instance.paused_degree,
+            instance.phase,
         )
         for instance in message.instances
     )
@@ -248,6 +251,8 @@ def read_cluster(message: pb.Cluster) -> Cluster:
             it.state,
             it.programs_left,
             it.estimated_s if it.HasField("estimated_s") else None,
+            it.layers_switched,
+            it.num_layers,
         )
         for it in message.transformations
     )

@@ -170,6 +170,7 @@ class Client:
         *,
         wait_for_programs: bool = False,
         running: str = "migrate",
+        order: str = "layer",
         timeout_s: float | None = None,
     ) -> results.Transformation:
         """Merge or split instances while requests run. Return a report when the transformation is done.
@@ -178,7 +179,7 @@ class Client:
         limit) the call ends with an error.
         """
         message = requests.transform_request(
-            tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running
+            tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running, order
         )
         # No retry: the server may have started the transformation.
         with self._route.explained():

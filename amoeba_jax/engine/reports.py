@@ -23,6 +23,7 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
             num_cached_pages=counts[instance].cached,
             paused=(paused := len(instance.paused_sequences)),
             paused_degree=instance.paused[0].tp if paused else 0,
+            phase=instance.phase,
         )
         for instance in engine.instances
     )

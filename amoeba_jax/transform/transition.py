@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
@@ -162,6 +163,10 @@ class Transition:
         Args:
             step: next step, if it is known. Its programs may run the last of these switches (see `SwitchInStep`).
         """
+        with TraceAnnotation("amoeba.switch", instance=self.instance.id, layer=self.boundary - 1):
+            self._switch_layers(step)
+
+    def _switch_layers(self, step: StepPlan | None) -> None:
         self.switch_alone()
         if self._ffn_first:
             self._release_ffns()

@@ -10,7 +10,7 @@ TEMPORARIES = 128 << 20
 
 
 class Amoeba:
-    def __init__(self, job: timing.TransformCall):
+    def __init__(self, job: timing.Job):
         self.versions = {name: version(name) for name in ("amoeba-jax", "jax")}
         self.llm = LLM(
             job["model_dir"],

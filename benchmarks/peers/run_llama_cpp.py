@@ -11,7 +11,7 @@ MAX_BATCH = 2048
 
 
 class LlamaCpp:
-    def __init__(self, job: timing.TransformCall):
+    def __init__(self, job: timing.Job):
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
         llama_cpp.llama_backend_init()
         self.model = llama_cpp.llama_model_load_from_file(job["gguf"].encode(), llama_cpp.llama_model_default_params())

@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 class OpenVino:
-    def __init__(self, job: timing.TransformCall):
+    def __init__(self, job: timing.Job):
         directory = Path(job["scratch"]) / f"{job['model']}-openvino"
         if not directory.exists():
             subprocess.run([sys.executable, __file__, job["model_dir"], str(directory)], check=True)

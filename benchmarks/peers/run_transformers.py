@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 
 class Transformers:
-    def __init__(self, job: timing.TransformCall):
+    def __init__(self, job: timing.Job):
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         torch.set_num_threads(job["threads"])
         self.model = AutoModelForCausalLM.from_pretrained(

@@ -6,7 +6,7 @@ import timing
 
 
 class Vllm:
-    def __init__(self, job: timing.TransformCall):
+    def __init__(self, job: timing.Job):
         # Whole GiB only. vLLM's processes read these variables and bind threads.
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(-(-job["kv_bytes"] // (1 << 30)))
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-TransformCall = dict[str, Any]
+Job = dict[str, Any]
 Prompts = list[list[int]]
 
 
@@ -35,7 +35,7 @@ class Engine(Protocol):
         """Complete all prompts together, greedily and past end tokens, and return the new tokens of each."""
 
 
-def main(load: Callable[[TransformCall], Engine]) -> None:
+def main(load: Callable[[Job], Engine]) -> None:
     """Run the job on stdin, and write a line of JSON to stdout for the engine and for each cell."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Engines print to stdout too.
@@ -53,7 +53,7 @@ def main(load: Callable[[TransformCall], Engine]) -> None:
     os._exit(0)  # All results are written; some engines fail to shut down.
 
 
-def measure(engine: Engine, job: TransformCall, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
+def measure(engine: Engine, job: Job, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
     """Return the seconds of runs for one new token (`first_s`) and for all (`total_s`), tokens and peak memory."""
 
     def run(kind: str, count: int) -> tuple[float, list[list[int]]]:

@@ -96,12 +96,19 @@ def run_transform(
     *,
     keep_weights: bool,
     running: str,
+    order: str,
     wait: bool,
 ) -> None:
     """Request a transformation and print its report."""
     with server_errors(), _progress(client, tensor_parallel_size, devices or ()) if wait else nullcontext():
         done = client.transform(
-            tensor_parallel_size, devices, variant, not keep_weights, wait_for_programs=wait, running=running
+            tensor_parallel_size,
+            devices,
+            variant,
+            not keep_weights,
+            wait_for_programs=wait,
+            running=running,
+            order=order,
         )
         degrees = [instance.tensor_parallel_size for instance in client.cluster().instances]
     print(

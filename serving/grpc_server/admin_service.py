@@ -9,7 +9,7 @@ import grpc
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
-from amoeba_jax.transform.options import RunningRequests
+from amoeba_jax.transform.options import ChangeOrder, RunningRequests
 from amoeba_jax.transform.report import TransformReport, TransformVariant
 from amoeba_jax.views import InstanceStatus
 from serving.grpc_server.request_handler import RequestHandler, State
@@ -33,6 +33,7 @@ _RUNNING: dict[int, RunningRequests] = {
     pb.RUNNING_REQUESTS_PAUSE: "pause",
     pb.RUNNING_REQUESTS_WAIT: "wait",
 }
+_ORDERS: dict[int, ChangeOrder] = {pb.CHANGE_ORDER_LAYER: "layer", pb.CHANGE_ORDER_MEMORY_FIRST: "memory_first"}
 
 
 def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
@@ -76,6 +77,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
             raise RequestError(f"variant={request.variant} is not known: it must be one of {known}")
         if (running := _RUNNING.get(request.running)) is None:
             raise RequestError(f"running={request.running} is not known")
+        if (order := _ORDERS.get(request.order)) is None:
+            raise RequestError(f"order={request.order} is not known")
         if len(request.devices) > (most := self._handler.backend.num_devices):
             raise RequestError(f"devices has {len(request.devices)} elements: this server has {most} devices")
         release = request.release_weights if request.HasField("release_weights") else True
@@ -93,6 +96,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
             layers,
             request.wait_for_programs,
             running,
+            order,
         )
 
         # If the client leaves, the transformation continues and is still counted in the metrics.
@@ -162,6 +166,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     kv_cached_pages=view.num_cached_pages,
                     paused=view.paused,
                     paused_degree=view.paused_degree,
+                    phase=view.phase,
                 )
                 for view in snapshot.instances
             ],
@@ -191,6 +196,8 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     state=it.state,
                     programs_left=it.programs_left,
                     estimated_s=it.estimated_s,
+                    layers_switched=it.layers_switched,
+                    num_layers=it.num_layers,
                 )
                 for it in snapshot.stats.transformations
             ],

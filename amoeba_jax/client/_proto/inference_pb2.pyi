@@ -33,6 +33,11 @@ class RunningRequests(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RUNNING_REQUESTS_MIGRATE: _ClassVar[RunningRequests]
     RUNNING_REQUESTS_PAUSE: _ClassVar[RunningRequests]
     RUNNING_REQUESTS_WAIT: _ClassVar[RunningRequests]
+
+class ChangeOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHANGE_ORDER_LAYER: _ClassVar[ChangeOrder]
+    CHANGE_ORDER_MEMORY_FIRST: _ClassVar[ChangeOrder]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -48,6 +53,8 @@ TRANSFORM_VARIANT_IN_PLACE: TransformVariant
 RUNNING_REQUESTS_MIGRATE: RunningRequests
 RUNNING_REQUESTS_PAUSE: RunningRequests
 RUNNING_REQUESTS_WAIT: RunningRequests
+CHANGE_ORDER_LAYER: ChangeOrder
+CHANGE_ORDER_MEMORY_FIRST: ChangeOrder
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -304,7 +311,7 @@ class WatchClusterRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class Instance(_message.Message):
-    __slots__ = ("id", "devices", "tensor_parallel_size", "running", "kv_used_pages", "kv_total_pages", "kv_cached_pages", "paused", "paused_degree")
+    __slots__ = ("id", "devices", "tensor_parallel_size", "running", "kv_used_pages", "kv_total_pages", "kv_cached_pages", "paused", "paused_degree", "phase")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +321,7 @@ class Instance(_message.Message):
     KV_CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_DEGREE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     id: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     tensor_parallel_size: int
@@ -323,7 +331,8 @@ class Instance(_message.Message):
     kv_cached_pages: int
     paused: int
     paused_degree: int
-    def __init__(self, id: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., tensor_parallel_size: _Optional[int] = ..., running: _Optional[int] = ..., kv_used_pages: _Optional[int] = ..., kv_total_pages: _Optional[int] = ..., kv_cached_pages: _Optional[int] = ..., paused: _Optional[int] = ..., paused_degree: _Optional[int] = ...) -> None: ...
+    phase: str
+    def __init__(self, id: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., tensor_parallel_size: _Optional[int] = ..., running: _Optional[int] = ..., kv_used_pages: _Optional[int] = ..., kv_total_pages: _Optional[int] = ..., kv_cached_pages: _Optional[int] = ..., paused: _Optional[int] = ..., paused_degree: _Optional[int] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("device", "budget_bytes", "weight_bytes", "kv_bytes", "kv_used_bytes")
@@ -358,18 +367,22 @@ class Cluster(_message.Message):
     def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceMemory, _Mapping]]] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., degrees: _Optional[_Iterable[_Union[DegreePrograms, _Mapping]]] = ..., transformations: _Optional[_Iterable[_Union[TransformStatus, _Mapping]]] = ...) -> None: ...
 
 class TransformStatus(_message.Message):
-    __slots__ = ("tensor_parallel_size", "devices", "state", "programs_left", "estimated_s")
+    __slots__ = ("tensor_parallel_size", "devices", "state", "programs_left", "estimated_s", "layers_switched", "num_layers")
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_LEFT_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_S_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     state: str
     programs_left: int
     estimated_s: float
-    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., programs_left: _Optional[int] = ..., estimated_s: _Optional[float] = ...) -> None: ...
+    layers_switched: int
+    num_layers: int
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., programs_left: _Optional[int] = ..., estimated_s: _Optional[float] = ..., layers_switched: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
 
 class DegreePrograms(_message.Message):
     __slots__ = ("tensor_parallel_size", "ready", "num_programs", "num_ready")
@@ -384,7 +397,7 @@ class DegreePrograms(_message.Message):
     def __init__(self, tensor_parallel_size: _Optional[int] = ..., ready: _Optional[bool] = ..., num_programs: _Optional[int] = ..., num_ready: _Optional[int] = ...) -> None: ...
 
 class TransformRequest(_message.Message):
-    __slots__ = ("tensor_parallel_size", "devices", "variant", "release_weights", "layers_per_step", "wait_for_programs", "running")
+    __slots__ = ("tensor_parallel_size", "devices", "variant", "release_weights", "layers_per_step", "wait_for_programs", "running", "order")
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +405,7 @@ class TransformRequest(_message.Message):
     LAYERS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     WAIT_FOR_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     tensor_parallel_size: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     variant: TransformVariant
@@ -399,7 +413,8 @@ class TransformRequest(_message.Message):
     layers_per_step: int
     wait_for_programs: bool
     running: RunningRequests
-    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., release_weights: _Optional[bool] = ..., layers_per_step: _Optional[int] = ..., wait_for_programs: _Optional[bool] = ..., running: _Optional[_Union[RunningRequests, str]] = ...) -> None: ...
+    order: ChangeOrder
+    def __init__(self, tensor_parallel_size: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., release_weights: _Optional[bool] = ..., layers_per_step: _Optional[int] = ..., wait_for_programs: _Optional[bool] = ..., running: _Optional[_Union[RunningRequests, str]] = ..., order: _Optional[_Union[ChangeOrder, str]] = ...) -> None: ...
 
 class TransformResponse(_message.Message):
     __slots__ = ("tensor_parallel_size", "variant", "seconds", "prepare_s", "moved_bytes", "extra_bytes", "steps", "tokens", "paused", "resumed", "awaited_programs", "waited_s")
