@@ -25,7 +25,8 @@ from rich.table import Table
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step import StepPlan
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.step import PendingStep, StepPlan
 from amoeba_jax.programs.batch import StepBatch
 
 
@@ -41,13 +42,14 @@ def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
     with ExitStack() as restored:
         for instance, own in zip(instances, launches, strict=True):
 
-            def timed(plan: StepPlan, launch_plan=instance.launch_plan, own=own) -> None:
-                launch_plan(plan)
+            def timed(plan: StepPlan, lanes: list[Lane], launch=instance.launcher.launch, own=own) -> PendingStep:
+                step = launch(plan, lanes)
                 decodes = len(plan.rows) if plan.shape.num_tokens == plan.shape.num_rows else 0
                 own.append((decodes, time.perf_counter()))
+                return step
 
-            instance.launch_plan = timed
-            restored.callback(delattr, instance, "launch_plan")
+            instance.launcher.launch = timed
+            restored.callback(delattr, instance.launcher, "launch")
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
     pairs = [pair for own in launches for pair in itertools.pairwise(own)]
     return median(stop - start for (first, start), (rows, stop) in pairs if first == rows == batch)

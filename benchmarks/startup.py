@@ -144,13 +144,21 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
         for turn in range(options.repeats + 2):
             for length, llm in engines.items():
                 began = time.perf_counter()
-                np.asarray(llm._engine.instances[0].launcher.launch_batch(steps[length]).argmax_ids)
+                np.asarray(launch_step(llm, steps[length]).argmax_ids)
                 if turn >= 2:
                     times[length].append(time.perf_counter() - began)
         for llm in engines.values():
             llm.close()
     result |= {f"step_s_{length}": samples for length, samples in times.items()}
     return result
+
+
+def launch_step(llm, step):
+    """Launch a step. Versions before start placements take the step alone."""
+    launch = llm._engine.instances[0].launcher.launch_batch
+    if len(inspect.signature(launch).parameters) == 1:
+        return launch(step)
+    return launch(step.shape, None, lambda *_: step)
 
 
 def decode_step(llm, batch: int, context: int):

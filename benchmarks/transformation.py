@@ -35,8 +35,9 @@ from rich.console import Console
 from transformation_report import print_model
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.step import StepPlan
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.step import PendingStep, StepPlan
+from amoeba_jax.instances.step_launcher import StepLauncher
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.transform.transition import Transition
 
@@ -75,20 +76,22 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
     In changes of `direction`, run `plain_steps` steps without a switch between two steps that switch layers.
     """
     found: list[Step] = []
-    launch_plan, switch_layers = Instance.launch_plan, Transition.switch_layers
+    launch_step, switch_layers = StepLauncher.launch, Transition.switch_layers
     turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
     switched: dict[Transition, bool] = {}
 
-    def launch(instance: Instance, plan: StepPlan) -> None:
-        transition = instance.transition
+    def launch(launcher: StepLauncher, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
+        group = launcher.group
+        transition = next((it for it in turns if it.instance.launcher is launcher and not it.done), None)
         boundary = None if transition is None else transition.boundary
         did = transition is not None and switched.get(transition, False)
-        launch_plan(instance, plan)
+        step = launch_step(launcher, plan, lanes)
 
         def arrived(_: Any) -> None:
-            found.append(Step(time.perf_counter(), instance.id, instance.tp, boundary, did))
+            found.append(Step(time.perf_counter(), group.start, group.tp, boundary, did))
 
-        instance.pending[-1].result.add_done_callback(arrived)
+        step.result.add_done_callback(arrived)
+        return step
 
     def switch(transition: Transition, step: StepPlan | None = None) -> None:
         # The last switch ends the transition, and plain steps run before it too.
@@ -97,11 +100,11 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         if switched[transition] or not any(s.num_uncomputed_tokens for s in transition.instance.running):
             switch_layers(transition, step)
 
-    Instance.launch_plan, Transition.switch_layers = launch, switch
+    StepLauncher.launch, Transition.switch_layers = launch, switch
     try:
         yield found
     finally:
-        Instance.launch_plan, Transition.switch_layers = launch_plan, switch_layers
+        StepLauncher.launch, Transition.switch_layers = launch_step, switch_layers
 
 
 class Running:

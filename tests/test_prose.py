@@ -7,12 +7,6 @@ import pytest
 from tools.prose import Passage, Report, by_package, check, find, score
 
 MAX_PER_1000_WORDS = 3.0
-NOT_REWRITTEN_YET = frozenset(
-    {
-        "amoeba_jax/transform",
-    }
-)
-"""Packages that may have more hits. Remove a package as soon as it is rewritten."""
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +14,11 @@ def packages() -> dict[str, Report]:
     return by_package()
 
 
-def test_rewritten_packages_are_plain(packages: dict[str, Report]):
-    found = {name: round(score(report), 1) for name, report in packages.items() if name not in NOT_REWRITTEN_YET}
-    too_many = {name: hits for name, hits in found.items() if hits > MAX_PER_1000_WORDS}
+def test_packages_are_plain(packages: dict[str, Report]):
+    too_many = {
+        name: hits for name, report in packages.items() if (hits := round(score(report), 1)) > MAX_PER_1000_WORDS
+    }
     assert not too_many, "`python tools/prose.py PATH` lists the places"
-
-
-def test_packages_that_became_plain_leave_the_list(packages: dict[str, Report]):
-    assert not NOT_REWRITTEN_YET - packages.keys()
-    assert not [name for name in NOT_REWRITTEN_YET if score(packages[name]) <= MAX_PER_1000_WORDS]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Sequences:
         self._cluster, self._room, self._stats = cluster, room, stats
         self.waiting = Waiting()
         self.deadlines = Deadlines()
-        self.siblings = Siblings(self.enqueue, lambda: sum(i.max_running for i in cluster.instances))
+        self.siblings = Siblings()
         self.num_changes = 0
         self._shared_at = 0
         self._has_shares = False
@@ -72,8 +72,18 @@ class Sequences:
         sequence.num_preemptions += 1
         sequence.wait_again()
         self._stats.preemptions += 1
-        self.siblings.release(sequence)
+        self.release_siblings(sequence)
         self.enqueue(sequence)
+
+    def release_siblings(self, leader: Sequence) -> None:
+        """Queue the siblings of a sequence, as far as their share of the slots allows."""
+        self.siblings.release(leader)
+        self._admit_siblings()
+
+    def _admit_siblings(self) -> None:
+        if self.siblings.held:
+            for sibling in self.siblings.admit(sum(instance.max_running for instance in self._cluster.instances)):
+                self.enqueue(sibling)
 
     def cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Add the full pages of a sequence to the prefix cache.
@@ -146,7 +156,7 @@ class Sequences:
             self.waiting.remove(sequence)
             self.num_changes += 1
         self.siblings.remove(sequence)
-        self.siblings.release(sequence)
+        self.release_siblings(sequence)
 
     def report(self, update: Update) -> None:
         """Pass an update to the sink of its sequence. If the sink raises, abort the sequence."""

@@ -64,7 +64,7 @@ class Steps:
                 return True  # the switch failed, and the group has recovered
         while (plan := self._plan(instance)) is not None:
             try:
-                instance.launch_plan(plan)
+                step = instance.launcher.launch(plan, instance.lanes)
             except StepNotLaunchedError as error:
                 # A switch was left to this step: launch it alone.
                 if instance.transition is not None and not changes.switch_alone(instance):
@@ -76,7 +76,7 @@ class Steps:
             except Exception as error:
                 self.recover(instance, error, plan.rows)
             else:
-                self._launched(instance, plan)
+                self._launched(instance, plan, step)
             break
         if change is not None:
             changes.step_launched(instance, plan)
@@ -142,8 +142,13 @@ class Steps:
                     executables.request(spec for launcher in launchers for spec in launcher.specs(plan, kind))
         executables.compile_later(spec for launcher in launchers for spec in launcher.specs(best))
 
-    def _launched(self, instance: Instance, plan: StepPlan) -> None:
-        """Count a launched step. Cache the pages of prompts that it completes, and release their siblings."""
+    def _launched(self, instance: Instance, plan: StepPlan, step: PendingStep) -> None:
+        """Record a launched step. Cache the pages of prompts that it completes, and release their siblings."""
+        if instance.transition is not None:
+            step.decodes = False
+        instance.pending.append(step)
+        instance.num_launched += 1
+        instance.last_was_prompt = not plan.decodes
         instance.turns.took(plan.rows)
         stats = self._stats
         stats.steps += 1
@@ -155,7 +160,7 @@ class Steps:
             else:
                 stats.decode_tokens += 1
             if row.start < num_prompt <= row.start + row.length:
-                self._sequences.siblings.release(row.sequence)
+                self._sequences.release_siblings(row.sequence)
                 self._sequences.cache_pages(instance, row.sequence)
 
     def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:

@@ -14,7 +14,7 @@ from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
-from amoeba_jax.instances.step import PendingStep, StepPlan, clear_in_flight
+from amoeba_jax.instances.step import PendingStep, clear_in_flight
 from amoeba_jax.instances.step_launcher import StepLauncher
 from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.programs.buckets import Buckets
@@ -309,15 +309,6 @@ class Instance:
         return self._paused_pages.victims(num_pages - self.lane.cache.num_evictable_pages, rank)
 
     # Steps
-
-    def launch_plan(self, plan: StepPlan) -> None:
-        """Launch a step, and append it to `pending`. Raises the errors of `StepLauncher.launch`."""
-        step = self.launcher.launch(plan, self.lanes)
-        if self.transition is not None:
-            step.decodes = False
-        self.pending.append(step)
-        self.num_launched += 1
-        self.last_was_prompt = not plan.decodes
 
     def clear_pending(self) -> None:
         """Drop the steps in flight, whose results are lost."""

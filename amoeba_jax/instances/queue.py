@@ -4,7 +4,7 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, KeysView
+from collections.abc import Collection, Iterator, KeysView
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
@@ -168,35 +168,28 @@ class Siblings:
     Siblings may use seven eighths of all slots. A request with 128 samples would otherwise hold every slot until its
     longest sample ends. Used by the dispatcher thread only.
 
-    Args:
-        enqueue: inserts a sequence into the queue.
-        num_slots: returns the number of sequences that all instances can run.
-
     Attributes:
         held: siblings that would be in the queue without this limit.
     """
 
-    def __init__(self, enqueue: Callable[[Sequence], None], num_slots: Callable[[], int]):
-        self._enqueue, self._num_slots = enqueue, num_slots
+    def __init__(self) -> None:
         self.held: set[Sequence] = set()
         self._heap: list[tuple[tuple[int, ...], int, Sequence]] = []
         """The held siblings by `Sequence.order`, and some finished ones."""
         self._admitted: set[Sequence] = set()
 
     def release(self, leader: Sequence) -> None:
-        """Admit the siblings of a leader whose prompt is computed, or that has ended."""
+        """Hold the siblings of a leader whose prompt is computed, or that has ended, until `admit` returns them."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             if not sibling.finished:
                 self.held.add(sibling)
                 heapq.heappush(self._heap, (sibling.order, id(sibling), sibling))
-        self._admit()
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended. If it was an admitted sibling, admit the next one."""
+        """Remove a sequence that has ended, if it is a sibling."""
         if sequence in self._admitted:
             self._admitted.remove(sequence)
-            self._admit()
         elif sequence in self.held:
             self.held.remove(sequence)
             if len(self._heap) > 2 * len(self.held):  # a search for each removed sibling would be quadratic
@@ -209,14 +202,18 @@ class Siblings:
         self._heap.clear()
         self._admitted.clear()
 
-    def _admit(self) -> None:
-        if not self.held:
-            return
-        slots = self._num_slots()
-        limit = slots - slots // _RESERVED_SHARE
-        while self.held and (len(self._admitted) < limit or slots < _RESERVED_SHARE):
+    def admit(self, num_slots: int) -> list[Sequence]:
+        """Return the held siblings that may enter the queue now, in order.
+
+        Args:
+            num_slots: number of sequences that all instances can run.
+        """
+        found: list[Sequence] = []
+        limit = num_slots - num_slots // _RESERVED_SHARE
+        while self.held and (len(self._admitted) < limit or num_slots < _RESERVED_SHARE):
             *_, sibling = heapq.heappop(self._heap)
             if sibling in self.held:
                 self.held.remove(sibling)
                 self._admitted.add(sibling)
-                self._enqueue(sibling)
+                found.append(sibling)
+        return found

@@ -45,7 +45,7 @@ class StepLauncher:
 
     def __init__(self, runner: Runner, sampler: StepSampler, reader: ResultReader, executables: Executables):
         self._runner, self._sampler, self._reader, self._executables = runner, sampler, reader, executables
-        self._group = runner.group
+        self.group = runner.group
         self._known_at: object = None
         self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
 
@@ -80,7 +80,7 @@ class StepLauncher:
         """
         shape = plan.shape
         with jax.profiler.TraceAnnotation(
-            "amoeba.step", instance=self._group.start, rows=shape.num_rows, tokens=shape.num_tokens
+            "amoeba.step", instance=self.group.start, rows=shape.num_rows, tokens=shape.num_tokens
         ):
             try:
                 prepared = self._prepare(plan, lanes)
@@ -163,10 +163,10 @@ class StepLauncher:
 
     def _set_last_tokens(self, tokens: jax.Array) -> None:
         """Give the sampled tokens of the first rank to all ranks."""
-        if self._group.tp == 1:
-            self._runner.last_tokens = assemble(self._group, [tokens], replicated=True)
+        if self.group.tp == 1:
+            self._runner.last_tokens = assemble(self.group, [tokens], replicated=True)
         else:
-            self._runner.last_tokens = jax.device_put(tokens, self._group.replicated)
+            self._runner.last_tokens = jax.device_put(tokens, self.group.replicated)
 
     def _first_rank(self, array: jax.Array) -> jax.Array:
-        return disassemble(self._group, array)[0]
+        return disassemble(self.group, array)[0]

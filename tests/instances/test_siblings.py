@@ -36,7 +36,23 @@ def queue() -> list[Sequence]:
 
 @pytest.fixture
 def siblings(queue: list[Sequence]) -> Siblings:
-    return Siblings(queue.append, lambda: SLOTS)
+    return Queued(queue)
+
+
+class Queued(Siblings):
+    """Admits siblings to a list after each change."""
+
+    def __init__(self, queue: list[Sequence]):
+        super().__init__()
+        self._queue = queue
+
+    def release(self, leader: Sequence) -> None:
+        super().release(leader)
+        self._queue += self.admit(SLOTS)
+
+    def remove(self, sequence: Sequence) -> None:
+        super().remove(sequence)
+        self._queue += self.admit(SLOTS)
 
 
 def released(siblings: Siblings, number: int, count: int) -> list[Counted]:
