@@ -194,7 +194,15 @@ def test_a_transformation_that_waits_for_programs_shows_its_progress(
 
     with Client(live.target) as client, ThreadPoolExecutor(1) as pool:
         done = pool.submit(
-            chat.run_transform, client, 2, None, "in_place", keep_weights=False, running="migrate", wait=True
+            chat.run_transform,
+            client,
+            2,
+            None,
+            "in_place",
+            keep_weights=False,
+            running="migrate",
+            order="memory_first",
+            wait=True,
         )
         try:
             wait_until(lambda: "TP2, awaiting programs: " in said() or done.done())
