@@ -205,7 +205,7 @@ def test_logits_are_those_of_transformers(form: str, tmp_path: Path, compile_cac
     tokens = np.random.default_rng(3).integers(0, 211, 40)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(directory)(torch.from_numpy(tokens[None])).logits[0].numpy()
-    with LLM(directory, device_memory="8MiB", compile_cache=compile_cache, progress=False) as llm:
+    with LLM(directory, device_memory="32MiB", compile_cache=compile_cache, progress=False) as llm:
         np.testing.assert_allclose(llm.logits(tokens.tolist()), expected, atol=1e-4, rtol=0)
     other = write_model(config_of(family, {"rope_theta": 3.0}), tmp_path / "other")
     assert json.loads((other / "config.json").read_text()) != json.loads((directory / "config.json").read_text())

@@ -135,6 +135,7 @@ def transform(target: str, degree: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_eight_devices_merge_and_split_from_the_command_line(serve: Callable[..., Process]):
     """Requests run before, during and after each change."""
     server = serve("--num-devices", "8", "--max-tensor-parallel-size", "8", "--device-memory", "96MiB")
