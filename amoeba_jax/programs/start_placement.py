@@ -35,6 +35,8 @@ def read_placement(config: EngineConfig, dims: ModelDims) -> Placement | None:
 
 
 def _read_file(name: str) -> str:
+    if not name.strip():
+        raise ConfigError("placement is empty: give auto, JSON, or the name of a JSON file")
     try:
         with Path(name).open(encoding="utf-8") as file:
             text = file.read(_MAX_FILE_CHARS + 1)

@@ -145,12 +145,15 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
     try:
         if not degrees or not await asyncio.to_thread(lambda: llm.warmup(degrees, background=True)):
             return
-        while len(ready) < len(degrees):
-            for it in (await asyncio.to_thread(lambda: llm.stats)).degrees:
+        left = True
+        while left:
+            found = (await asyncio.to_thread(lambda: llm.stats)).degrees
+            for it in found:
                 if it.ready and it.degree not in ready:
                     ready.add(it.degree)
                     say(f"TP{it.degree} is ready: {it.num_programs} programs")
-            await asyncio.sleep(_READINESS_INTERVAL_S)
+            if left := not all(it.ready for it in found):  # a start placement has one degree
+                await asyncio.sleep(_READINESS_INTERVAL_S)
         gc.freeze()
     except EngineClosedError:
         pass  # The shutdown is reported elsewhere.
