@@ -74,7 +74,8 @@ class TransformState(StrEnum):
     ABORTED = "aborted"
     """Nothing has changed: it was refused, or it failed before the first layer switched."""
     RECOVERED = "recovered"
-    """It failed after the first switch. The group has the higher degree, and its requests are computed again."""
+    """It failed later. Groups that had changed stay changed. The group that failed serves with an empty cache, at the
+    higher degree or, if its restored weights were lost, at the lower degree. Its requests are computed again."""
 
 
 _WAITING = {TransformState.AWAITING_REQUESTS, TransformState.AWAITING_PROGRAMS, TransformState.DRAINING}

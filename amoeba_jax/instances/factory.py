@@ -58,7 +58,7 @@ class InstanceFactory:
         released: degree for which weights are released at first.
 
     Attributes:
-        allocators: page allocator of each device, for its life; empty with a start placement.
+        allocators: page allocator of each device. It stays when instances change. Empty with a start placement.
     """
 
     def __init__(

@@ -276,8 +276,9 @@ class Instance:
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
         """Pause instances over the same devices while this one serves.
 
-        Paused sequences keep their slots and pages. Slots in use on this instance's first device are not given to other
-        sequences. Pages of cached prefixes are released if this instance needs them.
+        Paused sequences keep their slots and pages. This instance samples on its first device and shares the sampling
+        state there with `members[0]`, so it uses no slot of a paused sequence of `members[0]`. It evicts cached
+        prefixes of the paused instances if it needs their pages.
         """
         for member in members:
             member.enter(Phase.PAUSED)

@@ -62,7 +62,12 @@ class Lane:
                 other.cache.evict(min(num_pages - self.pages.num_free_pages, other.cache.num_evictable_pages))
 
     def table(self, pages: SequencePages, group: Homes) -> Int32[np.ndarray, "tp pages"]:
-        """Return the pages of a sequence on the ranks of this lane's home in a page group."""
+        """Return the rows of a sequence's block table for one page group: page ids on the ranks of the lane's home
+        there.
+
+        Args:
+            group: key of `Placement.page_groups`. Layers whose attention has the same homes share page ids.
+        """
         return pages.table[self.ranks[group]]
 
     def live_pages(self) -> Int32[np.ndarray, "rows pages"]:

@@ -30,10 +30,12 @@ class StepSwitch(Protocol):
     """
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the first exchanges. Return the segments whose programs run the others.
+        """Launch the exchanges of pages that run by themselves. Return the others, by the segment whose program runs
+        them.
 
         Args:
-            shape: shape of a step of all lanes; None for other steps.
+            shape: shape of the step, if it computes all lanes; None for a step of one lane. If the switch was planned
+                for another shape, all exchanges are launched here, and the result is empty.
         """
         ...
 

@@ -162,7 +162,7 @@ class StepLauncher:
                 site.kv[layer] = program(site.kv[layer], columns)
 
     def _set_last_tokens(self, tokens: jax.Array) -> None:
-        """Give the sampled tokens of the first rank to all ranks."""
+        """Copy the last tokens of all slots from the first rank to all ranks."""
         if self.group.tp == 1:
             self._runner.last_tokens = assemble(self.group, [tokens], replicated=True)
         else:

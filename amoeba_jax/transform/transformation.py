@@ -132,7 +132,8 @@ class Transformation:
         """Give the caller the report or a `TransformError`."""
         degree = self.options.tensor_parallel_size
         if self.error is not None:
-            self.enter(TransformState.RECOVERED if self.recovered else TransformState.ABORTED)
+            changed = self.recovered or bool(self.groups)
+            self.enter(TransformState.RECOVERED if changed else TransformState.ABORTED)
             ended = "; ".join(self.outcomes)
             failure = TransformError(f"{self.name} failed: {self.error} ({ended})")
             failure.__cause__ = self.error

@@ -370,6 +370,7 @@ class Transformations:
             error = RuntimeError("devices went out of service while steps or requests were waited for")
             how = "their requests are computed again elsewhere; the others of their groups go on"
             one.fail(error, sorted(lost), how)
+            one.recovered = True
         one.end()
 
     def _owner(self, transition: Transition) -> Transformation:
