@@ -38,9 +38,10 @@ class Buckets:
     - only decodes: `(B, 1)`, with B a power of two.
     - one prompt: `(1, T)`, and decodes in the remaining rows. The step has `few_rows` or `max_num_seqs` rows.
     - up to four prompts: `(4, T)`, and decodes in the remaining rows. The step has `max_num_seqs` rows. This form
-      exists only if 4 T is at most `max_num_batched_tokens`.
+      exists only if 4 T is at most `max_num_batched_tokens`, and `max_num_seqs` is at least 4.
 
-    T is `max_num_batched_tokens`, a quarter of it, a sixteenth, and so on. Unused rows are padding.
+    T is `max_num_batched_tokens`, a quarter of it, a sixteenth, and so on. Sizes below `MIN_CHUNK` are
+    left out. Unused rows are padding.
 
     Args:
         max_num_seqs: maximum number of sequences of an instance.

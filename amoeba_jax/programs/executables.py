@@ -31,7 +31,7 @@ class Executables:
     Args:
         dims: sizes of the model.
         strict: see the attribute.
-        beside: whether `request` compiles in the background. If False, `request` does nothing, and `get` compiles.
+        beside: whether `request` compiles in the background. If False, `request` only returns True.
         jobs: number of background threads.
 
     Attributes:

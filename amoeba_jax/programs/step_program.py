@@ -158,7 +158,10 @@ class StepProgram:
         return self.lower(group).compile(options)
 
     def lower(self, group: SubMesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
-        """Lower the program for a group, or for other platforms with as many devices as the group."""
+        """Lower the program for the devices of a group.
+
+        `platforms` has the names of the platforms to lower for. None: the platform of the group.
+        """
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
         replicated = group.replicated
         if self.is_head:

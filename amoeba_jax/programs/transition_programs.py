@@ -173,7 +173,7 @@ class TransitionPrograms:
         return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
-        """Return the programs of steps with one prompt, for one chunk size, which suffices for prompts of any length."""
+        """Return the programs of steps with one prompt, for one chunk size. It suffices for prompts of any length."""
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))

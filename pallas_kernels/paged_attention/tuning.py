@@ -101,7 +101,9 @@ def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
     """Return the measured sizes for the most similar shape in the table of the device kind.
 
     If page size and amount of work together differ from that shape by a factor of 2 or more, the number of splits is
-    computed by rule. Return the default sizes if there is no device or table, if no entry has the same phase, head size and element size
+    computed by rule.
+
+    Return the default sizes if there is no device or table, if no entry has the same phase, head size and element size
     of the cache, or if the measured sizes need too much shared memory for this shape.
     """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
