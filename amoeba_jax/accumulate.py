@@ -73,9 +73,10 @@ def _with_delta(output: CompletionOutput, delta: CompletionDelta | None) -> Comp
 
 
 def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
-    """Wait for the only delivery of a request with `every_token=False`, and return the finished output.
+    """Wait for the only delivery of a request that delivers at the end (`every_token=False` of `Request`).
 
-    Raises the error of a failed request.
+    Return the finished output. `deliveries` is the queue to which the request delivers. Raises the error of a failed
+    request.
     """
     (output,) = wait_for_all(request, deliveries)
     return output
@@ -84,7 +85,7 @@ def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Req
 def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
     """Yield the output so far after each delivery in which a sample grew or ended, until all samples have ended.
 
-    Raises the error of a failed request.
+    `deliveries` is the queue to which the request delivers. Raises the error of a failed request.
     """
     accumulator = OutputAccumulator(request)
     finished = False

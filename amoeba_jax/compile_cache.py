@@ -36,8 +36,8 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
     """Set the directory of JAX's persistent compilation cache for the whole process, and return it.
 
-    If this process cannot write to the directory, it logs a warning and only reads programs. If the user has set a
-    directory in JAX and `directory` is None, JAX's settings are not changed, and an unsafe directory only causes a
+    If this process cannot write to the directory, a warning is logged, and programs are only read. If the user has set
+    a directory in JAX and `directory` is None, JAX's settings are not changed, and an unsafe directory only causes a
     warning.
 
     Args:
@@ -85,7 +85,7 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
 
 @contextlib.contextmanager
 def reading_only() -> Iterator[None]:
-    """Disable writes to the compilation cache inside this context."""
+    """Disable writes of this process to the compilation cache inside this context."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, _NEVER_S)

@@ -279,7 +279,7 @@ class EngineHandle:
 
 
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """Return the tokenizer of a model directory. None: there is no tokenizer.json, so prompts must be token ids."""
+    """Return the tokenizer of a model directory, or None without tokenizer.json: prompts must then be token ids."""
     if directory is None or not (directory / "tokenizer.json").exists():
         return None
     return Tokenizer.from_directory(directory)

@@ -56,7 +56,7 @@ class SamplingParams:
     """Divisor of positive logits, and factor of negative logits, for tokens in the prompt or output. Above 0."""
     seed: int | None = None
     """Seed of the random numbers, in [0, 2**32). The result does not depend on other requests in the batch. Sample `i`
-    has the seed `seed + i`. Default: different seeds, derived from the seed of the engine."""
+    has the seed `(seed + i) % 2**32`. Default: different seeds, derived from the seed of the engine."""
     stop: str | Sequence[str] = ()
     """Stop strings: one string or several. Stored as a tuple."""
     stop_token_ids: Sequence[int] = ()

@@ -72,7 +72,7 @@ class TransformState(StrEnum):
     """All layers have switched. The last step with the old layout, or the restored weights, are still in flight."""
     DONE = "done"
     ABORTED = "aborted"
-    """Nothing has changed: it was refused, or it failed before the first layer switched."""
+    """The transformation was refused, or failed before the first layer switched. Nothing has changed."""
     RECOVERED = "recovered"
     """It failed later. Groups that had changed stay changed. The group that failed serves with an empty cache, at the
     higher degree or, if its restored weights were lost, at the lower degree. Its requests are computed again."""
@@ -191,9 +191,10 @@ class MemoryReport:
         return totals
 
     def parts(self, device: int) -> dict[int | None, dict[str, int]]:
-        """Return the bytes on a device, by layer and then by use. Layer None has the buffers outside the layers.
+        """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers outside the layers.
 
-        The uses do not overlap: padding counts only as `padding`, not as weights or KV cache.
+        The uses are `weights`, `kv cache in use`, `kv cache kept`, `kv cache free`, `sampling` and `padding`. They do
+        not overlap: padding counts only as `padding`, not as weights or KV cache. Hidden states count as `weights`.
         """
         cache_bytes = self.by_owner(device).get(Owner.KV_CACHE, 0)
         layers: dict[int | None, dict[str, int]] = {}
@@ -369,8 +370,8 @@ class DegreePrograms:
     """Progress of a background warm-up for one degree.
 
     Attributes:
-        degree: tensor-parallel size.
-        num_programs: number of programs of this degree, and of merges to this degree.
+        degree: tensor-parallel size. num_programs: number of programs of this degree, and of transitions between it and
+        the degrees that were prepared before.
         num_ready: number of programs that are compiled.
     """
 

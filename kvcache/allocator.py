@@ -1,9 +1,9 @@
 """Buddy allocator for the KV pages of one device.
 
-The allocator counts in units: a unit is a sub-page at degree `max_tp`. A block of order `k` has `2**k` units and is
-aligned to its size. A TP1 page is a block of the largest order (`max_tp` units), a page at degree `max_tp` a block of
-order 0. Pages of all degrees therefore share one id space, and a paused TP1 request keeps its pages while a TP4 request
-runs.
+The allocator counts in units: a unit is one of the `max_tp` equal pieces of a TP1 page (`kvcache.geometry`). A block of
+order `k` has `2**k` units and is aligned to its size. A TP1 page is a block of the largest order (`max_tp` units), a
+page at degree `max_tp` a block of order 0. Pages of all degrees therefore share one id space, and a paused TP1 request
+keeps its pages while a TP4 request runs.
 """
 
 import heapq
@@ -65,13 +65,14 @@ class _FreeBlocks:
 
 
 class BuddyAllocator:
-    """Allocator of reference-counted blocks of units over the extents of one device.
+    """Allocator of reference-counted blocks of units over the extents (`kvcache.extents`) of one device.
 
     `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of this
     size, it takes the block with the lowest id. Extents that are added later (released weights) have higher ids, so
     they are filled last. They are therefore likely to be free when their weights must be restored.
 
-    Not thread-safe: only the engine's dispatcher thread calls it.
+    Methods that take the first unit of a live block raise `ValueError` if no live block starts there. Not thread-safe:
+    only the engine's dispatcher thread calls it.
     """
 
     def __init__(self, max_tp: int) -> None:
@@ -104,7 +105,7 @@ class BuddyAllocator:
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 
     def add_extent(self, num_pages: int) -> int:
-        """Add `num_pages` whole (TP1) pages behind the existing extents. Return their first unit."""
+        """Add an extent of `num_pages` whole (TP1) pages behind the existing extents. Return its first unit."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; an extent has at least one page")
         start, num_units = self.total_units, num_pages * self.max_tp
@@ -113,7 +114,7 @@ class BuddyAllocator:
         return start
 
     def allocate(self, order: int) -> int:
-        """Allocate a block with one reference and return its first unit.
+        """Allocate a block of `2**order` units with one reference, and return its first unit.
 
         Raises `OutOfPagesError` if no block of `order` is free.
         """
@@ -132,7 +133,7 @@ class BuddyAllocator:
         return unit
 
     def allocate_many(self, order: int, n: int) -> list[int]:
-        """Allocate `n` blocks with one reference each and return their first units.
+        """Allocate `n` blocks of `2**order` units with one reference each, and return their first units.
 
         Raises `OutOfPagesError`, and allocates nothing, if fewer than `n` blocks are free.
         """

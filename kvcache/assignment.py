@@ -15,8 +15,8 @@ def assign_down(
     *,
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
-) -> Int32[np.ndarray, " S"]:
-    """Choose an instance for each of the `S` sequences of a group that splits. Return the index of each instance.
+) -> Int32[np.ndarray, " sequences"]:
+    """Choose an instance for each sequence of a group of devices that splits. Return the index of each instance.
 
     The longest sequences are assigned first, each to the instance with the most free pages. If several instances get
     sequences that share a page, each instance needs a copy of this page. Sequences that share pages are kept together
@@ -27,10 +27,10 @@ def assign_down(
         pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
             same page.
         room: free pages of each instance, in pages of the lower degree.
-        staying: number of pieces of each sequence that could stay in place on each instance
+        staying: for each sequence, the number of its pieces that could stay in place on each instance
             (`relayout.staying_pieces`). If given, each sequence is first assigned to the instance with its highest
-            number. Sequences are then reassigned until the free pages of the instances differ by at most the longest
-            sequence. If the result does not fit, `staying` is ignored.
+            number. Sequences are then moved until the free pages of the instances differ by at most the pages of the
+            longest sequence, or until no move helps. If the result does not fit, `staying` is ignored.
         limit: maximum number of sequences of an instance: one number for all, or one for each. None: no limit.
 
     Raises `OutOfPagesError` if no assignment is found. The search is greedy and may miss an assignment that exists.
@@ -72,11 +72,19 @@ def _assign(
     groups: list[list[int]],
     preference: _Preference,
     limit: list[int],
-) -> Int32[np.ndarray, " S"] | None:
+) -> Int32[np.ndarray, " sequences"] | None:
     """Assign groups of sequences, the group with the most pages first. Return the instance of each sequence.
 
     If a group does not fit into one instance, its sequences are assigned one by one. Return None if a sequence does not
     fit.
+
+    Args:
+        pages: distinct pages of each sequence, as numbers in `range(num_pages)`.
+        num_pages: number of distinct pages of all sequences together.
+        room: free pages of each instance.
+        groups: indices of the sequences of each group.
+        preference: cost by which the instance of a group is chosen.
+        limit: maximum number of sequences of each instance.
     """
     free, left = list(room), list(limit)
     held = np.zeros((len(room), num_pages), bool)
@@ -109,10 +117,10 @@ def _assign_staying(
     room: Sequence[int],
     staying: Sequence[Int[np.ndarray, " _"]],
     limit: list[int],
-) -> Int32[np.ndarray, " S"] | None:
+) -> Int32[np.ndarray, " sequences"] | None:
     """Assign each sequence to the instance on which most of its pieces stay, then balance the free pages.
 
-    Return None if the balanced assignment does not fit.
+    The arguments are as in `_assign` and `assign_down`. Return None if the balanced assignment does not fit.
     """
     if not pages:
         return np.zeros(0, np.int32)
@@ -126,7 +134,7 @@ class _Staying:
     """Assignment of sequences to instances that is balanced by moves of single sequences.
 
     At first, every sequence is on the instance where most of its pieces stay. A move goes to the instance with the most
-    free pages, among the instances that may get another sequence. Afterwards both instances of the move have more free
+    free pages among the instances below their limit of sequences. Afterwards both instances of the move have more free
     pages than the fuller instance had before, so the moves end. Moves away from an instance with too many sequences end
     too, because no move gives another instance too many sequences.
     """
@@ -136,7 +144,7 @@ class _Staying:
         pages: Sequence[Int[np.ndarray, " _"]],
         num_pages: int,
         room: Int[np.ndarray, " k"],
-        staying: Int[np.ndarray, "S k"],
+        staying: Int[np.ndarray, "sequences k"],
         limit: list[int],
     ) -> None:
         self.assignment = np.argmax(staying, axis=1).astype(np.int32)
@@ -191,8 +199,8 @@ class _Staying:
                 return int(own[candidates[np.lexsort((lost[candidates], after[candidates]))[0]]]), to
         return None
 
-    def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " S"]:
-        """Return the number of pages of each sequence whose flag is set. `flags` has one entry for each page."""
+    def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " sequences"]:
+        """Return for each sequence the number of its pages with a flag. `flags` has one entry for each page number."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 

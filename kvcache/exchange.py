@@ -21,8 +21,8 @@ from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
-"""Number of phases with the same distance that one program without a loop runs. Launching a program on four devices
-takes 0.3 ms of CPU time. If a plan has phases of a distance, it mostly has at least three."""
+"""Number of consecutive phases with the same distance that one program without a loop can run. Launching a program on
+four devices takes 0.3 ms of CPU time. A plan with phases of a distance mostly has at least three of them."""
 
 PHASES_OF_LOOP = 16
 """Maximum number of phases that a program with a loop runs. Most plans have fewer phases."""
@@ -44,14 +44,15 @@ class ExchangeKind(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Inputs of one exchange program: the phases that it runs. `migration.Phase` defines `p`, `K` and the ids.
+    """Inputs of one exchange program: the phases that it runs. `migration.Phase` defines ids, `p` and `phase_pieces`.
 
     Attributes:
         kind: shape of the program.
-        send: `[p, num_phases, *pieces]` `Phase.send` of each phase. In a program with a loop
-            `[p, num_phases, p * K + 1]`: the last entry is the branch of the phase. It is 0 for a general phase,
-            `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
-        receive: `[p, num_phases, *pieces]` `Phase.receive` of each phase. With a loop `[p, num_phases, p * K]`.
+        send: `Phase.send` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
+            `[p, num_phases, p * phase_pieces + 1]`. The last entry is then the branch of the phase: 0 for a general
+            phase, `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
+        receive: `Phase.receive` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
+            `[p, num_phases, p * phase_pieces]`.
     """
 
     kind: ExchangeKind
@@ -73,7 +74,10 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """Group the phases of a plan into exchanges, in the same order. If `loop`, each exchange is for a loop program."""
+    """Group the phases of a plan into exchanges, in the same order.
+
+    If `loop`, each exchange is for a program with a loop (`ExchangeKind`) and has up to `PHASES_OF_LOOP` phases.
+    """
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
     exchanges = []
@@ -116,7 +120,8 @@ def exchange_pieces(
             over all extents.
         num_read: pieces are read from the first `num_read` extents.
         num_written: pieces are written to the first `num_written` extents.
-        send: ids of the pieces that this rank sends, `[p, K]` or `[p * K]`. A negative id sends garbage (padding).
+        send: ids of the pieces that this rank sends, `Phase.send` of the rank. Its shape is `[p, phase_pieces]` if
+            `distance` is None, else `[p * phase_pieces]`. A negative id sends garbage (padding).
         receive: target ids of the pieces that this rank receives, same shape. A negative id writes nothing.
         distance: distance of the phase, or None for a general phase. In a program with a loop, an int32 scalar array
             with the branch (see `Exchange`).
@@ -142,8 +147,11 @@ def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
 
-def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[Array, "N elems"]:
-    """Return the pieces with the given ids, which count over all arrays of `rows`. A negative id returns garbage."""
+def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Float[Array, "pieces elems"]:
+    """Return the pieces with the given ids. `rows` comes from `as_pieces`, and ids count over all its arrays.
+
+    A negative id returns garbage.
+    """
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
         inside = (ids >= start) & (ids < start + len(r))
@@ -152,7 +160,7 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " N"]) -> Float[A
     return pieces
 
 
-def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N elems"]:
+def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array, "pieces elems"]:
     """Send `pieces` from this rank `r` to rank `r ^ distance`, and return the pieces that arrive from that rank.
 
     The pieces must be reinterpreted as bits before (`as_bits`).
@@ -163,10 +171,10 @@ def swap_pieces(pieces: Num[Array, "N elems"], distance: int) -> Num[Array, "N e
     return jax.lax.ppermute(pieces, TP_AXIS, pairs)
 
 
-def swap_blocks(blocks: Sequence[Num[Array, "K elems"]]) -> Num[Array, "N elems"]:
-    """Send block `i` to the rank at distance `i`, for every `i` (a general phase).
+def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array, "pieces elems"]:
+    """Send block `i`, the pieces `Phase.send[rank, i]`, to the rank at distance `i`, for every `i` (a general phase).
 
-    Returns the received blocks, concatenated in the order of the distances.
+    Return the received blocks, concatenated in the order of the distances.
     """
     return jnp.concatenate([swap_pieces(block, distance) for distance, block in enumerate(blocks)])
 
@@ -187,11 +195,12 @@ def of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def scatter_pieces(
-    rows: Sequence[jax.Array], ids: Int32[Array, " N"], pieces: Float[Array, "N elems"]
+    rows: Sequence[jax.Array], ids: Int32[Array, " pieces"], pieces: Float[Array, "pieces elems"]
 ) -> list[jax.Array]:
     """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays `rows`.
 
-    Ids count over all arrays of `rows`. A negative id writes nothing. All other ids differ.
+    `rows` comes from `as_pieces`, and ids count over all its arrays. A negative id writes nothing. All other ids
+    differ.
     """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
@@ -225,7 +234,7 @@ def compile_exchange(
         old_extent_pages: number of pages of each extent that exists in the old layout.
         new_extent_pages: number of pages of each extent that exists in the new layout. The shorter of the two lists
             must be a prefix of the longer list.
-        phase_pieces: `K` of the phases.
+        phase_pieces: argument `phase_pieces` of `migration.plan_phases`.
         kind: kind of the exchange.
 
     Raises `LayoutError` if the shorter list is empty or not a prefix of the longer list.

@@ -33,14 +33,14 @@ trades with one rank). Measured on CPU, where a general phase waits for other ra
 class Phase:
     """Pieces that the ranks exchange at once: a *general* phase between all ranks, or a phase between pairs of ranks.
 
-    The distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `K` is the argument `phase_pieces` of
+    The distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `phase_pieces` is the argument of
     `plan_phases`, equal in all phases of a plan. Unused entries of both arrays are `PADDING`.
     """
 
     send: Int32[np.ndarray, "p *pieces"]
-    """Ids of the pieces that leave. General phase: `[p, p, K]`, and piece `send[r, i, n]` of rank `r` goes to slot
-    `receive[r ^ i, i, n]` of rank `r ^ i`. With a distance: `[p, p * K]`, and `send[r, n]` goes to
-    `receive[r ^ distance, n]`."""
+    """Ids of the pieces that leave. General phase: `[p, p, phase_pieces]`, and piece `send[r, i, n]` of rank
+    `r` goes to slot `receive[r ^ i, i, n]` of rank `r ^ i`. With a distance: `[p, p * phase_pieces]`, and piece
+    `send[r, n]` of rank `r` goes to slot `receive[r ^ distance, n]` of rank `r ^ distance`."""
     receive: Int32[np.ndarray, "p *pieces"]
     """Ids of the slots that the arriving pieces are written to, with the shape of `send`."""
     distance: int | None = None
@@ -48,7 +48,10 @@ class Phase:
 
 
 def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tuple[int, ...]:
-    """Return the shape of `Phase.send` for one rank: `(p, K)` in a general phase, otherwise `(p * K,)`."""
+    """Return the shape of `Phase.send` for one rank.
+
+    It is `(num_ranks, phase_pieces)` in a general phase, else `(num_ranks * phase_pieces,)`.
+    """
     return (num_ranks, phase_pieces) if distance is None else (num_ranks * phase_pieces,)
 
 
@@ -67,9 +70,10 @@ def plan_phases(
     Args:
         source: (rank, piece id) of the source slot of each piece.
         target: (rank, piece id) of the target slot of each piece. All targets differ. A target may equal its source.
-        num_ranks: `p` of the phases.
-        phase_pieces: `K` of the phases: the number of pieces that a rank can send to each rank, itself included, in a
-            general phase. At least 2, so that two pieces of one rank can trade slots.
+        num_ranks: number of ranks (`p` of `Phase`).
+        phase_pieces: number of pieces that a rank can send to each rank, itself included, in a general phase. In a
+            phase with a distance, a rank can send `num_ranks` times as many pieces. At least 2, so that two pieces of
+            one rank can trade slots.
 
     Raises `ValueError` for a negative id, an unknown rank, equal targets, or `phase_pieces` below 2. Every other set of
     moves has a plan.
@@ -123,9 +127,14 @@ def _dependencies(
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
     """Return three values for each move: `refill`, `depth` and `cyclic`.
 
-    `refill` is the index of the move into the slot that this move vacates, or -1. The refill waits for this move, its
-    own refill waits for it, and so on. `depth` is the length of this chain of waiting moves (without a meaning if the
-    chain ends in a cycle). `cyclic` is True if the move is on a cycle.
+    `refill` is the index of the move into the slot that this move vacates, or -1. That move waits for this move, its
+    own refill waits for that move, and so on. `depth` is the length of this chain of waiting moves (without a meaning
+    if the chain ends in a cycle). `cyclic` is True if the move is on a cycle.
+
+    Args:
+        sources: slot number of the source of each move (`_Timetable` defines slot numbers).
+        targets: slot number of the target of each move.
+        num_slots: number of slots of all ranks together.
     """
     num_moves = len(sources)
     into = np.full(num_slots, num_moves)
@@ -145,7 +154,9 @@ def _dependencies(
 class _Timetable:
     """Phases planned so far, with the number of free entries of each pair of ranks.
 
-    The number of a slot is `rank * num_ids + piece id`. The number of a pair is `from rank * num_ranks + to rank`.
+    Methods take and return slots, pairs of ranks and phases as numbers. The number of a slot is
+    `rank * num_ids + piece id`. The number of a pair is `sending rank * num_ranks + receiving rank`. The number of a
+    phase is its index in the plan.
     """
 
     def __init__(self, num_ranks: int, num_ids: int, phase_pieces: int) -> None:
@@ -171,7 +182,8 @@ class _Timetable:
     def _best_distance(self, queues: list[list[int]]) -> int | None:
         """Return the distance of the phase that moves the most ready pieces in a given time.
 
-        `queues` has the ready moves of each pair of ranks. Return None if a general phase is best.
+        `queues[pair]` has the moves of a pair of ranks that wait for no other move. Return None if a general phase is
+        best.
         """
         p, most = self._num_ranks, self._phase_pieces
         # Below this number a general phase is better: chains of waiting moves need fewer general phases.
@@ -191,7 +203,7 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """Return the phase of each move that is not on a cycle, and 0 for each move on a cycle.
+        """Plan the moves that are not on a cycle. Return the phase of each such move, and 0 for each move on a cycle.
 
         Moves with lower indices have priority. `refill` and `cyclic` come from `_dependencies`.
         """
@@ -226,11 +238,12 @@ class _Timetable:
 
     def enter_swaps(
         self, sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], which: Bool[np.ndarray, " M"]
-    ) -> tuple[Int64[np.ndarray, "N 3"], Bool[np.ndarray, " M"]]:
+    ) -> tuple[Int64[np.ndarray, "rows 3"], Bool[np.ndarray, " M"]]:
         """Choose the phases of swaps: pairs of moves that trade slots, among the moves on cycles that `which` selects.
 
         Merges and splits in place consist mostly of swaps. Swaps that are too few for a phase of their distance get no
-        phase here. Return the moves with a phase, as rows `[source, target, phase]` and as a mask over all moves.
+        phase here. Return the moves with a phase twice: as rows `[source slot, target slot, phase]`, and as a mask over
+        all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -260,8 +273,10 @@ class _Timetable:
                 entered[both] = True
         return np.concatenate([np.zeros((0, 3), np.int64), *found]), entered
 
-    def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "N 3"]:
-        """Choose the phases of the moves on cycles. Return rows `[source, target, phase]`.
+    def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "rows 3"]:
+        """Choose the phases of the moves on cycles. Return rows `[source slot, target slot, phase]`.
+
+        A cycle that is cut into arcs has more rows than moves: pieces also pass through the first slots of the arcs.
 
         `following` maps each slot on a cycle to the next slot of the cycle. It is emptied. `ready[slot]`, if present,
         is the first phase in which the slot may be written. It is updated.
@@ -313,7 +328,9 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Reserve `counts[pair]` entries of each pair in the first suitable phase from `phase` on. Return this phase.
+        """Reserve `counts[pair]` entries of each pair in the first suitable phase from number `phase` on.
+
+        Return the number of the chosen phase.
 
         Phases are added if no phase has enough free entries.
         """
@@ -348,9 +365,18 @@ def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
 
 
 def _phases(
-    moves: Int64[np.ndarray, "N 3"], num_ranks: int, num_ids: int, phase_pieces: int, distances: list[int | None]
+    moves: Int64[np.ndarray, "rows 3"], num_ranks: int, num_ids: int, phase_pieces: int, distances: list[int | None]
 ) -> list[Phase]:
-    """Build the phases from all moves, given as rows `[source, target, phase]`."""
+    """Build the phases of a plan from its moves.
+
+    Args:
+        moves: rows `[source slot, target slot, phase]`. The number of a slot is `rank * num_ids + piece id`, and
+            `phase` is an index in `distances`.
+        num_ranks: number of ranks.
+        num_ids: factor of the rank in the number of a slot, above all piece ids.
+        phase_pieces: argument of `plan_phases`.
+        distances: distance of each phase; None for a general phase.
+    """
     from_rank, source = np.divmod(moves[:, 0], num_ids)
     to_rank, target = np.divmod(moves[:, 1], num_ids)
     phase = moves[:, 2]

@@ -14,21 +14,22 @@ def copy_pages(
     extents: Sequence[Extent],
     first_ids: tuple[int, ...],
     tp: int,
-    source_ids: Int32[Array, " N"],
-    target_ids: Int32[Array, " N"],
+    source_ids: Int32[Array, " copies"],
+    target_ids: Int32[Array, " copies"],
 ) -> list[jax.Array]:
     """Copy page `source_ids[n]` to page `target_ids[n]`. Return the extents, updated in place if they are donated.
 
     Runs on one rank, inside `shard_map`. All sources are read before the first target is written, so a page may be the
-    source of one copy and the target of another. Temporary memory: `N` sub-pages.
+    source of one copy and the target of another. Temporary memory: one sub-page for each copy.
 
     Args:
         extents: extents of one layer, each `[pages, page_elems]`.
         first_ids: first page id of each extent, and the end of the last extent (`extent_starts`).
         tp: degree of the page ids: an extent of `pages` pages has `pages * tp` ids, each for `page_elems / tp`
             elements.
-        source_ids: local page ids, counted over all extents.
-        target_ids: local page ids, all different. A negative source or target copies nothing (padding).
+        source_ids: local page id of the source of each copy. Ids count over all extents.
+        target_ids: local page id of the target of each copy; all differ. A negative source or target copies nothing
+            (padding).
     """
     rows = as_pieces(extents, tp)
 

@@ -40,8 +40,8 @@ class PagePool:
         """Return a pool whose pages have blocks on all ranks of all given pools.
 
         Sequences need blocks in the old and the new layout while their layers change one after another. A table has the
-        rows of the first pool, then the rows of the second pool, and so on. The degree `tp` of the joined pool is the
-        sum of the degrees.
+        rows of the first pool, then the rows of the second pool, and so on. The attribute `tp` of the joined pool is
+        the sum of the degrees: the number of these rows.
 
         Raises `LayoutError` if two pools share an allocator.
         """
@@ -150,7 +150,7 @@ class SequencePages:
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Return the number of pages that are missing for `num_tokens` tokens; negative if there are too many."""
+        """Return the number of missing pages for `num_tokens` tokens; negative if there are more pages than needed."""
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:

@@ -65,13 +65,13 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Interface to release pages that other objects hold in the same allocators: cached pages of paused instances.
+    """Interface to release pages that other objects hold in the same allocators: cached prefixes of paused instances.
 
     `num_pages` counts pages of the pool of the prefix cache that uses this interface.
     """
 
     def num_free_pages(self) -> int:
-        """Return the number of pages that would be free in the pool if all pages that can be released were released."""
+        """Return the number of free pages in the pool after a release of all pages that can be released."""
         ...
 
     def make_free(self, num_pages: int) -> None:
@@ -118,7 +118,7 @@ class PrefixCache:
 
     @property
     def num_available_pages(self) -> int:
-        """Number of pages that `reserve` can add now: free pages and evictable pages."""
+        """Number of pages that `reserve` can add now: free pages, pages of the lender, and evictable pages."""
         return self._num_free_pages + len(self._evictable)
 
     @property
@@ -159,9 +159,9 @@ class PrefixCache:
     def insert(self, keys: Sequence[bytes], pages: SequencePages, start: int = 0) -> None:
         """Cache the pages `range(start, len(keys))` of a sequence. Page `i` gets the key `keys[i]`.
 
-        Does nothing if the cache is disabled. If a key is cached already, the cached page stays, and the page of this
-        sequence is not cached. When the cached page is evicted, a later `insert` with `start` 0 caches the sequence's
-        page.
+        `keys` has the keys of all pages from the first page of the sequence on (`PageKeys.keys`). Does nothing if the
+        cache is disabled. If a key is cached already, the cached page stays, and the page of this sequence is not
+        cached. When the cached page is evicted, a later `insert` with `start` 0 caches the sequence's page.
 
         The programs that compute the pages may still be running, but must be launched before any program that reads
         the pages. The pages must not be written again.
@@ -217,9 +217,10 @@ class PrefixCache:
     # Allocation
 
     def reserve(self, pages: SequencePages, num_tokens: int) -> int:
-        """Grow a sequence to `num_tokens` tokens, and evict pages if needed. Return the number of new pages.
+        """Grow a sequence to `num_tokens` tokens. Return the number of new pages.
 
-        Raises `OutOfPagesError`, and changes nothing, if free and evictable pages do not suffice.
+        If too few pages are free, first release pages of the lender, and then evict cached pages. Raises
+        `OutOfPagesError`, and changes nothing, if all these pages do not suffice.
         """
         self._make_free(self.pool.geometry.pages_for(num_tokens) - pages.num_pages)
         return pages.reserve(num_tokens)
@@ -227,10 +228,16 @@ class PrefixCache:
     def make_private(
         self, pages: SequencePages, index: int
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Call `SequencePages.copy_on_write`. If no page is free, evict a page first. A cached page counts as shared.
+        """Replace page `index` of a sequence by a new page if it is shared, so that the sequence may write to it.
 
-        Returns the ids of the old and the new page, or None if the page is not shared. Raises `OutOfPagesError`, and
-        changes nothing, if no page is available. Raises `IndexError` if page `index` does not exist.
+        A cached page counts as shared. If no page is free, first release pages of the lender; if that does not suffice,
+        evict a cached page.
+
+        Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
+        copy the contents to the new page, in the launch order that `SequencePages.copy_on_write` requires.
+
+        Raises `OutOfPagesError`, and changes nothing, if no page is available. Raises `IndexError` if page `index` does
+        not exist.
         """
         if not pages.is_shared(index):
             return None
@@ -277,7 +284,8 @@ class PrefixCache:
     def _make_free(self, num_pages: int) -> None:
         """Release pages of the lender, then evict pages, until `num_pages` pages are free.
 
-        Raises `OutOfPagesError`, and changes nothing, if free and evictable pages do not suffice.
+        Raises `OutOfPagesError`, and changes nothing, if free pages, pages of the lender and evictable pages together
+        do not suffice.
         """
         free = self._num_free_pages
         if num_pages > free + len(self._evictable):

@@ -174,8 +174,11 @@ def moves(
     return source[changed], target[changed]
 
 
-def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "N 2"]:
-    """Return (device, piece id) of all pieces of the pages of an instance, ordered by head and then by page."""
+def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "pieces 2"]:
+    """Return (device, piece id) of all pieces of the pages of an instance, ordered by head and then by page.
+
+    `degree` is the higher degree. An instance of this degree has all devices of the group, whatever its index.
+    """
     tp, num_pages = table.shape
     k = degree // tp
     rank, piece = np.divmod(np.arange(degree), k)
@@ -199,11 +202,11 @@ def _staying_piece(device: int, a: int, k: int) -> int | None:
 
 
 def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
-    """Return the slots on `device` that pieces from `instance` can take over in a trade.
+    """Return the slots on `device` that pieces from `instance` can take over in a trade, as piece ids.
 
-    All these pieces come from one device. The slots belong to the pieces of `own`, the degree-`a` pages on `device`,
-    that leave for that device. If no piece leaves for it, the result is empty. If that device is `device` itself, the
-    pieces stay in their slots.
+    All these pieces come from one device. `own` has the local ids of the degree-`a` pages on `device`. The slots belong
+    to the pieces of these pages that move to that device in return. If no piece moves there, the result is empty. If
+    that device is `device` itself, the pieces stay in their slots.
     """
     piece = instance * a + device // k - device % a * k
     return own * k + piece if 0 <= piece < k else own[:0]

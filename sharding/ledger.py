@@ -66,7 +66,7 @@ class Ledger:
         return self.budget_bytes - self.live_bytes - sum(self.reserved.values())
 
     def add(self, what: str, num_bytes: int, layer: int | None = None) -> None:
-        """Add `num_bytes` to the entry of owner `what`. Raises `MemoryBudgetError` if fewer bytes are free."""
+        """Add bytes to the entry of owner `what` in `layer`. Raises `MemoryBudgetError` if fewer bytes are free."""
         if num_bytes > self.free_bytes:
             raise MemoryBudgetError(
                 f"{what} needs {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of the "
@@ -75,7 +75,7 @@ class Ledger:
         self.entries[(layer, what)] += num_bytes
 
     def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
-        """Move bytes from owner `what` to owner `to`. Raises `MemoryBudgetError` if `what` has fewer bytes."""
+        """Move bytes in `layer` from owner `what` to owner `to`. Raises `MemoryBudgetError` if `what` has too few."""
         entries, owner = self.entries, (layer, what)
         held = entries[owner]
         if num_bytes > held:

@@ -19,7 +19,12 @@ TP_AXIS = "tp"
 
 @dataclass(frozen=True)
 class SubMesh:
-    """Aligned, contiguous group of devices that compute together. The number of devices is a power of two."""
+    """Aligned, contiguous group of devices that compute together. `SubMeshPool` creates it.
+
+    Attributes:
+        start: index of the first device in the pool, a multiple of the number of devices.
+        devices: devices in rank order. Their number is a power of two.
+    """
 
     start: int
     devices: tuple[jax.Device, ...]
@@ -69,7 +74,11 @@ class SubMesh:
 
 @dataclass(frozen=True)
 class SubMeshPool:
-    """All sub-meshes of a device list. Each is created once, so that equal groups share one `Mesh` object.
+    """Pool of devices, with all groups of these devices. Each group is created once and has only one `Mesh` object.
+
+    Attributes:
+        devices: all devices of the engine.
+        max_tp: largest degree of a group.
 
     Raises `LayoutError` for an unsupported number of devices or largest degree.
     """
@@ -173,7 +182,7 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
 def is_lost(array: jax.Array) -> bool:
     """Wait for an array and return whether its contents are lost.
 
-    They are lost if the array was donated or deleted, or if the program that should compute it failed.
+    The contents are lost if the array was donated or deleted, or if the program that should compute it failed.
     """
     if array.is_deleted():
         return True
@@ -185,9 +194,10 @@ def is_lost(array: jax.Array) -> bool:
 
 
 def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
-    """Replace each lost array (`is_lost`) by zeros, and return all arrays. They are sharded over the ranks of `group`.
+    """Wait for all arrays. Return the arrays, with zeros in place of each lost array (`is_lost`).
 
-    Call this function before the buffers become part of other arrays (`assemble`): JAX reports the failure of a program
-    only for the first rank's buffer of such an array.
+    The zeros are sharded over the ranks of `group` along the leading axis, as the lost array was. Call this function
+    before the buffers become part of other arrays (`assemble`): JAX reports the failure of a program only for the first
+    rank's buffer of such an array.
     """
     return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

@@ -91,6 +91,7 @@ class Row:
     model: str
     tensor: str
     pages: float
+    """Pages of the whole tensor, without padding."""
     shard_pages: float
     """Pages of a TP4 shard before padding."""
     stored_pages: int
@@ -103,7 +104,10 @@ class Row:
 
 
 def rows(model: FfnShape, page_bytes: int) -> list[Row]:
-    """Return the size of each FFN tensor of a model in pages of `page_bytes`. Each shard is padded separately."""
+    """Return the size of each FFN tensor of a model in pages of `page_bytes`. Each shard is padded separately.
+
+    Raises `ValueError` if `page_bytes` is below 1.
+    """
     if page_bytes < 1:
         raise ValueError(f"page_bytes is {page_bytes}; it must be at least 1")
     result = []

@@ -75,8 +75,9 @@ class ParamSpec:
     rank computes with all shards of a replicated parameter.
 
     A device loads all shards, because it must be able to serve alone at TP1. With a start placement, a device loads
-    only the shards that its modules use. If embeddings are tied, each device of the head loads all shards of the head,
-    because it also looks up the embeddings of all tokens there (`weights.layout.WeightLayout.shards_at`).
+    only the shards that its modules use. If embeddings are tied, each device that computes the
+    head loads all shards of the head, because it also looks up the embeddings of all tokens there
+    (`weights.layout.WeightLayout.shards_at`).
 
     Attributes:
         kind: name within the layer, such as `mlp.gate_up`; unique in the layer.
@@ -86,9 +87,9 @@ class ParamSpec:
         placement: `sharded`: each rank computes with its own shards. `replicated`: each rank computes with all shards.
         page_elems: elements of a KV page. If set, a shard is stored as an extent `[pages, page_elems]`, which a
             transformation may release to the KV cache.
-        init: distribution for random initialization.
-        strided: True if a rank computes with every p-th shard, see above. Only for parameters whose shards are summed
-            in any order.
+        init: distribution of random weights.
+        strided: True if a rank computes with every p-th shard at degree p, see above. Only for parameters for which
+            the results of all shards are added, so that their order does not matter.
         owner: owner of the bytes in the ledger.
         layer: index of the layer; None for embedding, final norm and head.
     """
@@ -168,7 +169,10 @@ class ParamSpec:
             out[(slice(None),) * axis + (slice(position, None),)] = 0
 
     def restore_tensor(self, source: Source, shards: list[np.ndarray]) -> np.ndarray:
-        """Return the checkpoint tensor of `source` from all stored shards: the inverse of `fill_shards`."""
+        """Return the checkpoint tensor of `source` from all shards of this parameter: the inverse of `fill_shards`.
+
+        Each shard has the shape `stored_shape`.
+        """
         position = 0
         for other in self.sources:
             if other is source:

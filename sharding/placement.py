@@ -101,8 +101,8 @@ class Placement:
 
     Attributes:
         head: home of the embedding, the head and the sampling state.
-        attention: homes of the attention of each layer.
-        ffn: homes of the FFN of each layer.
+        attention: for each layer, the homes of its attention: one for each microbatch.
+        ffn: for each layer, the homes of its FFN: one for each microbatch.
 
     Raises `LayoutError` if a module has no home, if modules differ in their number of microbatches, or if different
     homes of one module share devices.
@@ -193,7 +193,7 @@ class Placement:
         return {homes: tuple(layers) for homes, layers in groups.items()}
 
     def parallelism(self) -> list[int]:
-        """Return for each layer the number of homes that compute its attention: the vector P of CoCoServe."""
+        """Return for each layer the number of different homes that compute its attention: the vector P of CoCoServe."""
         return [len({*a, *f}) if a == f else len(set(a)) for a, f in zip(self.attention, self.ffn, strict=True)]
 
     # Changes
@@ -223,8 +223,9 @@ class Placement:
         """Return the placement that parsed JSON describes. `docs/placement.md` has an example.
 
         Args:
-            data: dict with `head` (list of devices) and `stages` (list of dicts). A stage has `layers` (first layer and
-                end), `homes` (one list of devices for each microbatch, or one for all) and optionally `module`.
+            data: dict with `head` (list of devices) and `stages` (list of dicts). A stage has `layers` (`[first, end]`:
+                layers `range(first, end)`), `homes` (one list of devices for each microbatch, or one for all) and
+                optionally `module`.
             num_layers: layers of the model.
             num_devices: devices of the pool.
             max_degree: largest number of devices of a home.

@@ -77,7 +77,7 @@ class Retries:
     attempts: int = 5
     """Number of attempts, including the first."""
     first_delay_s: float = 0.1
-    """Delay before the second attempt. It doubles each time, and is shortened by a random share of at most 1/2."""
+    """Delay before the second attempt. It doubles with each attempt. Delays are shortened at random by at most half."""
     longest_delay_s: float = 5.0
     """Longest delay between two attempts."""
 

@@ -36,10 +36,10 @@ def params_message(params: SamplingParams) -> pb.SamplingParams:
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, request_id: str, cache_salt: str
 ) -> pb.GenerateRequest:
-    """Return the request for a text, token ids or a conversation.
+    """Return the message that asks for samples of a prompt: a text, token ids or a conversation.
 
     Raises:
-        RequestError: the prompt is anything else, or a text is not valid Unicode.
+        RequestError: the prompt has another type, or a text is not valid Unicode.
     """
     message = pb.GenerateRequest(
         request_id=check_unicode(request_id, "request_id"),
@@ -60,7 +60,7 @@ def generate_request(
 
 
 def chat(messages: Messages) -> pb.Chat:
-    """Return a conversation. Raise `RequestError` for a message without role or content, or with invalid Unicode."""
+    """Convert a conversation to a message. Raises `RequestError` if a role or content is missing or invalid Unicode."""
     for index, message in enumerate(messages):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
@@ -70,7 +70,10 @@ def chat(messages: Messages) -> pb.Chat:
 
 
 def tokenize_request(text: str | Messages) -> pb.TokenizeRequest:
-    """Return the request for the tokens of a text or a conversation. Raises `RequestError` as `generate_request`."""
+    """Return the message that asks for the tokens of a text or a conversation.
+
+    Raises `RequestError` if the text or a message is not valid.
+    """
     if isinstance(text, str):
         return pb.TokenizeRequest(text=check_unicode(text, "the text"))
     return pb.TokenizeRequest(chat=chat(text))
@@ -92,7 +95,10 @@ def transform_request(
     running: str,
     order: str,
 ) -> pb.TransformRequest:
-    """Return the request for a transformation. Raise `RequestError` for an unknown `variant`, `running` or `order`."""
+    """Return the message that asks for a transformation. The arguments are as in `Client.transform`.
+
+    Raises `RequestError` for an unknown `variant`, `running` or `order`.
+    """
     name = f"TRANSFORM_VARIANT_{variant.upper()}"
     if name not in pb.TransformVariant.keys() or variant == "unspecified":  # noqa: SIM118  (no mapping)
         known = [key.removeprefix("TRANSFORM_VARIANT_").lower() for key in pb.TransformVariant.keys()[1:]]

@@ -18,7 +18,10 @@ Position = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens and times (in seconds) of a request. Unknown times are None."""
+    """Tokens and times (in seconds) of a request. Unknown times are None.
+
+    `amoeba_jax.outputs.RequestMetrics` defines the times and `cached_tokens`.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -32,7 +35,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """New output of one sample of a request."""
+    """New output of one sample of a request. `index` is the index of the sample, below `SamplingParams.n`.
+
+    `amoeba_jax.outputs.CompletionOutput` defines `finish_reason` and `stop_reason`. They are None until the last chunk
+    of the sample.
+    """
 
     request_id: str
     index: int
@@ -123,7 +130,21 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Transformation:
-    """Times (in seconds), bytes and counts of a transformation."""
+    """Times (in seconds), bytes and counts of a transformation.
+
+    Attributes:
+        tensor_parallel_size: requested degree.
+        seconds: time from the call to the end, including compilation of missing programs.
+        prepare_s: part of `seconds` in which the engine compiled programs itself.
+        moved_bytes: bytes of pages that moved, on all ranks together.
+        extra_bytes: maximum temporary bytes on a device.
+        steps: number of steps that ran on the changing devices during the change.
+        tokens: number of tokens that these steps generated.
+        paused: number of sequences that were paused.
+        resumed: number of paused sequences that were resumed.
+        awaited_programs: number of missing programs that the transformation waited for.
+        waited_s: part of `seconds` in which the transformation waited for these programs.
+    """
 
     tensor_parallel_size: int
     seconds: float
@@ -135,7 +156,6 @@ class Transformation:
     paused: int
     resumed: int
     awaited_programs: int = 0
-    """Number of missing programs that it waited for."""
     waited_s: float = 0.0
 
 

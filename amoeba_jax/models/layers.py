@@ -196,7 +196,7 @@ class Attention(nnx.Module):
         q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
         return q, k, v
 
-    def _output(self, heads: Float[Array, "N shards C"]) -> Float[Array, "D N"]:
+    def _output(self, heads: Float[Array, "N shards columns"]) -> Float[Array, "D N"]:
         padding = self.dims.output_columns - heads.shape[-1]
         if padding:
             heads = jnp.pad(heads, ((0, 0), (0, 0), (0, padding)))

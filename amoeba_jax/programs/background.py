@@ -41,7 +41,7 @@ def _start_threads(threads: Iterable[threading.Thread]) -> None:
 
 
 class Arrival(NamedTuple):
-    """Result of a request: the compiled program, or the error of its compilation. The other field is None."""
+    """Result of a requested compilation: the compiled program, or the error. The other field is None."""
 
     spec: ProgramSpec
     program: Executable | None
@@ -49,7 +49,10 @@ class Arrival(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Threads that compile requested programs: first the urgent programs, then all other programs, each in order.
+    """Threads that compile requested programs: first the urgent programs, then all other programs.
+
+    Programs of the same urgency are compiled in the order of their requests. Programs that differ only in their devices
+    (`ProgramSpec.family`) are compiled together.
 
     The threads start with the first request. All methods are thread-safe, but only one thread may call `take`.
 
@@ -130,7 +133,10 @@ class BackgroundCompiler:
             self._changed.notify_all()
 
     def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival]:
-        """Return and remove the arrived programs. With `keys`, only programs with these keys."""
+        """Remove and return the programs that were compiled, or failed, and were not taken yet.
+
+        If `keys` is given, only programs with these keys are taken.
+        """
         with self._changed:
             arrived = [arrival for arrival in self._arrived if keys is None or arrival.spec.key in keys]
             for arrival in arrived:
@@ -215,9 +221,10 @@ class BackgroundCompiler:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
 
     def _compile(self, family: list[ProgramSpec]) -> Iterator[tuple[ProgramSpec, Executable]]:
-        """Compile the first program of a family, and load the remaining programs from the bytes of the first.
+        """Yield the programs of a family: programs that differ only in their devices (`ProgramSpec.family`).
 
-        Without such bytes (`PortableProgram`), each program is compiled.
+        The program with the lowest devices is compiled, or loaded from the compile cache. The other programs are loaded
+        from its bytes (`PortableProgram`). Without such bytes, they are compiled too.
         """
         portable = None
         for spec in sorted(family, key=lambda spec: spec.devices):
@@ -237,7 +244,7 @@ class BackgroundCompiler:
 
 
 def compile_programs(specs: Iterable[ProgramSpec], jobs: int) -> Iterator[Executable]:
-    """Compile programs in `jobs` threads and yield each program when it is ready.
+    """Compile programs in `jobs` threads and yield each program when it is ready, in any order.
 
     If a program does not compile, raise its error as soon as all threads have ended their current program.
     """

@@ -60,7 +60,7 @@ class BatchShape:
 
 
 def row_fields(num_rows: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return offset and shape of the fields of `StepBatch.rows`, by name. The head takes these fields."""
+    """Return offset and shape of the fields of `StepBatch.rows`, by name. The head program reads these fields."""
     return _side_by_side({"last_token": (num_rows,), "slots": (num_rows,)})
 
 

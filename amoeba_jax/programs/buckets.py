@@ -38,9 +38,10 @@ class Buckets:
     - only decodes: `(B, 1)`, with B a power of two.
     - one prompt: `(1, T)`, and decodes in the remaining rows. The step has `few_rows` or `max_num_seqs` rows.
     - up to four prompts: `(4, T)`, and decodes in the remaining rows. The step has `max_num_seqs` rows. This form
-      exists only if 4 T is at most `max_num_batched_tokens`.
+      exists only if 4 T is at most `max_num_batched_tokens`, and `max_num_seqs` is at least 4.
 
-    T is `max_num_batched_tokens`, a quarter of it, a sixteenth, and so on. Unused rows are padding.
+    T is `max_num_batched_tokens`, a quarter of it, a sixteenth, and so on. Sizes below `MIN_CHUNK` are
+    left out. Unused rows are padding.
 
     Args:
         max_num_seqs: maximum number of sequences of an instance.
@@ -77,7 +78,7 @@ class Buckets:
         return tuple(size for size in self.chunk_sizes if size <= MAX_PROMPT_LOGITS_CHUNK) or self.chunk_sizes[:1]
 
     def chunk_rows(self, chunk: int) -> tuple[int, ...]:
-        """Return the possible numbers of prompts in a step with chunks of this size: `(1,)` or `(1, 4)`."""
+        """Return the possible numbers of prompts in a step with chunks of `chunk` tokens: `(1,)` or `(1, 4)`."""
         several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
         return (1, _COARSE) if several else (1,)
 
@@ -93,10 +94,11 @@ class Buckets:
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
-        """Return the number of waiting prompts to compute in a step with `num_decodes` decodes: from 1 to 4.
+        """Return the number of prompts to compute in a step, from 1 to 4. `waiting` prompts wait, at least one.
 
-        More than one prompt is computed only if at least three prompts wait, steps of four prompts exist for this chunk
-        size, and their rows suffice.
+        The step also decodes `num_decodes` sequences, and `chunk` is the size of its prompt chunks. More than one
+        prompt is computed only if at least three prompts wait, steps of four prompts exist for this chunk size, and
+        their rows suffice.
         """
         several = self.chunk_rows(chunk)[-1]
         if several > 1 and waiting + 1 >= several and num_decodes + several <= self.max_num_seqs:

@@ -24,7 +24,7 @@ def compile_program(
 ) -> tuple[Executable, PortableProgram | None]:
     """Compile a program, or load it from `portable` or from the compile cache.
 
-    Return the program, and its bytes for other groups of devices (None if there are no such bytes).
+    Return the program, and its bytes, which load on other groups of devices (None if there are no such bytes).
 
     Args:
         spec: program to compile.

@@ -133,6 +133,13 @@ def least_specs(
     """Yield the programs with which a new instance can already serve requests: two steps and their samplers.
 
     One step decodes as many sequences as possible. The other step also computes a chunk of a prompt.
+
+    Args:
+        plan: sizes of the engine.
+        executables: registry of programs.
+        group: devices of the instance.
+        released: degree for which weights are released to the KV cache (`WeightLayout.released`).
+        kinds: kinds of samplers that the requests need. For "greedy", the programs of the head suffice.
     """
     buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
     prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])

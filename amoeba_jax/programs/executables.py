@@ -24,14 +24,14 @@ _MAX_RETRIES = 3
 
 
 class Executables:
-    """One compiled program for each key, compiled on first use or ahead of time. Not thread-safe.
+    """One compiled program for each key (`ProgramSpec.key`), compiled on first use or ahead of time. Not thread-safe.
 
     Segments (runs of consecutive layers) of equal shape share a program, which takes their weights as inputs.
 
     Args:
         dims: sizes of the model.
         strict: see the attribute.
-        beside: whether `request` compiles in the background. If False, `request` does nothing, and `get` compiles.
+        beside: whether `request` compiles in the background. If False, `request` only returns True.
         jobs: number of background threads.
 
     Attributes:
@@ -105,7 +105,7 @@ class Executables:
 
     @property
     def has_failures(self) -> bool:
-        """Whether any program has failed to compile."""
+        """Whether errors of programs are stored, which `get` would raise."""
         return bool(self._failed)
 
     def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
@@ -124,7 +124,7 @@ class Executables:
         return False
 
     def num_missing(self, specs: Iterable[ProgramSpec]) -> int:
-        """Return the number of programs that `request` would compile if `beside` is on."""
+        """Return the number of programs that `request` would compile, whether `beside` is set or not."""
         return len(self._with_originals(self._absent(specs)))
 
     def estimate_compile_s(self, num_programs: int) -> float | None:
@@ -133,7 +133,10 @@ class Executables:
         return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Start to compile missing programs in the background, in this order. Return the missing programs at once."""
+        """Start to compile missing programs in the background, in this order. Return their specs without waiting.
+
+        The programs are compiled after the programs of `request`.
+        """
         absent = self._absent(specs)
         self.background.want(self._with_originals(absent), urgent=False)
         return absent

@@ -129,7 +129,10 @@ def staging_bytes(page_bytes: int, phase_pages: int) -> int:
 
 
 class FixedBytes(NamedTuple):
-    """Bytes that a device needs whichever modules it has: temporaries of steps, sampling state, hidden states."""
+    """Bytes that a device needs beside weights and KV cache: temporaries of steps, sampling state, hidden states.
+
+    They do not depend on the modules of the device.
+    """
 
     activations: int
     sampling: int
@@ -178,8 +181,8 @@ def divide_memory(
         num_layers: number of layers whose KV cache the device holds.
         kv_cache_tokens: limit of the KV cache, in tokens. None: no limit.
         exchanges: whether the device exchanges pages with other devices while instances merge or split.
-        phase_pages: number of pages that the device sends in one phase of an exchange. None: from 2 to 16, depending on
-            the memory that weights and temporaries do not need.
+        phase_pages: number of pages that the device sends in one phase of an exchange (`kvcache.migration`). None: from
+            2 to 16, depending on the memory that weights and temporaries do not need. Without exchanges, it is ignored.
 
     Raises `DeviceTooSmallError` if weights, temporaries and one page of each layer do not fit. Raises
     `MemoryBudgetError` if the KV cache would hold fewer than `kv_cache_tokens` tokens.

@@ -76,7 +76,10 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return the pages of each layer's extent at each home. The device with the least memory sets the number."""
+    """Return for each home of attention the number of pages of a layer's extent there.
+
+    The device of the home with the fewest pages in `plans` (by device) sets the number.
+    """
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
 
@@ -104,11 +107,11 @@ def placement_width(placement: Placement) -> int:
 
 
 def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: int, fixed: FixedBytes) -> Placement:
-    """Return the placement `auto`: consecutive layers on each of the first devices, on as few devices as possible.
+    """Return the placement `auto`: the layers in order on the first devices of the pool, on as few as possible.
 
-    The devices must hold the model and the KV cache of `max_num_batched_tokens` tokens. Layers are distributed so that
-    the smallest number of pages of a device is as large as possible. The first device also has the embedding and the
-    head.
+    Each device has consecutive layers. The devices must hold the model and the KV cache of `max_num_batched_tokens`
+    tokens (or of the model's context length, if that is less). Layers are distributed so that the smallest number of
+    pages of a device is as large as possible. The first device also has the embedding and the head.
 
     Raises `MemoryBudgetError` if all devices together are too small.
     """

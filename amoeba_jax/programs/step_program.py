@@ -31,7 +31,7 @@ class PageExchange(NamedTuple):
     Attributes:
         num_layers: number of layers whose pages move.
         extent_pages: number of pages of each extent of these layers.
-        phase_pieces: `K` of the phase.
+        phase_pieces: argument `phase_pieces` of `kvcache.migration.plan_phases`.
         distance: distance of the phase; None for a general phase.
     """
 
@@ -87,8 +87,9 @@ class HeadKey:
     `devices`, `num_slots` and `hidden_tokens` are as in `StepKey`.
 
     Attributes:
-        num_rows: number of rows (sequences) of the step. The head computes the logits of their last tokens.
-        num_tokens: number of tokens of the step if the head computes the logits of all tokens, else 0.
+        num_rows: number of rows (sequences) of the step.
+        num_tokens: number of tokens of the step if the head computes the logits of all tokens. 0 if the head computes
+            only the logits of the last token of each row.
     """
 
     devices: tuple[int, ...]
@@ -116,7 +117,7 @@ class HeadOutput(NamedTuple):
     argmax_ids: Int32[Array, " R"]
     """Greedy tokens for the host; `NO_TOKEN` in rows whose logits are NaN."""
     logits: Float[Array, "V R"]
-    last_tokens: Int32[Array, " S"]
+    last_tokens: Int32[Array, " slots"]
     """Last tokens by slot, with the greedy token of each row in its slot."""
 
 
@@ -157,7 +158,10 @@ class StepProgram:
         return self.lower(group).compile(options)
 
     def lower(self, group: SubMesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
-        """Lower the program for a group, or for other platforms with as many devices as the group."""
+        """Lower the program for the devices of a group.
+
+        `platforms` has the names of the platforms to lower for. None: the platform of the group.
+        """
         weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
         replicated = group.replicated
         if self.is_head:

@@ -77,7 +77,7 @@ class TransitionPrograms:
 
     @cached_property
     def piece_bytes(self) -> int:
-        """Bytes of a piece: the part of a rank in one page of one layer, at the higher degree."""
+        """Bytes of a piece: the part of one page of one layer that a rank has at the higher degree."""
         return self.dims.pages.page_elems * jnp.dtype(self.dims.dtype).itemsize // self.group.tp
 
     @cached_property
@@ -92,7 +92,7 @@ class TransitionPrograms:
         return self.released[0] != self.released[1]
 
     def restored(self, layer: int) -> tuple[ReleasedShard, ...]:
-        """Return the shards of a layer whose buffers become weights again. Empty for a merge, which restores none."""
+        """Return the shards of a layer that become weights again. Empty if the transition restores no weights."""
         before, after = self.released
         if before <= after:
             return ()
@@ -138,7 +138,8 @@ class TransitionPrograms:
     def _steps_with_exchange(self) -> list[ProgramSpec]:
         """Return all programs of `step_with_exchange`.
 
-        There is one for each shape of a segment, number of layers whose pages move, and distance of a phase.
+        There is one program for each combination of a shape of a segment, a number of layers whose pages move, and a
+        distance of a phase (`kvcache.migration.Phase`) other than 0.
         """
         pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
@@ -172,7 +173,7 @@ class TransitionPrograms:
         return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
-        """Return the programs of steps with a chunk of a prompt, for one chunk size, which suffices for all prompts."""
+        """Return the programs of steps with one prompt, for one chunk size. It suffices for prompts of any length."""
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
@@ -234,7 +235,8 @@ class TransitionPrograms:
     def move_temporaries(self, *, pages: bool) -> int:
         """Return the largest temporaries, in bytes on a device, of the programs that restore weights.
 
-        If `pages`, the programs that exchange pages count too.
+        If `pages`, the programs that exchange pages count too. Compiles missing programs. The result is 0 if there is
+        no such program.
         """
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)

@@ -223,7 +223,10 @@ def work_specs(
 
 
 def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
-    """Return the number of columns to copy for a step of one microbatch: few different numbers need few programs."""
+    """Return the number of columns to copy for a step of one microbatch, at least `num_tokens`.
+
+    This is the next power of `_COPY_RATIO`, but at most `hidden_tokens`. Few different numbers need few programs.
+    """
     columns = 1
     while columns < num_tokens:
         columns *= _COPY_RATIO

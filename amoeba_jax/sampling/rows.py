@@ -53,7 +53,8 @@ BadWords = tuple[tuple[int, ...], ...]
 Pairs = Int32[np.ndarray, "2 pairs"]
 """Banned pairs of tokens: if the last token is `[0, i]`, the next token must not be `[1, i]`."""
 Endings = Mapping[int, Sequence[tuple[tuple[int, ...], tuple[int, int]]]]
-"""Bad words of at least three tokens, by the third last token. Each word is `(all but the last two, last two)`."""
+"""Bad words of at least three tokens, by the third token from the end. Each word is a pair of tuples: all
+tokens but the last two, and the last two tokens."""
 
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
@@ -123,11 +124,14 @@ class TokenLogprobs(NamedTuple):
     If the vocabulary has fewer than `MAX_LOGPROBS` tokens, `top_ids` ends with -1 and `top_logprobs` with -inf.
     """
 
-    logprob: Float[np.ndarray, " N"]
-    rank: Int32[np.ndarray, " N"]
+    logprob: Float[np.ndarray, " positions"]
+    """Log-probability of the token at each position."""
+    rank: Int32[np.ndarray, " positions"]
     """Number of tokens that are at least as probable as the token, including itself. 1: the most probable token."""
-    top_ids: Int32[np.ndarray, "N top"]
-    top_logprobs: Float[np.ndarray, "N top"]
+    top_ids: Int32[np.ndarray, "positions top"]
+    """The `MAX_LOGPROBS` most probable tokens, in descending order of probability."""
+    top_logprobs: Float[np.ndarray, "positions top"]
+    """Log-probabilities of these tokens."""
 
 
 class SamplingResult(NamedTuple):
@@ -357,7 +361,7 @@ def unpack_result(result: Int32[np.ndarray, "R columns"]) -> SamplingResult:
     return SamplingResult(result[:, 0], unpack_logprobs(result[:, 1:]) if result.shape[1] > 1 else None)
 
 
-def unpack_logprobs(packed: Int32[np.ndarray, "N columns"]) -> TokenLogprobs:
+def unpack_logprobs(packed: Int32[np.ndarray, "positions columns"]) -> TokenLogprobs:
     """Unpack the result of `token_logprobs` on the host."""
     floats = packed.view(np.float32)
     top = slice(2, 2 + MAX_LOGPROBS)

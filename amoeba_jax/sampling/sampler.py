@@ -115,7 +115,9 @@ def sample_full(
     )
 
 
-def token_logprobs(logits: Float[Array, "V N"], targets: Int32[Array, " N"]) -> Int32[Array, "N columns"]:
+def token_logprobs(
+    logits: Float[Array, "V positions"], targets: Int32[Array, " positions"]
+) -> Int32[Array, "positions columns"]:
     """Return the log-probability and rank of each target, and the most probable tokens, packed for `unpack_logprobs`.
 
     The result has 2 + 2 * `MAX_LOGPROBS` columns. For the positions of a prompt, `targets` are the next tokens.
@@ -305,7 +307,7 @@ def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R
     return jnp.where(values == largest, tokens, last).min(axis=0), largest
 
 
-def _largest(x: Float[Array, "V N"], k: int) -> tuple[Float[Array, "N k"], Int32[Array, "N k"]]:
+def _largest(x: Float[Array, "V R"], k: int) -> tuple[Float[Array, "R k"], Int32[Array, "R k"]]:
     """Return the k largest values of each row and their tokens, like `lax.top_k(x.T, k)`: lower ids first among equals.
 
     Only the k blocks with the largest maxima are searched, because they contain all results. For k = 20 this takes 1 ms

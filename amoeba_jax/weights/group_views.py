@@ -15,7 +15,7 @@ from sharding.mesh import SubMesh
 
 T = TypeVar("T")
 Place = tuple[int, bool]
-"""Index among the shards that a rank computes with, and a flag: True if the ranks have different shards there."""
+"""Key of a view: index among the shards that a rank computes with, and whether ranks have different shards there."""
 
 
 class GroupViews:
@@ -49,11 +49,9 @@ class GroupViews:
         """Drop all views of shards that are released or restored on the devices of a group.
 
         Args:
-            group: devices of the shards.
-            layer: layer of the shards.
-            places: indices of the shards in the order of release.
-            degrees: degree at which the shards are released, by parameter. Groups of this degree or a higher degree do
-                not use the shards, so the views of these groups stay.
+            group: devices of the shards. layer: layer of the shards. places: indices of the shards in the order of
+            release. degrees: degree at which the shards are released, by parameter name. Groups of this degree or a
+            higher degree do not compute with the shards, so the views of the parameter on these groups stay.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -75,9 +73,10 @@ class GroupViews:
         self._forget_segments(group, layer)
 
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
-        """Drop the arguments of the segments with layer `layer` (None: of all segments).
+        """Drop the cached weight arguments of the segments that contain `layer` (None: of all segments).
 
-        With `below`, only groups of a lower degree than `below` drop arguments.
+        Only groups that share a device with `group` are affected. If `below` is given, their degree must be lower than
+        `below`.
         """
         for (_, tp), segments in _over(group, self._segments):
             if below is None or tp < below:

@@ -123,7 +123,7 @@ def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
-    """Copy shard `i` to all devices of `devices[i]` and wait. Return the copies in the same order.
+    """Copy shard `i` to all devices of `devices[i]` and wait. Return the copies: `result[i][j]` is on `devices[i][j]`.
 
     The shards must come from `staging_shards`. Their memory may be used again after the call.
     """

@@ -209,7 +209,10 @@ class WeightStore(WeightLayout):
     # Shards that are KV extents at higher degrees
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
-        """Assemble and cache the arrays that a later `release` returns. This is the slowest part of `release`."""
+        """Assemble and cache the arrays that a later `release` with the same arguments returns, for all layers.
+
+        This is the slowest part of `release`.
+        """
         for layer in range(self.dims.config.num_layers):
             change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
             for index, place in enumerate(change.places):
@@ -262,7 +265,7 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """Return the buffer on each rank of the shard with this index in `change.places`."""
+        """Return the buffers of the shard with this index in `change.places`, one for each rank."""
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]

@@ -52,9 +52,13 @@ class Options:
 
 
 def visible(
-    key_positions: Int32[Array, "B N"], query_positions: Int32[Array, "B T"], sliding_window: int | None
+    key_positions: Int32[Array, "B keys"], query_positions: Int32[Array, "B T"], sliding_window: int | None
 ) -> jax.Array:
-    """Return the mask `[B, T, N]` of the keys that each query attends to. Position -1 marks a padding key or query."""
+    """Return the mask `[B, T, keys]` of the keys that each query attends to.
+
+    A query attends to the keys of its sequence at its own and earlier positions, but only to the last `sliding_window`
+    of them if that is not None. Position -1 marks a padding key or query.
+    """
     keys, queries = key_positions[:, None, :], query_positions[:, :, None]
     mask = (keys >= 0) & (keys <= queries)
     if sliding_window is not None:

@@ -29,7 +29,7 @@ MEMORY = "memory alone (copy on a GPU, read on CPU)"
 
 @dataclass(frozen=True)
 class Row:
-    """Measurement: name, seconds, bytes that must be moved and operations that must be done (0: not meaningful)."""
+    """Measurement of a call: name, median seconds, bytes to move and operations to do (0: not meaningful)."""
 
     name: str
     time_s: float
@@ -63,7 +63,7 @@ class Machine:
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
     """Return a function that runs compiled `paged_attention` on a workload.
 
-    `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` goes to both.
+    `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` applies to both functions.
     """
     made = {name: options.pop(name) for name in ("extents", "scattered", "kv_dtype", "layout") if name in options}
     arguments = workload.make(machine.dtype, **made)
@@ -77,8 +77,8 @@ def attention(workload: Workload, machine: Machine, implementation: str, **optio
 def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
     """Return a function that runs causal attention over a dense cache, in plain XLA, as a baseline of the time.
 
-    Keys and values are contiguous arrays `[B, K, N, h]` with the sizes of the workload. They are in the order of page
-    ids, not in the order of the sequences, so the result differs from the result of `attention`.
+    Keys and values are contiguous arrays `[B, K, tokens, h]` with the sizes of the workload. They are in the order of
+    page ids, not in the order of the sequences, so the result differs from the result of `attention`.
     """
     queries, (extent,), _, positions = workload.make(machine.dtype)
     w = workload

@@ -34,7 +34,10 @@ HEAD_SIZES = (64, 128, 256)
 
 
 def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
-    """Yield the sizes to measure, beginning with the default sizes. All fit into shared memory."""
+    """Yield the sizes to measure, beginning with the default sizes. All fit into shared memory.
+
+    `processors` is the number of streaming multiprocessors of the device.
+    """
     default = default_config(shape, processors)
     seen = set()
     for block_tokens in (default.block_tokens, 64, 128):
@@ -52,7 +55,7 @@ def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
 
 
 def best(shape: KernelShape, processors: int, time_s: Callable[[KernelConfig], float]) -> tuple[KernelConfig, float]:
-    """Return the fastest candidate and its seconds.
+    """Return the fastest candidate and its seconds. `time_s` measures a candidate.
 
     The number of splits is searched last, with the other sizes of the fastest candidate so far.
     """
@@ -74,7 +77,15 @@ def tune(
     time_s: Callable[[Workload, KernelConfig], float],
     about: dict[str, str],
 ) -> None:
-    """Find the best sizes for each workload and write them to `path`, with `about` (device and version)."""
+    """Find the best sizes for each workload and write them to `path`.
+
+    Args:
+        path: file of the tuning table.
+        processors: number of streaming multiprocessors of the device.
+        workloads: workloads to measure.
+        time_s: function that measures a workload with the given sizes, in seconds.
+        about: device and version of JAX, stored in the file.
+    """
     entries = []
     for workload in workloads:
         shape = workload.kernel_shape()

@@ -100,6 +100,9 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
     """Return the measured sizes for the most similar shape in the table of the device kind.
 
+    If page size and amount of work together differ from that shape by a factor of 2 or more, the number of splits is
+    computed by rule.
+
     Return the default sizes if there is no device or table, if no entry has the same phase, head size and element size
     of the cache, or if the measured sizes need too much shared memory for this shape.
     """
@@ -123,7 +126,10 @@ def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
 
 
 def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> KernelConfig:
-    """Return sizes by rule, from the limits of shared memory and registers. The rule is not tuned on a device."""
+    """Return sizes by rule, from the limits of shared memory and registers. The rule is not tuned on a device.
+
+    `processors` is the number of streaming multiprocessors of the device.
+    """
     decode = shape.phase == "decode"
     # At head size 256 the output of one warpgroup fills its registers, and two warpgroups would fill shared memory.
     warpgroups = 1 if shape.head_dim > 128 else 2

@@ -64,15 +64,15 @@ def xla_paged_attention(
 
 
 class _Pages(NamedTuple):
-    """Pages of each sequence in E extents, concatenated extent by extent."""
+    """Pages of each sequence in several extents: the page tables of the extents side by side."""
 
-    ids: Int32[Array, "B N"]
-    """Page ids of all tables, side by side."""
-    positions: Int32[Array, "B N"]
+    ids: Int32[Array, "B columns"]
+    """Page ids of all tables. A page id is the index of the page in its extent."""
+    positions: Int32[Array, "B columns"]
     """Logical positions of these pages."""
-    ends: Int32[Array, "B E"]
+    ends: Int32[Array, "B extents"]
     """Number of pages of a sequence in this extent and all earlier extents."""
-    offsets: Int32[Array, "B E"]
+    offsets: Int32[Array, "B extents"]
     """Column of a page of this extent in `ids`, minus the index of the page among all pages of its sequence."""
 
     @classmethod
@@ -112,9 +112,16 @@ def _accumulate(
     query_positions: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Continue the online softmax over the pages of some extents.
+    """Continue the online softmax over the pages of some extents. Return the new state.
 
-    `carry` is the state of the softmax: sum of weighted values, running maximum and sum of weights.
+    Args:
+        carry: state of the softmax: sum of weighted values `[B, K, T * H / K, h]`, running maximum and sum of weights
+            `[B, K, T * H / K]`, in f32.
+        rows: queries `[B, K, T * H / K, h]`: the queries of a KV head are the rows of one matrix.
+        extents: pages of each extent.
+        tables: pages of the sequences in each extent.
+        query_positions: `[B, T]` position of each query; -1 for padding.
+        options: options of attention.
     """
     batch, kv_heads, num_rows, head_dim = rows.shape
     length = query_positions.shape[1]
@@ -160,7 +167,7 @@ def _accumulate(
         extent, ids, places = pages.block(index, block)
         key_positions = places[:, :, None] * page_size + jnp.arange(page_size)
         key_positions = jnp.where(places[:, :, None] >= 0, key_positions, -1).reshape(batch, -1)
-        mask = visible(key_positions, query_positions, options.sliding_window)  # [B, T, N]
+        mask = visible(key_positions, query_positions, options.sliding_window)  # [B, T, keys]
         live = jnp.any(mask, axis=1)[:, None, :, None]
         mask = jnp.broadcast_to(mask[:, None, :, None], (batch, 1, length, group, mask.shape[-1]))
         mask = mask.reshape(batch, 1, num_rows, -1)

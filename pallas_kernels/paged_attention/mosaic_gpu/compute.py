@@ -43,7 +43,8 @@ def compute_item(
 ) -> None:
     """Compute and write the part of one warpgroup in the result of an item (see `kernel`).
 
-    `step` is the number of stages that the thread block has used before this item.
+    `worker` is the index of the warpgroup among the computing warpgroups. `step` is the number of stages that the
+    thread block has used before this item.
     """
     part = jnp.int32(0) if v.split_keys else worker
     plgpu.barrier_wait(scratch["queries_ready"])

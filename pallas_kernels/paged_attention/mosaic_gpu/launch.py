@@ -152,10 +152,11 @@ def mosaic_gpu_paged_attention(
 
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
-) -> Int32[Array, "B tiles E 2"]:
-    """Return, for each tile and extent, the first visible block of units and the number of blocks up to the last.
+) -> Int32[Array, "B tiles extents 2"]:
+    """Return the blocks of each extent that the queries of each tile see, as pairs (first block, number of blocks).
 
-    Blocks and units are defined in `kernel`. Without a visible block, both values are 0.
+    The number counts all blocks from the first to the last visible block. Without a visible block, both values are 0.
+    `kernel` defines blocks and tiles. `Refs` has the shapes of the arguments.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]
@@ -205,11 +206,17 @@ def _launch(v: Variant, arguments: Refs, interpret: Any) -> tuple[jax.Array, jax
 
 
 def _merge(
-    out: Float[Array, "N B K tiles rows h"],
-    statistics: Float[Array, "N B K tiles 2 rows"],
+    out: Float[Array, "partials B K tiles rows h"],
+    statistics: Float[Array, "partials B K tiles 2 rows"],
     live: jax.Array,
 ) -> Float[Array, "B K tiles rows h"]:
-    """Merge partial softmaxes by log-sum-exp. The result of padding rows (not `live`) is zero."""
+    """Merge partial softmaxes by log-sum-exp. The result of padding rows (not `live`) is zero.
+
+    Args:
+        out: partial sums of weighted values.
+        statistics: maximum score times log2(e), and sum of weights, of each partial result.
+        live: bool `[B, 1, tiles, rows]`; False for padding rows.
+    """
     max_logit, total = statistics[..., 0, :], statistics[..., 1, :]
     greatest = jnp.max(max_logit, axis=0)
     weight = jnp.exp2(max_logit - jnp.where(greatest == -jnp.inf, 0, greatest))

@@ -161,23 +161,23 @@ def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class Refs(NamedTuple):
-    """Arguments and results in global memory. `N` is batch x KV heads x tiles x parts, in this order.
+    """Arguments and results in global memory. `M` is B x K x tiles x parts, in this order.
 
     Attributes:
-        queries: `[N, rows, h]` packed queries.
-        row_positions: int32 `[batch x tiles x parts, 64]` positions of the rows, -1 for padding.
+        queries: `[M, rows, h]` packed queries.
+        row_positions: int32 `[B x tiles x parts, 64]` positions of the rows, -1 for padding.
         tile_positions: int32 `[B, tiles, 2]` lowest and highest position of the rows of a tile, without padding.
         blocks: int32 `[B, tiles, extents, 2]` first visible block of units, and number of blocks from the first to the
             last visible block.
         page_ids: int32 `[B, extents, W]` page ids.
         page_positions: int32 `[B, extents, W]` logical positions of the pages.
         num_pages: int32 `[B, extents]` number of pages.
-        sinks: f32 `[KV heads x tiles x parts, 64]` sinks times log2(e), or None.
+        sinks: f32 `[K x tiles x parts, 64]` sinks times log2(e), or None.
         scales: f32 `[2, K]` scales of keys and values, or None.
         extents: extents as returned by `PageLayout.rows`.
-        out: `[partials x N, rows, h]` results. With several partials, they are f32 and not divided by the sum of
+        out: `[partials x M, rows, h]` results. With several partials, they are f32 and not divided by the sum of
             weights.
-        statistics: f32 `[partials x N, 2, 64]` maximum score times log2(e) and sum of weights, or None.
+        statistics: f32 `[partials x M, 2, 64]` maximum score times log2(e) and sum of weights, or None.
     """
 
     queries: Any
