@@ -44,7 +44,7 @@ class Preemptions:
 
     @cached_property
     def _highest_rank(self) -> tuple[bool, int]:
-        """Highest rank of all running requests."""
+        """Highest rank of all running requests; the lowest possible rank if no request runs."""
         return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
