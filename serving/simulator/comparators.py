@@ -179,7 +179,8 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """Return the share of a step that each of `degree` devices computes."""
+    """Return the share of a step that each of `degree` devices computes: tokens and decoding sequences are divided and
+    rounded up, and every prompt has a part on each device."""
     return StepShape(
         -(-shape.decodes // degree), shape.prompts, -(-shape.prompt_tokens // degree), -(-shape.longest_chunk // degree)
     )
