@@ -110,7 +110,7 @@ class OutputCoalescer:
         self._give_up_at: float | None = None  # time of the event loop, set when the last message is being written
 
     def put(self, delta: RequestDelta) -> None:
-        """Add new output. If a write is blocked and the unread output exceeds the limit, limit the time of the write."""
+        """Add new output. If a write is blocked and too much output is unread, give the write a time limit."""
         self._sum.add(delta)
         self._ended = delta.finished
         self._news.set()

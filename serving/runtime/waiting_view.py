@@ -81,7 +81,8 @@ class WaitingView:
 
 
 def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
-    """Return sequences by unique name: `id` for the first sample of a request, `id[1]`, `id[2]` for further samples."""
+    """Return sequences by unique name: `id` for the first sample of a request, `id[1]`, `id[2]` for further samples. If
+    a name is taken, an apostrophe is added."""
     named: dict[str, Sequence] = {}
     for sequence in sequences:
         name = f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id

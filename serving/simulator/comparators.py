@@ -187,7 +187,8 @@ def _part(shape: StepShape, degree: int) -> StepShape:
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of KunServe for each degree at which the model fits. Devices store only some of the layers.
+    """Return the limits of KunServe for each degree at which the model fits. Each layer is on one device of an
+    instance.
 
     Raises `SimulationError` if the model fits at no degree.
     """

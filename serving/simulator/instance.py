@@ -47,7 +47,7 @@ class Change:
     lane_tokens: int = 0
 
     def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
-        """Return the longest prompt, in tokens, that may start on the instance now; 0 if `fails` is set.
+        """Return the longest prompt that may start on the instance now, in tokens of whole pages; 0 if `fails` is set.
 
         Args:
             instance: instance that is transformed.
