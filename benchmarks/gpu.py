@@ -82,7 +82,7 @@ TINY_MODEL = _LLAMA | {
     "tie_word_embeddings": True,
 }
 LARGE_GPU_BYTES = 40e9
-"""Minimum bytes that JAX may allocate on a GPU for the model of 8B. By default, these are three quarters of its memory."""
+"""Minimum bytes that JAX may allocate on a GPU for the model of 8B: by default three quarters of the GPU's memory."""
 PART_SHARES = {"kernels": 2, "decode": 3, "server": 2, "changes": 5}
 """Parts in their order, and their shares of the time."""
 ATTENTION_MEMORY_SHARE = 8
