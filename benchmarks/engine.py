@@ -150,7 +150,8 @@ def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dic
 
 
 def run_engine(engine: str, python: Path, job: dict[str, Any], about: dict[str, Any], say: Say) -> list[dict[str, Any]]:
-    """Measure all cells of an engine and a model. Raises `PeerError` if the engine fails."""
+    """Return the measurements of an engine and a model, one dict for each batch size. The versions of the engine are
+    added to `about`. Raises `PeerError` if the engine fails."""
     bandwidth, others = read_bandwidth(), busy_cores()
     say(f"{job['model']}, {engine}: loading ({bandwidth / 1e9:.1f} GB/s read bandwidth)")
     if others > QUIET:
@@ -178,7 +179,7 @@ def run_engine(engine: str, python: Path, job: dict[str, Any], about: dict[str, 
 
 
 def figures(cell: dict[str, Any], job: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """Return medians and samples of a cell."""
+    """Return medians and samples of one batch size. `cell`: result of `peers.timing.measure`."""
     batch, steps = cell["batch"], job["new_tokens"] - 1
     decode_s = median(cell["total_s"]) - median(cell["first_s"])
     # A step reads the weights once, and the cache of its sequences, on average with half of their output.
@@ -254,7 +255,8 @@ def busy_cores(seconds: float = 1.0) -> float:
 
 
 def add_agreement(report: dict[str, Any], say: Say) -> None:
-    """Replace the tokens of each cell by the share that equals transformers' tokens."""
+    """Replace the tokens of each result by their agreement with transformers: `equal_tokens`, the share of equal tokens
+    of each request, and `equal_requests`, the number of requests with equal tokens."""
     tokens = {(r["engine"], r["model"], r["batch"]): r.pop("tokens") for r in report["results"]}
     for result in report["results"]:
         reference = tokens.get((BASELINE, result["model"], result["batch"]))

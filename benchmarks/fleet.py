@@ -95,7 +95,10 @@ class Fleet:
         self.queue[f"w{number}"] = WaitingRequest(f"w{number}", total - 200, total, priority, arrival_s=self.now_s)
 
     def step(self, changed: Iterator[int], count: int, ends: bool) -> None:
-        """Generate a token on the next `count` instances of `changed`. If `ends`, end a request on the first one."""
+        """Generate a token on the next `count` instances. If `ends`, end a request on the first of them, if it is full.
+
+        `changed`: iterator over indexes in `views`.
+        """
         self.now_s += 0.02
         for index in range(count):
             place = next(changed)
@@ -109,7 +112,8 @@ class Fleet:
                 self.views[place] = replace(view, running=(*view.running[:-1], grown))
 
     def change(self, place: int) -> None:
-        """Merge the instances of four devices, or split their instance. The new instances are full too."""
+        """Merge or split the instances on the aligned group of four devices that has the instance `views[place]`. The
+        new instances are full too."""
         first = self.views[place].devices[0] // 4 * 4
         here = [view for view in self.views if first <= view.id < first + 4]
         new = [self._full(first, 4)] if len(here) > 1 else [self._full(device, 1) for device in range(first, first + 4)]

@@ -81,7 +81,14 @@ def serve(
     duration_s: float = 300.0,
     flying: FlyingConfig | None = None,
 ) -> Served:
-    """Simulate one policy with phases of 30 s."""
+    """Simulate one policy with phases of 30 s.
+
+    Args:
+        low: range of requests per second in low phases, such as "2:5".
+        high: range of requests per second in high phases.
+        lengths: mean prompt and output tokens.
+        urgent_share: share of requests with priority -1.
+    """
     load = WorkloadConfig(
         dataset_name="burst", duration_s=duration_s, low_rate=low, high_rate=high, phase_s=PHASE_S, seed=seed,
         random_input_len=lengths[0], random_output_len=lengths[1], random_range_ratio=0.5,
@@ -118,7 +125,8 @@ def figure_8(model: ModelShape, policy: str, seeds: int) -> tuple[float, float]:
 
 
 def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Return the mean TTFT and TPOT in ms of a light load, after the first 15 s."""
+    """Return the mean TTFT and TPOT in ms of requests that arrive after the first 15 s. `rate`: range of requests per
+    second, or one number; `lengths`: mean prompt and output tokens."""
     found = []
     for seed in range(seeds):
         run = serve(model, policy, rate, rate, lengths, seed=seed)

@@ -82,7 +82,7 @@ TINY_MODEL = _LLAMA | {
     "tie_word_embeddings": True,
 }
 LARGE_GPU_BYTES = 40e9
-"""Least memory of JAX, by default three quarters of the GPU's, for the model of 8B."""
+"""Minimum bytes that JAX may allocate on a GPU for the model of 8B: by default three quarters of the GPU's memory."""
 PART_SHARES = {"kernels": 2, "decode": 3, "server": 2, "changes": 5}
 """Parts in their order, and their shares of the time."""
 ATTENTION_MEMORY_SHARE = 8
@@ -95,8 +95,8 @@ class Sizes:
     """Amounts of work.
 
     Attributes:
-        decodes: batch size and context of decode attention.
-        chunks: new tokens and earlier context of prefill attention.
+        decodes: pairs (batch size, context) of decode attention.
+        chunks: pairs (new tokens, earlier context) of prefill attention.
         batches: batch sizes of decode steps.
         prompt: tokens of each prompt before decode steps.
         steps: measured decode steps.
@@ -105,7 +105,7 @@ class Sizes:
         engine: settings of the engine for `decode` and `server`.
         max_devices: most devices for `changes`.
         group_batches: batch sizes of decode steps at higher degrees, for each instance.
-        running: requests on each device during changes, and tokens of their prompts.
+        running: pair (requests on each device during changes, tokens of each prompt).
         changing: settings of the engine for `changes`.
     """
 
@@ -124,7 +124,15 @@ class Sizes:
 
 
 def loads(num_prompts: int, tokens: int, long_tokens: int, output: int, per_minute: int, seconds: int) -> dict:
-    """Return a load that arrives all at once, and a mix of short and long requests."""
+    """Return the options of `amoeba bench` for two loads: `num_prompts` requests that arrive all at once, and a mix of
+    `per_minute` short and `per_minute / 15` long requests a minute.
+
+    Args:
+        tokens: prompt tokens of short requests, and the mean at once.
+        long_tokens: prompt tokens of long requests.
+        output: output tokens.
+        seconds: seconds of arrivals of the mix.
+    """
     return {
         "all at once": {
             "dataset-name": "random",
@@ -191,6 +199,7 @@ class Bench:
 
     Attributes:
         bandwidth: bytes per second of adding one to an array.
+        attention_bytes: maximum bytes of the cache for which attention is measured.
         llm: engine on one device, which `decode` opens for `server` too.
     """
 

@@ -174,7 +174,7 @@ def run_parts(
 
 
 def show(name: str, result: dict[str, Any], console: Console) -> None:
-    """Print the tables of a part, and a line if it did not end well."""
+    """Print the tables of a part, and a line with its status and seconds. `result`: result of `run_part`."""
     for kind in dict.fromkeys(map(type, result["rows"])):
         table = Table(title=kind.TITLE)
         for column in kind.COLUMNS:

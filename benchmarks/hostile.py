@@ -35,7 +35,18 @@ _AGAIN = "alone again"
 
 @dataclass
 class Phase:
-    """Phase with or without an attack, and its results."""
+    """Phase with or without an attack, and its results.
+
+    Attributes:
+        name: name of the attack, or of the phase without an attack.
+        seen: figures of the innocent requests.
+        rss_before_mib: resident memory of the server before the phase.
+        rss_after_mib: resident memory of the server after the phase.
+        idle_after_s: seconds from the end of the attack until the server was idle; None: not within the limit.
+        left: remaining requests and pages of the server when it was last asked.
+        tally: calls of the attack; None without an attack.
+        problems: failed criteria.
+    """
 
     name: str
     seen: Figures

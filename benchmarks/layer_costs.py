@@ -19,9 +19,11 @@ DEVICES = 4
 
 
 def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
-    """Return the host seconds of merges and splits without requests, by name.
+    """Return the median host seconds of merges and splits without requests, by name.
 
-    Weights are released and restored, or stay resident so that only views of buffers change.
+    `release`: release of all weights. `restore_1`: split that restores them. `switch_4`, `switch_1`: merge and split
+    with resident weights, in which only views of buffers change. `after_4`, `after_1`: the same right after programs.
+    `join`, `part`: see `array_seconds`.
     """
 
     release, spent = WeightStore.release, [0.0]

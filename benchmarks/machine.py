@@ -51,7 +51,8 @@ def flop_rate(repeats: int = 5, size: int = 2048) -> float:
 def local_copy_seconds(
     group: SubMesh, geometry: PageGeometry, dtype: jnp.dtype, num_pages: int, phase_pages: int, repeats: int = 5
 ) -> float:
-    """Return the seconds for each byte of a local gather and scatter of pages, in phases like an exchange.
+    """Return the seconds for each byte that devices gather from and scatter to their own pages, in phases like an
+    exchange.
 
     This is a lower bound for an exchange, which also sends the bytes.
 

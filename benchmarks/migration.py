@@ -43,9 +43,13 @@ class Figures:
 
 
 def rows(pages: np.ndarray, share: int | None, runs: int) -> np.ndarray:
-    """Return the indexes of the runs that store one rank's `share` of each of the `pages`, in a pool at TP1.
+    """Return the indexes of the runs, in the pool of a rank, that store a share of each page.
 
-    None: in a pool at TP4, which stores only one share of each page. `runs`: number of runs of a share.
+    Args:
+        pages: page ids.
+        share: rank at TP4 whose share of the pages is meant, in a pool at TP1. None: the pool is at TP4, and stores
+            only one share of each page.
+        runs: number of runs of a share.
     """
     runs_of = pages[:, None] * runs + np.arange(runs)
     return (runs_of if share is None else runs_of * TP + share).reshape(-1)
@@ -55,6 +59,8 @@ class Copied:
     """Copies of all pages into new pools. A page at TP1 is `[runs, TP, elems]`, a share at TP4 `[runs, elems]`.
 
     Args:
+        num_pages: pages in the pool of each rank.
+        pages: ids of the pages in use at TP1, for each rank: `[TP, used pages]`.
         runs: contiguous runs of memory in a rank's share of a page: 1 in header-centric order, one for each key and
             each value of a token in page-friendly order.
     """

@@ -51,7 +51,13 @@ SEND, DONE = "collective-permute-start", "collective-permute-done"
 
 @dataclass(frozen=True)
 class Send:
-    """Send of pages, and the kernels between its start and its done."""
+    """Send of pages, and the kernels between its start and its done.
+
+    Attributes:
+        num_bytes: bytes sent.
+        products: number of matrix products.
+        others: number of other kernels.
+    """
 
     num_bytes: int
     products: int

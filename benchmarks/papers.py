@@ -70,9 +70,10 @@ THROUGHPUTS = {1: 448.0, 2: 670.0, 4: 767.0}
 
 
 def fit_context(known: dict[int, float], degree: int) -> float:
-    """Fit the capacity `a * p - b` of degree p in tokens to two `known` degrees, and return its value at `degree`.
+    """Fit the capacity `a * p - b` of degree p to two `known` degrees, and return its value at `degree`.
 
-    Each device keeps all weights except the FFN, and the group has the FFN once.
+    The capacity is linear, because each device keeps all weights except the FFN, and the group has the FFN once.
+    `known`: capacity by degree; the result has the same unit.
     """
     (p, one), (q, two) = known.items()
     slope = (two - one) / (q - p)
@@ -232,7 +233,13 @@ def _capacity(policy: str) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Tokens per second of policies at one load: means over seeds, and half the width of 95% intervals."""
+    """Results at one load, by policy.
+
+    Attributes:
+        means: tokens per second, means over seeds.
+        halves: half the width of the 95% intervals of these means.
+        slo_shares: share of requests within the objectives, means over seeds.
+    """
 
     short_per_minute: float
     output_len: int
@@ -281,7 +288,7 @@ def sweep(
 
 
 def _half(values: list[float]) -> float:
-    """Return half of the 95% interval of the mean, by Student's t."""
+    """Return half the width of the 95% interval of the mean, by Student's t; NaN for a single value."""
     factors = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
     if len(values) < 2:
         return math.nan

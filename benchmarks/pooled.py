@@ -67,7 +67,8 @@ class Pool:
 
     @cache  # noqa: B019 - a script's few pools
     def _drawn(self, percent: float) -> np.ndarray:
-        """Return the percentile in each draw of runs. Pools with equal numbers of runs have equal draws."""
+        """Return the percentile over the requests of each draw of runs; an empty array with too few runs. Pools with
+        equal numbers of runs have equal draws."""
         num_runs = len(self._runs)
         draws = np.random.default_rng(0).integers(0, num_runs, (DRAWS if num_runs >= FEWEST_RUNS else 0, num_runs))
         return np.array([self._of(draw, percent) for draw in draws])

@@ -61,7 +61,8 @@ MASTERS = {(512, 1_000): (2, 4), (128, 5_000): (1, 2), (64, 10_000): (1, 2)}
 
 
 def figure_3_ratios(llama_7b: ModelShape) -> dict[str, list[tuple[float, float]]]:
-    """Return by phase the times of sequence parallelism relative to TP8, as pairs (published, simulated)."""
+    """Return the times of sequence parallelism relative to TP8, as pairs (published, simulated), by phase: `prefill` or
+    `decode`. There are two pairs for each entry of `FIGURE_3`."""
     device = find_device("A800")
     base = ModelStepCost(llama_7b, device)
     found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}

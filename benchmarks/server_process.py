@@ -17,7 +17,8 @@ import yaml
 
 @contextmanager
 def server(settings: Mapping[str, Any], **more: Any) -> Iterator[str]:
-    """Start a server with settings of the configuration file, and yield its address when it is ready."""
+    """Start a server, and yield its address when it is ready. `settings` and `more`: settings of its configuration
+    file."""
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "server.yaml"
         config.write_text(yaml.safe_dump({**settings, **more, "port": 0, "metrics_port": None}))

@@ -42,7 +42,11 @@ _BUGS = ("INTERNAL", "UNKNOWN")
 
 
 class MemoryWatch:
-    """Sampler of a server's memory in a thread, until `stop`."""
+    """Sampler of a server's memory in a thread, until `stop`.
+
+    Attributes:
+        samples: pairs (minutes since the start, resident memory in MiB).
+    """
 
     def __init__(self, running: server.Running):
         self.samples: list[tuple[float, float]] = []
@@ -63,8 +67,8 @@ class MemoryWatch:
 def growth(samples: list[tuple[float, float]]) -> tuple[float, float]:
     """Return the growth of memory after warm-up, as a share and in MiB per minute. NaN with too few samples.
 
-    The lowest sample of each minute counts, because freed memory is returned once a minute. The first third is warm-up.
-    The share compares the medians of the last third and the middle third.
+    `samples`: see `MemoryWatch`. The lowest sample of each minute counts, because freed memory is returned once a
+    minute. The first third is warm-up. The share compares the medians of the last third and the middle third.
     """
     floors: dict[int, float] = {}
     for minute, mib in samples:
@@ -82,6 +86,9 @@ class Soak:
     """Observations of a run.
 
     Attributes:
+        baseline: innocent requests before the first attack.
+        attacked: innocent requests from the first attack on.
+        rss: memory of the server, as in `MemoryWatch.samples`.
         left: requests and pages of the server at the end, after all clients have ended.
         bugs: INTERNAL and UNKNOWN statuses, with their first text.
         attacks: number of runs of each attack.
@@ -111,7 +118,7 @@ class Soak:
 
 
 def criteria(soak: Soak, max_growth: float) -> dict[str, tuple[bool, str]]:
-    """Return whether each criterion holds, with its figures."""
+    """Return `(holds, figures)` of each criterion by name. `max_growth`: limit for the growth of memory, as a share."""
     before, during = figures(soak.baseline), figures(soak.attacked)
     ratio, (grown, slope) = during.p99_s / before.p99_s, growth(soak.rss)
     wrong = soak.mix.wrong if soak.mix else ["the mixed load has not answered"]

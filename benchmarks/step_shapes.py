@@ -34,12 +34,13 @@ Steps = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Work with and without one row of the table of shapes.
+    """Work with and without one group of step shapes (`amoeba_jax.programs.buckets`), such as chunks of 128 tokens. A
+    group is one row of the printed table.
 
     Attributes:
-        steps: steps that use the row.
-        instead: steps for the same work without the row.
-        kept: function that returns whether a shape belongs to this row, at any degree.
+        steps: steps that use the group.
+        instead: steps for the same work without the group.
+        kept: function that returns whether a shape belongs to the group, at any degree.
     """
 
     name: str
@@ -50,7 +51,14 @@ class Case:
 
 @dataclass
 class Result:
-    """Median times. `programs` and `mappings` are counts over all groups of devices."""
+    """Result of a case.
+
+    Attributes:
+        programs: number of programs for these step shapes, over all groups of devices.
+        mappings: estimated memory mappings of these programs.
+        with_s: median seconds of `Case.steps`.
+        without_s: median seconds of `Case.instead`.
+    """
 
     name: str
     programs: int
@@ -60,7 +68,7 @@ class Result:
 
 
 def cases(rows: int) -> list[Case]:
-    """Return a case for each row of the table of shapes, if an instance has at most `rows` sequences.
+    """Return a case for each group of step shapes, for an instance with at most `rows` sequences.
 
     The token budget of a step is the default, 512.
     """
@@ -144,7 +152,7 @@ def _keys(llm: LLM) -> list[StepKey]:
 
 
 def measure(llm: LLM, repeats: int) -> list[Result]:
-    """Time all cases with and without their row, in turn."""
+    """Time all cases with and without their step shapes, in turn."""
     runner, keys = Runner(llm), _keys(llm)
     results = []
     for case in cases(runner.instance.buckets.max_num_seqs):

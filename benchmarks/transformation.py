@@ -60,7 +60,15 @@ IN_PLACE = ("in_place_overlapped", "in_place")
 
 @dataclass(frozen=True)
 class Step:
-    """Finished step: arrival of its result, and its kind."""
+    """Finished step.
+
+    Attributes:
+        arrived: arrival of its result, by `time.perf_counter()`.
+        device: first device of its instance.
+        degree: degree of its instance.
+        boundary: first layer in the new layout (`Transition.boundary`); None without a transformation.
+        switched: whether layers switched just before the step.
+    """
 
     arrived: float
     device: int
@@ -73,7 +81,8 @@ class Step:
 def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]:
     """Collect all steps until the `with` block ends.
 
-    In changes of `direction`, run `plain_steps` steps without a switch between two steps that switch layers.
+    In changes of `direction` ("up": merges, "down": splits), run `plain_steps` steps without a switch between two steps
+    that switch layers.
     """
     found: list[Step] = []
     launch_step, switch_layers = StepLauncher.launch, Transition.switch_layers
@@ -140,9 +149,10 @@ def wait_for_steps(llm: LLM, found: list[Step], count: int) -> None:
 def round_trip(
     llm: LLM, prompts: list[list[int]], way: dict[str, Any], plain_steps: int = 0, direction: str = "up"
 ) -> dict[str, Any]:
-    """Merge and split once while requests decode.
+    """Merge and split once while requests decode, and return the measurements.
 
-    With `plain_steps`, the change in the direction other than `direction` switches all layers at once.
+    With `plain_steps` (see `watched`), the change in the direction other than `direction` switches all layers at once.
+    `way`: arguments `variant` and `layers_per_step` of `transform`.
     """
     with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
@@ -157,7 +167,8 @@ def round_trip(
 
 
 def in_turn(llm: LLM, prompts: list[list[int]], ways: list[dict[str, Any]], repeats: int) -> list[list[dict[str, Any]]]:
-    """Merge and split `repeats` times with several methods in turn, while the same requests decode."""
+    """Merge and split `repeats` times with several methods in turn, while the same requests decode. Return the
+    measurements (`merge_and_split`) of each repeat, for each of the `ways` (see `round_trip`)."""
     trips: list[list[dict[str, Any]]] = []
     with watched() as found:
         for turns in (1, repeats):  # The first turn compiles.
@@ -182,7 +193,15 @@ def merge_and_split(
     start: float,
     steps: int,
 ) -> dict[str, Any]:
-    """Merge and split, and return the measurements. Steps since `start` give the step time before the merge."""
+    """Merge and split, and return the measurements.
+
+    Args:
+        found: steps of `watched`, which grow during the call.
+        up: arguments `variant` and `layers_per_step` of the merge (`transform`).
+        down: these arguments of the split.
+        start: time since which the instances run steps at TP1, for the step time before the merge.
+        steps: number of steps to wait for after each change.
+    """
     marks = [start]
     result: dict[str, Any] = {"kv_use": kv_use(llm)}
     for name, degree, way in (("up", 4, up), ("down", 1, down)):
@@ -268,7 +287,8 @@ def steady_step_s(found: list[Step], start: float, stop: float) -> float:
 
 
 def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
-    """Return the seconds of the step after each switch, and the median of plain steps at the same boundary."""
+    """Return a pair for each switch: the seconds of the step after it, and the median seconds of the steps without a
+    switch that follow at the same `Step.boundary`."""
     costs = []
     for _, group in itertools.groupby(sorted(found, key=lambda s: s.arrived), key=lambda s: (s.boundary, s.degree)):
         steps = list(group)

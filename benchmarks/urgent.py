@@ -109,7 +109,14 @@ def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def beyond(times: list[list[float]], spans: list[tuple[float, float]], step_s: float) -> list[float]:
-    """Return for each span of an urgent request its longest overlapping gap minus the length of the span, in steps."""
+    """Return one value for each urgent request: the longest gap between two tokens of a best-effort request that
+    overlaps the urgent request, minus the time of the urgent request, in steps.
+
+    Args:
+        times: times of the tokens of each best-effort request.
+        spans: begin and end of each urgent request.
+        step_s: seconds of a step.
+    """
     return [(max(gaps(times, *span), default=0.0) - (span[1] - span[0])) / step_s for span in spans]
 
 

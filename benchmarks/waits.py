@@ -104,9 +104,10 @@ def first_token(llm: LLM, prompt: list[int]) -> float:
 
 
 def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: int | str = "auto"):
-    """Transform, and submit a short request at `place`.
+    """Transform, and submit a short request at `place` of the change (`PLACES`).
 
-    Return the TTFT of the request in seconds (0 without a prompt), and begin and end of the change.
+    `layers`: layers that switch between two steps (`layers_per_step`). Return the TTFT of the request in seconds (0
+    without a prompt), and begin and end of the change.
     """
     late: list[Watched] = [] if prompt is None else [Watched(llm, [prompt], SHORT)]
     num_layers = llm._engine.dims.config.num_layers

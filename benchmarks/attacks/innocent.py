@@ -39,7 +39,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Percentiles of innocent requests in seconds. The last three are latencies, including failed requests."""
+    """Percentiles of innocent requests in seconds. The last three are latencies of whole requests, including failed
+    requests. `failures`: number of failed requests by gRPC status."""
 
     count: int
     failures: dict[str, int]
@@ -65,7 +66,8 @@ def figures(answers: Sequence[Answer]) -> Figures:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the percentile of sorted values at `share` (0 to 1); NaN without values."""
+    """Return the smallest of the sorted values that is at least as large as a `share` (0 to 1) of them; NaN without
+    values."""
     if not ordered:
         return float("nan")
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

@@ -48,7 +48,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to a call: gRPC's status, or "error message" for an error in a stream, and its text."""
+    """Answer to a call.
+
+    Attributes:
+        status: name of gRPC's status, or "error message" for an error inside a stream.
+        text: error text; "" without an error.
+        num_bytes: bytes of the answer's messages.
+    """
 
     status: str
     text: str
@@ -124,7 +130,11 @@ class Attacker:
         return await call(message, timeout=60)
 
     async def flood(self, calls: Sequence[Call], at_once: int, until: float | None = None) -> None:
-        """Send the calls in turn until the attack ends; `at_once` calls are always open."""
+        """Send the calls in turn until the attack ends; `at_once` calls are always open.
+
+        The attack ends at `until` (`time.monotonic()`; None: after `seconds`), or after `_CALLS_AT_MOST` calls. Calls
+        that are still open 5 s after `until` are cancelled.
+        """
         end = until or time.monotonic() + self.seconds
         turns = itertools.islice(itertools.cycle(calls), _CALLS_AT_MOST)
 
@@ -154,7 +164,10 @@ class Attacker:
         return answer.status
 
     async def longest(self, build: Callable[[int], Call], largest: int) -> int:
-        """Return the largest `max_tokens` that the server accepts: `largest` divided by a power of two, at least 1."""
+        """Return the largest `max_tokens` that the server accepts: `largest` divided by a power of two, at least 1.
+
+        `build`: function that returns a call with the given `max_tokens`.
+        """
         tokens = largest
         while tokens > 1:
             call = build(tokens)

@@ -13,7 +13,7 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """Process that runs `function(pipe, *arguments)` until `close`.
+    """Process that runs `function(pipe, *arguments)` until `close`. `send` and `receive` use the other end of the pipe.
 
     On Linux, `nice` lowers its priority: a load generator shares the cores with the server and must not slow it down.
     """

@@ -29,7 +29,7 @@ async def errors(attacker: Attacker) -> Run:
 
 
 def _echoes(kind: str, text: str, model: str) -> list[Call]:
-    """Return a call for each field that an error may repeat."""
+    """Return a call for each field that an error may repeat, with `text` in this field. `kind`: suffix of labels."""
 
     def settings(label: str, json: str, **fields: Any) -> Call:
         return infer(f"{label} {kind}", model, json, **fields)

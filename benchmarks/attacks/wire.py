@@ -37,7 +37,8 @@ _SCALARS = {
 
 @dataclass
 class Field:
-    """Raw field of a message. The value of a varint is an integer, other values are bytes."""
+    """Raw field of a message. `wire_type`: wire type of protobuf, such as `VARINT`. The value of a varint is an
+    integer, other values are bytes."""
 
     number: int
     wire_type: int

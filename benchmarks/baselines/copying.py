@@ -21,8 +21,9 @@ def compile_migrate(
 ) -> jax.stages.Compiled:
     """Compile a program `(extents, send) -> received` for one layer. Nothing is donated.
 
-    `extents` are `[tp * pages, page_elems]` over the ranks of the group, unchanged. `send` is `Phase.send` with
-    `K = num_pieces`. `received` has an array `[tp * K, elems of a piece]` for each distance from 1 to `tp - 1`.
+    `extents` are arrays `[tp * pages, page_elems]` over the ranks of the group, which stay unchanged. `send` is the
+    array of a general `Phase`: int32 `[tp, tp, num_pieces]`. `received` has one array `[tp * num_pieces, elements of a
+    piece]` for each distance of ranks (`Phase`) from 1 to `tp - 1`.
     """
 
     def run(extents: LayerKV, send: jax.Array) -> list[jax.Array]:
@@ -44,7 +45,8 @@ def compile_defragment(
 ) -> jax.stages.Compiled:
     """Compile a program `(extents, received, send, receive) -> new extents` for one layer. Nothing is donated.
 
-    Its inputs are the old extents, the result of `migrate`, and both id arrays of the `Phase`.
+    Its inputs are the old extents, the result of `migrate`, and both id arrays of the `Phase`. `num_pieces`: see
+    `compile_migrate`.
     """
 
     piece_elems = geometry.page_elems // group.tp

@@ -156,7 +156,12 @@ class HostMover(InPlaceMover):
         return put + extents[num_new:]
 
     def _places(self, slots: np.ndarray, num_extents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each piece (rank, id) the index of its host array, and its row in this array."""
+        """Return the index of the host array of each piece, and the row of the piece in this array.
+
+        Args:
+            slots: rank and piece id of each piece, `[pieces, 2]`.
+            num_extents: number of extents in the layout. Each extent has one host array for each rank.
+        """
         group, programs = self._programs.group, self._programs
         pages = max(programs.old_extents, programs.new_extents, key=len)[:num_extents]
         starts = np.cumsum([0, *pages])[:-1] * group.tp
@@ -189,7 +194,8 @@ MOVERS = {"basic": CopyMover, "host_memory": HostMover}
 
 
 def all_pieces(old: Tables, new: Tables) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (rank, id) of every piece in the old and in the new layout, including pieces that do not move."""
+    """Return `(source, target)`: rank and piece id of every piece in the old and in the new layout, int64 `[pieces, 2]`
+    each. Pieces that do not move are included."""
     degree = max(len(table) for table in [*old, *new])
     source, target = (
         np.concatenate([np.zeros((0, 2), np.int64), *(_pieces(table, i, degree) for i, table in enumerate(tables))])
@@ -205,7 +211,10 @@ def num_changed(source: np.ndarray, target: np.ndarray) -> int:
 def replace_weights(
     store: WeightStore, group: SubMesh, layer: int, copy: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Replace all releasable shards of a layer by copies, and return the copies."""
+    """Replace all shards of a layer that merges can release by copies, and return the copies.
+
+    `copy`: function that returns a copy of a shard on its device.
+    """
     copies = []
     for name in {released.spec.name: None for released in store.released(layer, store.dims.max_tp)}:
         store._forget_parameter(group, layer, name)
@@ -227,7 +236,14 @@ def _outputs(program: jax.stages.Compiled) -> int:
 
 
 def single_phase(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces: int) -> Phase:
-    """Return one phase of moves from (rank, id) slots to slots of other buffers."""
+    """Return one phase in which all pieces move from their slots to slots of other buffers.
+
+    Args:
+        source: rank and id of the slot that each piece leaves, int64 `[pieces, 2]`.
+        target: rank and id of the slot that each piece is written to, with the shape of `source`.
+        num_ranks: number of ranks.
+        phase_pieces: maximum number of pieces between two ranks.
+    """
     num_ids = int(max(source[:, 1].max(), target[:, 1].max())) + 1
     slots = (source[:, 0] * num_ids + source[:, 1], target[:, 0] * num_ids + target[:, 1])
     moves = np.stack([*slots, np.zeros(len(source), np.int64)], axis=1)

@@ -6,7 +6,8 @@ A batch arrives at once, and a run ends with the last token of the last request:
 - decode tokens/s: `batch * (new_tokens - 1) / (T(new_tokens) - T(1))` with `T(n)` the time of a run for n new tokens.
 - prefill tokens/s: the length of one long prompt over `T(1)`.
 
-One run before each cell is not timed. Each run has new prompts, so that no prompt cache helps. All engines have the
+A cell is a batch size with a number of prompt tokens and of new tokens. One run before each cell is not timed. Each
+run has new prompts, so that no prompt cache helps. All engines have the
 same prompts.
 """
 

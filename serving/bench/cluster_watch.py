@@ -77,8 +77,8 @@ def changes_of(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Return the numbers of merges and splits between consecutive samples. A change that is undone between two samples
-    does not count."""
+    """Return `(merges, splits)`: the numbers of merges and of splits between consecutive samples. A change that is
+    undone between two samples does not count."""
     merges = splits = 0
     for before, after in pairwise(samples):
         merges += _joined(before.devices, after.devices)

@@ -75,7 +75,8 @@ class MetricsConfig:
 
 
 def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Return all values of each metric in seconds, for completed requests."""
+    """Return all values of each metric (`METRICS`) in seconds, for completed requests. Requests without a value are
+    left out, and `itl` has a value for each message after the first."""
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     return {
         "ttft": [value for r in done if (value := r.ttft_s) is not None],

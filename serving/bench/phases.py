@@ -20,6 +20,7 @@ def by_phase(
     Rates are per second of all low phases, or of all high phases.
 
     Args:
+        duration_s: seconds of the run.
         phase_s: seconds of each phase.
         load_s: end of the arrivals, at which the last phase ends; None: the last arrival.
     """

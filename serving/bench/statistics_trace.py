@@ -7,6 +7,7 @@ import numpy as np
 
 from amoeba_jax.errors import ConfigError
 
+# Start in seconds and requests per second of each window; token counts with their probabilities.
 KEYS = ("window_s", "rate_rps", "input_tokens_value", "input_tokens_prob", "output_tokens_value", "output_tokens_prob")
 MAX_DRAWN = 20_000_000
 
@@ -27,6 +28,9 @@ def draw_specs(
     Raises `ConfigError` for more than `MAX_DRAWN` requests, and for negative rates.
 
     Args:
+        path: file of the statistics, for error messages.
+        arrays: arrays of the file by name: `KEYS`, and optionally `cv_rate_weighted`.
+        rate_scale: factor of all rates.
         duration_s: end of the arrivals, in seconds from the start of the first window; None: all windows.
         most: maximum number of requests.
     """

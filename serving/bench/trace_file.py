@@ -48,8 +48,9 @@ def read_trace(path: Path, draw: Draw | None = None) -> Trace:
     """Read a trace. Raises `ConfigError` for an invalid file.
 
     There are three kinds of files. A .npz file of requests has the integer arrays `input_tokens` and `output_tokens`,
-    and an optional array `arrival_s` (seconds). `serving.bench.text_trace` describes CSV and JSON lines. For a .npz
-    file of statistics (`serving.bench.statistics_trace`), requests are drawn with the settings `draw`.
+    and optional arrays: `arrival_s` in seconds, and prompt blocks as `hash_ids` and `hash_ptr` (request `i` has the
+    blocks `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]`). `serving.bench.text_trace` describes CSV and JSON lines. For a .npz
+    file of statistics (`serving.bench.statistics_trace`), requests are drawn with the settings `draw` (None: seed 0).
     """
     blocks: list[tuple[int, ...]] | None = None
     if is_text_trace(path):
@@ -137,17 +138,23 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Return the block ids of copied requests; each round of copies has its own ids."""
+    """Return the block ids of copied requests, by index. Each round of copies has its own ids.
+
+    Args:
+        blocks: block ids of the original requests, by row.
+        rows: row of the original of each request.
+        copies: number of the copy of each request; 0: the original.
+    """
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
     pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))
     return {place: tuple([block + copy * stride for block in blocks[row]]) for place, (row, copy) in pairs}
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten lengths to a context of `max_model_len` tokens.
+    """Return prompt and output lengths that fit a context of `max_model_len` tokens together.
 
-    If prompt and output are too long together, each may take half of the context, or more if the other one is shorter
-    than half.
+    Lengths that are too long together are shortened. Each of the two may take half of the context, or more if the other
+    length is below half.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

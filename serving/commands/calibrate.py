@@ -27,7 +27,7 @@ _CHUNKS = 3
 
 
 class _PinPolicy:
-    """Policy that dispatches requests round robin to the first `width` instances with room."""
+    """Policy that dispatches requests round robin to the first `width` instances in device order."""
 
     name = "pin"
 
@@ -250,8 +250,8 @@ class _Timer:
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return two dicts by chunk size in tokens: the seconds of a step with one chunk, and the TTFT of a prompt of
-        one chunk.
+        """Return `(steps_s, alone_s)`, two dicts by chunk size in tokens: the seconds of a step with one chunk, and the
+        TTFT of a prompt of one chunk.
 
         The seconds of a step come from the difference in TTFT between a longer prompt and a prompt of one chunk.
         """
@@ -271,7 +271,8 @@ class _Timer:
     def several_prompts(
         self, buckets: Buckets, alone_s: dict[int, float], steps_s: dict[int, float]
     ) -> dict[int, float]:
-        """Return the seconds of a step with the maximum number of chunks, by tokens of a chunk."""
+        """Return the seconds of a step with the maximum number of chunks, by tokens of a chunk. Chunk sizes that do not
+        fit the cache or the context are missing. `alone_s` and `steps_s`: results of `prompts`."""
         found = {}
         for chunk in buckets.chunk_sizes:
             count = buckets.chunk_rows(chunk)[-1]
@@ -282,7 +283,8 @@ class _Timer:
         return found
 
     def context_s(self, short_s: float) -> float:
-        """Return the seconds that each token of context adds to a decode step; 0 if the cache is too small."""
+        """Return the seconds that each token of context adds to a decode step; 0 if the cache is too small. `short_s`:
+        seconds of a decode step of one request with a short context."""
         length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
         if length < 128:
             return 0.0
@@ -290,7 +292,10 @@ class _Timer:
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - _SHORT)
 
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
-        """Return the relative duration of decode steps by number of busy instances: the median over batch sizes."""
+        """Return the duration of decode steps relative to one busy instance, by number of busy instances from 2 on.
+
+        The result is the median over batch sizes, and at least 1. `decode_s`: result of `decodes`.
+        """
         found = {}
         for busy in range(2, instances + 1):
             ratios = [self._tpot_s(size, _SHORT, busy) / alone_s for size, alone_s in decode_s.items()]
@@ -298,9 +303,8 @@ class _Timer:
         return found
 
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
-        """Return the relative duration of a step with a prompt, by number of busy instances.
-
-        The other busy instances decode.
+        """Return the duration of a step with a prompt relative to one busy instance, by number of busy instances from 2
+        on. The other busy instances decode. `alone_s` and `steps_s`: results of `prompts`.
         """
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]

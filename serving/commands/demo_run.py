@@ -298,7 +298,8 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """Return a list with one pair `("half way", report)`; an empty list if there are no reports.
 
-    The size of the KV cache in this report is closest to the mean of the sizes in the first and the last report.
+    In this report, the size of the KV cache of device 0 is closest to the mean of its sizes in the first and the last
+    report.
     """
     if not maps:
         return []

@@ -139,7 +139,7 @@ def _degrees(config: EngineConfig) -> list[int]:
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
     """Compile the programs of these degrees while the server serves, and report each degree that becomes ready.
 
-    A failure is logged. The server then compiles missing programs on first use.
+    A failure is logged. The server then compiles missing programs on first use. Without degrees, nothing happens.
     """
     ready: set[int] = set()
     try:

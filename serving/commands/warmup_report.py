@@ -15,7 +15,8 @@ from sharding.ledger import format_bytes
 
 
 def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
-    """Return the totals of each degree's programs. Programs on one device count as TP1, also if TP4 uses them."""
+    """Return a dict with the totals of the programs of each degree, lowest degree first. `hits`: programs that were in
+    the compile cache. Programs on one device count as TP1, also if TP4 uses them."""
     rows = []
     for tp in sorted({info.tensor_parallel_size for info in infos}):
         mine = [info for info in infos if info.tensor_parallel_size == tp]

@@ -40,7 +40,12 @@ def read_params(message: pb.SamplingParams, limits: Limits, caller: Caller) -> S
 def read_prompt(
     message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str, limits: Limits, max_tokens: int
 ) -> Prompt:
-    """Return the prompt in the field `oneof`. Raise `RequestError` if the prompt is missing or over a limit."""
+    """Return the prompt of a message. Raise `RequestError` if the prompt is missing or over a limit.
+
+    Args:
+        oneof: name of the message's group of alternative fields `text`, `token_ids` and `chat`.
+        max_tokens: maximum number of token ids.
+    """
     kind = message.WhichOneof(oneof)  # type: ignore[arg-type]
     if kind == "text":
         check_length("the prompt", len(message.text), "max_prompt_chars", limits, "characters")

@@ -49,7 +49,14 @@ _DATA_TYPES = {
 
 @dataclass(frozen=True)
 class _Infer:
-    """A parsed request of this protocol."""
+    """A parsed request of this protocol.
+
+    Attributes:
+        id: id that the client chose, or "". Replies repeat it.
+        streams: whether each new output is sent at once. If not, one message at the end has the whole output.
+        outputs: names of the output tensors.
+        prefix: text before the output of each sample: the prompt, or "".
+    """
 
     id: str
     call: Call
@@ -60,7 +67,7 @@ class _Infer:
 
 @dataclass
 class _Durations:
-    """Number of requests and the sum of their times in nanoseconds."""
+    """Number of requests, and the sum of their durations in nanoseconds."""
 
     count: int = 0
     ns: int = 0
@@ -149,7 +156,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelStatisticsResponse(model_stats=[model])
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        """Return the model of the server."""
+        """Return the model of the server and its state. With `ready`, return it only if the server accepts requests."""
         if request.repository_name:
             raise UnknownModelError("repository_name must be empty: this server has one repository, without a name")
         state = "READY" if self._ready else "UNAVAILABLE"

@@ -30,7 +30,7 @@ class Ticket:
         self._queued = True
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of the prompt. Raise `LimitError` if the queue cannot take them."""
+        """Count the tokens of the prompt as queued. Raise `LimitError` as in `OpenRequests.add_tokens`."""
         self._admission.add_tokens(num_tokens, self._class)
         self._tokens = num_tokens
 
@@ -133,8 +133,11 @@ class OpenRequests:
         return [request_id for (_, other), request_id in self._named.items() if other == name]
 
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
-        """Count the tokens of a prompt as queued. Raise `LimitError` if the queue is not empty and would exceed its
-        limit."""
+        """Count the tokens of a prompt of class `mine` as queued.
+
+        Raise `LimitError` if prompts of this class or a more urgent class are queued, and would exceed
+        `max_queued_tokens` together with this prompt. So a single prompt is never too long for the queue.
+        """
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
         if queued and queued + num_tokens > most:
             raise LimitError(

@@ -9,7 +9,7 @@ from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server.statuses import SlowReaderError
 
 Send = Callable[[RequestDelta], Awaitable[None]]
-"""Function that sends a delta to the client."""
+"""Function that sends a delta, the new output of a request since the last delta, to the client."""
 
 CUT_OFF_S = 2.0
 """Seconds that a write may stay blocked after the unread output has exceeded its limit."""
@@ -110,7 +110,7 @@ class OutputCoalescer:
         self._give_up_at: float | None = None  # time of the event loop, set when the last message is being written
 
     def put(self, delta: RequestDelta) -> None:
-        """Add new output."""
+        """Add new output. If a write is blocked and too much output is unread, give the write a time limit."""
         self._sum.add(delta)
         self._ended = delta.finished
         self._news.set()
@@ -184,8 +184,8 @@ class OutputCoalescer:
 
 
 def _parts(delta: RequestDelta, num_positions: int) -> Iterator[RequestDelta]:
-    """Split a delta into parts with at most `num_positions` positions of the prompt. The last part also has everything
-    else."""
+    """Split a delta, so that each part has log-probabilities of at most `num_positions` positions of the prompt. The
+    last part also has the other fields of the delta."""
     positions = delta.prompt_logprobs
     last = max(0, (len(positions) - 1) // num_positions * num_positions)
     for start in range(0, last, num_positions):

@@ -46,7 +46,8 @@ class Refusals:
         self._held: Counter[str] = Counter()
 
     def delay_s(self, client: str, now_s: float) -> float:
-        """Count a refusal and return the seconds by which to delay its answer. Values below 0 mean no delay."""
+        """Count a refusal at `now_s` (`time.monotonic()`), and return the seconds by which to delay its answer. The
+        result is at most `MAX_DELAY_S`. Values below 0 mean no delay."""
         if len(self._paid_until_s) >= _MAX_CLIENTS:
             self._paid_until_s = {name: time_s for name, time_s in self._paid_until_s.items() if time_s > now_s}
         paid_until_s = max(now_s, self._paid_until_s.get(client, 0.0)) + self._interval_s
@@ -54,7 +55,8 @@ class Refusals:
         return self._paid_until_s[client] - now_s - _BURST_S
 
     async def wait(self, client: str, status: grpc.StatusCode) -> None:
-        """Count a refused call and wait until its answer may be sent. Statuses that are not refusals do not count."""
+        """Count a refused call and wait until its answer may be sent. Statuses that are not refusals do not count. If
+        `_MAX_HELD` calls of the client already wait, do not wait."""
         if status not in _DELAYED:
             return
         delay_s = self.delay_s(client, time.monotonic())

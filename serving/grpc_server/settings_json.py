@@ -41,7 +41,8 @@ _DEPTH_CHANGES[list(b"]}")] = -1
 
 
 def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
-    """Return the object in a JSON text. Raise `RequestError` for invalid JSON or another type."""
+    """Return the object in the JSON text `data`. Raise `RequestError` for invalid JSON, another type than an object, a
+    key that occurs twice, or a text that is too long or nested too deep."""
     check_length("sampling_parameters", len(data), "max_settings_bytes", limits, "bytes")
     text = decode_utf8("sampling_parameters", data)
     if (depth := _depth(text)) > MAX_JSON_DEPTH:

@@ -66,7 +66,7 @@ class JaxExecutor:
         self.waiting = WaitingView(engine)
         self._running: dict[str, Sequence] = {}
         self._preparing: dict[tuple[tuple[int, ...], int], TransformOptions] = {}
-        """Requested transformations whose programs are being compiled."""
+        """Requested transformations whose programs are being compiled, by (devices, degree)."""
         self._timings = Timings()
         cluster = engine.cluster
         base = engine.config.tensor_parallel_size
@@ -261,8 +261,8 @@ class EngineScheduler:
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
     """Return the tokens available to a new request during a transformation (`InstanceView.joinable_tokens`), else 0.
 
-    A lane is a share of the instance's sequences during a transformation. The result is the number of free tokens of
-    the emptiest lane with a free slot, minus one page for each sequence of that lane.
+    A lane is a share of the instance's sequences during a transformation. The result is the number of free tokens of a
+    lane, minus one page for each of its sequences: the highest of all lanes with a free slot, and at least 0.
     """
     if instance.transition is None:
         return 0

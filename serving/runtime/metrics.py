@@ -121,7 +121,13 @@ class ServerMetrics:
                 self.step_overhead.labels(kind).set(group.step_overhead)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """Count a transformation with the result `refused` or `failed`."""
+        """Count a transformation that did not happen.
+
+        Args:
+            kind: `scale_up`, `scale_down` or `unchanged` (see `kinds_of` of the admin service).
+            variant: name of the `TransformVariant`.
+            result: `refused` or `failed`.
+        """
         self.on_not_transformed(kind, variant, result)
         self.transformations.labels(kind, variant, result).inc()
 

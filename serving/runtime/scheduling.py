@@ -49,7 +49,8 @@ class Scheduling:
         return self._hook.scheduler.counters
 
     def set_policy(self, name: str) -> str:
-        """Replace the policy and return the name of the previous policy. Raise `UnknownPolicyError`."""
+        """Replace the policy and return the name of the previous policy. Raise `UnknownPolicyError` for an unknown
+        name."""
         before = self.policy_name
         self._hook.policy = self._config.make_policy(name)
         return before

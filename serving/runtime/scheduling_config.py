@@ -23,10 +23,10 @@ class SchedulingConfig:
     """Seconds that a merged instance is kept after its last long request."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
     """Seconds from arrival to the first token that requests should meet. If a long request would wait longer, another
-    instance is merged for it. Default: no such limit."""
+    instance is merged for it. None: no such limit."""
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
     """Seconds per token that requests should meet. Short requests go to instances that are expected to meet it.
-    Default: no such limit."""
+    None: no such limit."""
     split_free_share: float = AmoebaConfig.split_free_share
     """Share of the KV cache of a merged instance that must be free before it splits, from 0 to 1."""
     partial_splits: bool = AmoebaConfig.partial_splits
@@ -66,7 +66,7 @@ class SchedulingConfig:
     level_s: float = QueueOrder.level_s
     """Seconds by which each level of priority moves the due time of a request."""
     starving_s: float | None = QueueOrder.starving_s
-    """Seconds that a request waits before no other request may overtake it. Default: no limit."""
+    """Seconds that a request waits before no other request may overtake it. None: no limit."""
     layers_per_step: int | None = None
     """Layers that a transformation changes between two steps, rounded up to whole segments (`segment_layers`). Default:
     one segment."""
@@ -142,7 +142,8 @@ class SchedulingConfig:
         )
 
     def make_policy(self, name: str | None = None) -> Policy:
-        """Return a new policy by name (None: the policy of these settings). Raise `UnknownPolicyError`."""
+        """Return a new policy by name (None: the policy of these settings). Raise `UnknownPolicyError` for an unknown
+        name."""
         order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
         return make_policy(self.policy if name is None else name, Admission(order), self.amoeba, self.flying)
 

@@ -21,16 +21,20 @@ class Timings:
         self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
-        """Record the duration of a transformation, except for groups that paused or resumed requests."""
-        for group in (group for group in report.groups if not (group.paused or group.resumed)):  # these move no pages
+        """Record how long each group of a transformation took. Groups that only paused or resumed requests are left
+        out: they move no pages."""
+        for group in (group for group in report.groups if not (group.paused or group.resumed)):
             seconds = self._transformations_s.setdefault(
                 (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
             )
             seconds.append(group.seconds)
 
     def take(self, instances: Sequence[Instance]) -> Timing:
-        """Record the durations of present instances. Return all recorded durations: for each degree the median over its
-        instances, and for each kind of transformation the median of the latest 8 transformations."""
+        """Record the durations of present instances, and return all recorded durations.
+
+        The duration of a step is the median over the instances of a degree, when the degree last had instances. The
+        duration of a transformation is the median of the latest 8 with the same degrees before and after.
+        """
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
         prompts: dict[int, list[float]] = {}
@@ -45,8 +49,8 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Record the present throughput if it is the highest of its degree. All instances must have this degree and
-        decode."""
+        """Record the present throughput if all instances have one degree and decode, no instance is in transformation,
+        and the throughput is the highest of this degree."""
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(instances) or len({instance.tp for instance in instances}) != 1:

@@ -8,7 +8,7 @@ from serving.scheduler import WaitingRequest
 
 
 class WaitingView:
-    """Waiting sequences by name, refreshed for each snapshot. Used by the dispatcher thread only.
+    """Waiting sequences by name (see `by_name`), refreshed for each snapshot. Used by the dispatcher thread only.
 
     A sequence that cannot start now is hidden: its last token is still in flight, or a program is being compiled for
     it.
@@ -42,11 +42,16 @@ class WaitingView:
 
     @property
     def siblings(self) -> list[Sequence]:
-        """Waiting samples that can share the prompt pages of the first sample of their request."""
+        """Waiting samples whose request has an earlier sample (`Sequence.leader`), so that they can share its prompt
+        pages."""
         return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 
     def _awaited_programs(self):
-        """Return a function that evaluates the engine's `Admission.awaits_program` only once for equal cases."""
+        """Return a function like the engine's `Admission.awaits_program`.
+
+        The result depends only on two properties of a sequence: whether its sampling uses state, and whether it shares
+        a prompt with other samples. The function evaluates each combination once, and returns False if both are false.
+        """
         known: dict[tuple[bool, bool], bool] = {}
 
         def awaits(sequence: Sequence) -> bool:
@@ -76,7 +81,8 @@ class WaitingView:
 
 
 def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
-    """Return sequences by unique name: `id` for the first sample of a request, `id[1]`, `id[2]` for further samples."""
+    """Return sequences by unique name: `id` for the first sample of a request, `id[1]`, `id[2]` for further samples. If
+    a name is taken, an apostrophe is added."""
     named: dict[str, Sequence] = {}
     for sequence in sequences:
         name = f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id

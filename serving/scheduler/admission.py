@@ -1,4 +1,7 @@
-"""Rejection of waiting requests: past their deadline, too long for every instance, or over the limits of the queue."""
+"""Admission to the queue: rejection of waiting requests, and order of the remaining requests.
+
+A request is rejected if its deadline has passed, if it is too long for every instance, or if the queue is full.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,12 +17,16 @@ class Admission:
 
     order: QueueOrder = field(default_factory=QueueOrder)
     max_queued_requests: int | None = None
-    """Maximum number of waiting requests. Above it, the last arrivals are rejected. None: no limit."""
+    """Maximum number of waiting requests. Preempted requests do not count. If there are more, requests beyond their
+    client's share are rejected first, then the last arrivals. None: no limit."""
     max_queued_tokens: int | None = None
-    """Maximum number of waiting prompt tokens. Above it, the last arrivals are rejected. None: no limit."""
+    """Maximum number of prompt tokens of waiting requests, with the rules of `max_queued_requests`. None: no limit."""
 
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
-        """Return the rejections, and the remaining requests in the order of service.
+        """Return the rejections, and the remaining requests in the order of service (`QueueOrder`).
+
+        A request is rejected if its deadline has passed, if it may exceed `capacity_tokens` or the context of the
+        model, or if the queue is over a limit.
 
         Args:
             capacity_tokens: tokens that the largest possible instance can hold.
@@ -58,7 +65,8 @@ class Admission:
 
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
         """Return rejections of the requests over the limits. Requests beyond their client's share are rejected first,
-        then the last arrivals. Preempted requests are never rejected."""
+        then the last arrivals. After a prompt that exceeds `max_queued_tokens`, a shorter prompt may still fit.
+        Preempted requests are never rejected."""
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):
             if request.started:

@@ -11,11 +11,12 @@ class AmoebaConfig:
 
     split_free_share: float = 0.5
     """Share of the KV cache that must be free before an instance without long requests splits. A lower value splits
-    earlier and moves more pages. In any case, the running requests must fit the instances after the split."""
+    earlier and moves more pages. If a short request lacks room, no share must be free. In any case, the running
+    requests must fit the instances after the split."""
     linger_s: float = 60.0
     """Seconds that a merged instance stays after its last long request, so that the next long request needs no merge.
-    The instance does not stay if a short request lacks room, or if less than `split_free_share` is free. The paper's
-    value is 0."""
+    It splits earlier if a short request lacks room. If less than `split_free_share` of its cache is free, it accepts no
+    more requests and splits when enough is free. The paper's value is 0."""
     partial_splits: bool = True
     """Whether an instance splits to the lowest degree that holds its long requests, instead of waiting for their
     end."""

@@ -114,8 +114,11 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Return the merge of another group for a request that a present instance can hold, but too late for its TTFT
-        SLO. None: the request must wait."""
+        """Return the merge of another group for a request that waits for a present instance. None: it must wait on.
+
+        The request must have waited `merge_again_after_s`, or it would miss its TTFT SLO without the merge. In the
+        second case, no short request may lack room, and no other merge of this decision may hold the request.
+        """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
         if group is None:

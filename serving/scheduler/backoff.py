@@ -15,7 +15,7 @@ class BackoffConfig:
     factor: float = 2.0
     """Factor by which each further refusal of the same action increases the time."""
     longest_s: float = 60.0
-    """Maximum time in seconds. Refusals of an action are forgotten when it has not been blocked for twice this time."""
+    """Maximum time in seconds. When a block has ended, its refusals are remembered for twice this time."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Refusal:
 
 @dataclass
 class Backoff:
-    """Refused actions, and transformations under way that may still fail."""
+    """Refused actions, and accepted transformations that may still fail."""
 
     config: BackoffConfig = BackoffConfig()
     _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
@@ -57,7 +57,8 @@ class Backoff:
             self._refused.pop(_key(action), None)
 
     def ended(self, view: ClusterView) -> list[tuple[Transformation, bool]]:
-        """Return the transformations that have ended since the last call, and whether each reached its degree."""
+        """Return `(transformation, reached)` for each transformation that has ended since the last call. `reached` is
+        true if all instances on its devices have its degree."""
         ended, still = [], []
         for action in self._under_way:
             instances = view.instances_on(action.devices)

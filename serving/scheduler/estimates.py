@@ -48,7 +48,8 @@ def first_token_s(
     measurement is missing.
 
     Args:
-        taken_s: seconds until an instance has finished a request that already waits for it, by instance id.
+        taken_s: seconds until an instance has finished a request that already waits for it, by instance id. For an
+            instance without an entry, `wait_s` is used.
     """
     times = []
     for instance in instances:
@@ -68,10 +69,11 @@ def first_token_s(
 
 
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
-    """Return the seconds until a request's first token if `members` merge now.
+    """Return the seconds until a request's first token if `members` merge to `degree` now.
 
-    If no merge from the lowest degree of the members was measured, the slowest measured transformation to `degree` is
-    used.
+    This is the time of the merge, plus the time of the request's prompt and of the prompts that the members have not
+    computed yet. If no merge from the lowest degree of the members was measured, the slowest measured transformation
+    to `degree` is used.
     """
     timing, lowest = view.timing, min(i.degree for i in members)
     others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]

@@ -83,8 +83,11 @@ class FlyingPolicy:
     # Splits
 
     def _split(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
-        """Return the split of a group that is no longer needed; an empty list if the group stays. A group with paused
-        requests is handled by `_resume`.
+        """Return the split of a group; an empty list if it stays. See `_resume` for a group with paused requests.
+
+        A group stays if it serves urgent requests (`_serves_urgent`), if its requests do not fit instances of a lower
+        degree, or if the split was refused recently. It splits to the base degree, or to the lowest degree that holds
+        its long requests, running or waiting.
 
         Args:
             urgent: whether urgent requests wait.
@@ -110,9 +113,9 @@ class FlyingPolicy:
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
         """Return whether a group stays merged because urgent requests run on it or wait.
 
-        A group that was merged because of light load does not stay. Under heavy load, a group that also runs other
-        requests does not stay either. An exception is a group that was merged without pausing: after a split, its other
-        requests would pause for the next urgent request.
+        A group that was merged because of light load does not stay. A group that was merged for urgent requests without
+        pausing (`_for_urgent`) stays: after a split, its other requests would pause for the next urgent request. Any
+        other group stays, except under heavy load if it also runs requests that are not urgent.
         """
         if instance.devices in self._for_load or not (urgent_waits or instance.runs_urgent):
             return False
@@ -120,8 +123,10 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Return the split that resumes the paused requests of a group. Return an empty list if urgent requests run on
-        the group or wait, and the pause has not reached its limit.
+        """Return the split that resumes the paused requests of a group.
+
+        Return an empty list while requests run on the group or urgent requests wait, unless the pause has reached its
+        limit. Return an empty list also if the split was refused recently.
 
         If running requests would not fit next to the paused requests, return their preemptions instead. The split
         follows in a later decision.
@@ -143,7 +148,8 @@ class FlyingPolicy:
     # Merges under light load
 
     def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
-        """Return merges of all instances to the highest degree with compiled programs. All weights are kept."""
+        """Return merges to the highest degree with compiled programs, for all groups that may merge and whose running
+        requests fit the slots of this degree. All weights are kept."""
         actions: list[Action] = []
         degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)
         if degree <= view.base_degree:

@@ -30,7 +30,11 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` in this decision, else None."""
+        """Return the instances on `devices` if they may merge to `degree` in this decision, else None.
+
+        At least two instances must cover exactly these devices. All must be open (`Room`) and without paused requests,
+        and the merge must not have been refused recently.
+        """
         if (devices, degree) in self.view.refused:
             return None
         members = self.room.parts(devices)
@@ -39,7 +43,7 @@ class FlyingGroups:
         return members
 
     def mergeable(self, degree: int) -> list[tuple[tuple[int, ...], Members]]:
-        """Return devices and members of all groups that may merge to a degree now."""
+        """Return `(devices, members)` of all groups that `members` allows to merge to a degree."""
         groups = ((devices, self.members(devices, degree)) for devices in self.view.groups(degree))
         return [(devices, members) for devices, members in groups if members is not None]
 
@@ -58,13 +62,15 @@ class FlyingGroups:
         return False
 
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
-        """Return degree, devices and members of the group to merge for an urgent request; None if there is none.
+        """Return degree, devices and members of the group to merge for an urgent request; None if no group is suitable.
 
-        The group has the highest possible degree up to `FlyingConfig.urgent_degree`. Among groups of this degree, it
-        has the fewest running requests.
+        Groups with a device whose pause budget is used up are not suitable, even if nothing will pause. The result has
+        the highest degree with a suitable group, up to `FlyingConfig.urgent_degree` and with compiled programs. Among
+        groups of this degree, it has the fewest running requests, then the fewest used tokens.
 
         Args:
-            pause: whether the running requests will pause. If so, no running request may be urgent.
+            pause: whether the running requests will pause. If true, a suitable group has instances of one degree and
+                runs no urgent request. If false, it runs fewer requests than the merged instance has slots.
         """
         for limits in reversed(self.view.degrees):
             above = self.config.urgent_degree is not None and limits.degree > self.config.urgent_degree
@@ -85,10 +91,11 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Return the merge of the emptiest group of the lowest degree that holds a long request, and close its members.
+        """Return the merge for a long request, and close the members. The group is the emptiest group with room and a
+        free slot, of the lowest degree that holds the request (`_holding`) and has such a group.
 
-        Return None if no group may merge now. If `close` is true, close the emptiest group in this case, so that it can
-        merge when it has room, and return an empty list.
+        If no group may merge now, return None. With `close`, close the emptiest group of the lowest degree in this
+        case, so that it can merge when it has room, and return an empty list.
 
         Args:
             close: whether to close a group without enough room.
@@ -134,10 +141,12 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Split a merged group that kept all weights.
+        """Return the split of a merged group that kept all weights.
 
-        A later merge of its devices can release weights, and then has the capacity for `request`. The chosen group is
-        closed in `room`, even if it cannot split now. Return an empty list if it cannot, or if there is no such group.
+        A later merge of its devices can release weights, and then has the capacity for `request`. The group must be
+        open, without paused requests and without requests from this decision. Of several groups, the group with the
+        fewest used tokens is chosen. It is closed in `room`, even if it cannot split now. Return an empty list if it
+        cannot, or if there is no such group.
         """
         view, room = self.view, self.room
         options = [

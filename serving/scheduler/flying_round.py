@@ -23,8 +23,8 @@ class FlyingRound:
         moved: devices of each group that merges for an urgent request without pausing. Running requests move to the
             merged group, or end before the merge.
         num_unplaced: number of requests that found no room.
-        split_at_s: earliest time at which groups should split for a short request without room. None: there is no such
-            request, or a transformation may still make room.
+        split_at_s: earliest time at which groups should split for a short request without room. None: every short
+            request has room, or a running transformation may still make room.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -40,8 +40,8 @@ class FlyingRound:
     # Urgent requests
 
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
-        """Return actions that dispatch an urgent request or make room for it; possibly none. If its id is not in
-        `settled` afterwards, the caller must call `place` for it, as for any other request."""
+        """Return actions that dispatch an urgent request or make room for it; possibly none, and none for a long
+        request. If its id is not in `settled` afterwards, the caller must call `place`, as for any other request."""
         view, room = self.view, self.room
         if view.is_long(request.max_total_tokens):
             return []
@@ -150,8 +150,8 @@ class FlyingRound:
         return merge or []
 
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
-        """Return the merge of another group for a request that present instances can hold, but too late for its TTFT
-        SLO. None: the request must wait."""
+        """Return the merge of another group for a request that would miss its TTFT SLO if it waits for the instances in
+        `holding`. None: the request must wait, for example because a short request lacks room."""
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
         if slo_s is None or self.split_at_s is not None:

@@ -9,9 +9,11 @@ from serving.scheduler.view import ClusterView
 class LoadWatch:
     """Number of requests for each device, averaged over `load_window_s`.
 
-    Groups merge when the average falls to `calm_requests`, no sooner than `dwell_s` after the last change. They split
-    at once when the average rises to `burst_requests`. They do not split if measurements show that the highest degree
-    generates at least as many tokens per second as the base degree under load.
+    Groups merge when the average falls to `calm_requests`, if `dwell_s` has passed since the last change, no short
+    request has waited too long, and steps of the highest degree are not slower. They split at once when the average
+    rises to `burst_requests` or a short request has waited too long. They do not split if measurements show that the
+    highest degree generates at least as many tokens per second as the base degree under load. After `dwell_s`, they
+    also split if steps of the highest degree turn out to be slower.
 
     Attributes:
         bound: whether all groups should be merged to the highest degree.
@@ -63,7 +65,8 @@ class LoadWatch:
         return config.calm_requests * scale, config.burst_requests * scale
 
     def _is_faster_merged(self, view: ClusterView) -> bool:
-        """Return whether the highest degree has shorter steps than the base degree, or its steps are unknown."""
+        """Return whether steps of the highest degree are shorter than steps of the base degree under light load. True
+        if one of the two was not measured."""
         low = self._calm_steps_s.get(view.base_degree)
         high = self._calm_steps_s.get(max(view.limits))
         return low is None or high is None or high < low

@@ -42,7 +42,8 @@ class PauseBudget:
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Return the running requests of a group that would not fit next to its paused requests after a split.
+    """Return the running requests of a group that would not fit next to its paused requests after a split to
+    `paused_degree`. The group must have paused requests.
 
     Requests are distributed as in the engine: longest first, each to the new instance with the most free tokens.
     """
@@ -91,7 +92,11 @@ def paused_victims(
 
 
 def resumptions(view: ClusterView) -> list[ScaleDown]:
-    """Return the splits that resume paused requests, for policies that do not pause requests themselves."""
+    """Return the splits that resume paused requests, for policies that do not pause requests themselves.
+
+    A group stays merged while it is in transformation, while its running requests do not fit next to the paused
+    requests, or if the split was refused recently.
+    """
     return [
         ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy does not pause requests")
         for i in view.instances

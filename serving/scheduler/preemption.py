@@ -26,8 +26,8 @@ class Preemptions:
         """Return the instance where a request needs the fewest preemptions, and these preemptions. None if no instance
         can make room, or if this decision has made too many searches.
 
-        The preempted requests have a higher rank, have not waited `starving_s`, and come after the request in the queue
-        order. So they cannot take the pages back.
+        The preempted requests have a higher rank, do not starve (`QueueOrder.starves`), and come after the request in
+        the queue order. So they cannot take the pages back.
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
         if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:
@@ -44,12 +44,12 @@ class Preemptions:
 
     @cached_property
     def _highest_rank(self) -> tuple[bool, int]:
-        """Highest rank of all running requests."""
+        """Highest rank of all running requests; the lowest possible rank if no request runs."""
         return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
-        """Return the fewest running requests of an instance that must end to make room, last in the queue order first;
-        empty if preemption cannot make room."""
+        """Return the fewest running requests of an instance whose preemption makes room for a request; an empty list if
+        preemption cannot make room. Requests at the end of the queue order come first. `need`: tokens to free."""
         if instance.capacity_tokens < request.max_total_tokens:
             return []
         room, order, now_s = self._room, self._order, self._view.now_s

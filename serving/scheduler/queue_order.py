@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from serving.scheduler.view import RunningRequest, WaitingRequest
 
 Key = tuple[int, float, float, str]
+"""Sort key: class, due time, arrival, id. Class 0: starving requests (`QueueOrder.starves`), sorted by the start of
+their wait in place of the due time. Class 1: requests within their client's share. Class 2: requests beyond it."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class MergeGroup(NamedTuple):
-    """Instances that could merge into one. Sorted, groups of equal degrees come first, and larger free space first."""
+    """Instances that could merge into one. Groups whose instances have equal degrees sort first, then groups with more
+    free tokens after the merge."""
 
     mixed: bool
     """Whether the instances have different degrees."""
@@ -68,7 +69,8 @@ class Room:
         return num_pages * page_size
 
     def freed_by(self, request: RunningRequest) -> int:
-        """Return the tokens that the end of a running request would free."""
+        """Return the tokens that the end of a running request would free: its pages, and the tokens that `growth` keeps
+        free for it."""
         return self._view.whole_pages(request.num_tokens) + self.growth((request,))
 
     def freed_by_long(self, instance: InstanceView) -> int:
@@ -141,7 +143,8 @@ class Room:
         return members if whole else None
 
     def merged_free(self, members: Sequence[InstanceView], degree: int) -> int:
-        """Return the free tokens of the instance of `degree` that `members` would merge into."""
+        """Return the free tokens of the instance of `degree` into which `members` would merge and release weights;
+        negative if they use more than its capacity."""
         gained = self._view.limits[degree].capacity_tokens - sum(i.capacity_tokens for i in members)
         return gained + sum(self._free[i.id] for i in members)
 
@@ -167,8 +170,11 @@ class Room:
         self._new_prompt_tokens[instance.id] += request.prompt_tokens
 
     def reserve_for(self, request: WaitingRequest) -> None:
-        """Close the open instance with the most free tokens that can hold a request, so that no later request takes the
-        tokens. If no instance can hold it, nothing changes."""
+        """Close an instance, so that no later request takes the tokens that a request waits for.
+
+        The instance is open, has a free slot, can hold the request when empty, and has the most free tokens of such
+        instances. If there is none, nothing changes.
+        """
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
         if options:
@@ -180,20 +186,24 @@ class Room:
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
     def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """Return whether a short request can start on an instance while its layers change."""
+        """Return whether a short request can start on an instance in transformation, while its layers change.
+
+        The request needs a free slot, and must fit `InstanceView.joinable_tokens`. The instance must not be closed or
+        draining.
+        """
         need = self.need(request)
         has_room = instance.joinable_tokens >= need and self._free[instance.id] >= need
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return the instance with the most room that a short request can join during a transformation; None if there
-        is none."""
+        """Return the instance in transformation that a short request can join (`can_join`), with the most
+        `joinable_tokens`; None if there is none."""
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
 
     def join(self, instance: InstanceView, request: WaitingRequest) -> str:
-        """Assign a request to an instance in transformation, close the instance, and return the reason for the log. It
-        is closed because `joinable_tokens` describes only its emptiest part."""
+        """Assign a request to an instance in transformation, close the instance, and return the reason for the log. The
+        instance is closed because `joinable_tokens` would be too high for a second request."""
         self.assign(instance, request)
         self.close(instance)
         return f"it computes prompts as it becomes TP{instance.transition_to}"

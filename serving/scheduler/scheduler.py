@@ -19,6 +19,7 @@ class SchedulerCounters:
     """Numbers of actions since the start."""
 
     ticks: int = 0
+    """Decisions of the policy. One call of `tick` may make several."""
     dispatched: int = 0
     scale_ups: int = 0
     """Merges that were started."""
@@ -34,7 +35,7 @@ class SchedulerCounters:
     """Actions that were not tried because they were refused a short time ago."""
 
     def by_name(self) -> dict[str, int]:
-        """Return all counters with flat names, for metrics and reports."""
+        """Return all counters by name, for metrics and reports. `rejected` is divided into `rejected_<kind>`."""
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return counts | {f"rejected_{kind.value}": count for kind, count in self.rejected.items()}
 
@@ -66,7 +67,7 @@ class Scheduler:
         """Decide from the present state, execute the actions in order, and return the tried actions.
 
         Call it after every change (a request arrived or ended, a transformation ended) and at least once a second, for
-        deadlines and for instances that linger before they split.
+        deadlines and for merged instances that wait before they split (`SplitConfig.linger_s`).
         """
         decisions, again = self._decide()
         while again:  # an instance in transformation accepts only one request for each decision

@@ -55,9 +55,10 @@ class SplitConfig:
     """Settings of `SplitRule`. The rule of AMOEBA 3.3, "scale-down", is `linger_s=0, partial=False`."""
 
     free_share: float = 0.5
-    """Share of the KV cache that must be free before an instance splits."""
+    """Share of the KV cache that must be free before an instance splits. Not needed if a short request lacks room."""
     linger_s: float = 60.0
-    """Seconds after the end of the last long request in which an instance still accepts requests and does not split."""
+    """Linger time: seconds after the end of the last long request in which an instance still accepts requests and does
+    not split. The linger time ends early if a short request lacks room, or if less than `free_share` is free."""
     partial: bool = True
     """Whether an instance may split to the lowest degree that holds its long requests, before they end."""
 
@@ -72,14 +73,20 @@ class SplitRule:
     def __init__(self, config: SplitConfig):
         self.config = config
         self._needed_s: dict[tuple[int, ...], dict[int, float]] = {}
-        """Last time at which long requests needed more than a degree, by devices of the instance and by degree."""
+        """Last time at which a long request needed a higher degree than `d`: `_needed_s[devices][d]`, for the devices
+        of each merged instance and each lower degree `d`."""
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
-        """Return the instances that should accept no more requests because they will split, and the degree after the
-        split.
+        """Return `(instance, degree)` for each instance that should accept no more requests because it will split to
+        `degree`. Call it once in each decision: it records the time at which long requests need the instances.
+
+        An instance leaves when the linger time (`SplitConfig.linger_s`) has passed since a long request last needed a
+        higher degree than `degree`. If less than `free_share` of its cache is free, it leaves at once if `degree` is
+        the base degree, and stays otherwise. Before a split to a higher degree than the base degree, its requests must
+        fit the new instances. Instances in transformation or draining are left out.
 
         Args:
-            pressed: whether a short request found no room in the last decision. Instances then do not linger.
+            pressed: whether a short request found no room in the last decision. If so, there is no linger time.
         """
         before, self._needed_s = self._needed_s, {}
         leaving = []
@@ -120,10 +127,15 @@ class SplitRule:
     def split(
         self, view: ClusterView, room: Room, leaving: list[tuple[InstanceView, int]], pressed: bool = False
     ) -> list[ScaleDown]:
-        """Close the leaving instances in `room`, and return the splits of instances with enough free cache.
+        """Close the leaving instances in `room`, and return the splits that can start now.
 
-        If `pressed` is true, an instance splits as soon as its requests fit the new instances, even with less free
-        cache. If they do not fit and no other instance is open, the instance stays open.
+        An instance can split if `free_share` of its cache is free, its requests fit the new instances, and the split
+        was not refused recently. If `pressed` is true, no share must be free. If `pressed` is true, its requests do not
+        fit, and only leaving instances are open, the instance stays open.
+
+        Args:
+            leaving: result of the method `leaving`.
+            pressed: see `leaving`.
         """
         actions, numbers = [], {instance.id for instance, _ in leaving}
         for instance, degree in leaving:

@@ -12,7 +12,7 @@ class Throughput:
     """Throughput of the cluster while all instances had one degree."""
 
     sequences: float
-    """Sequences that decoded at once."""
+    """Number of sequences that decoded at the same time."""
     tokens_per_s: float
     """Generated tokens a second, in steps without prompts."""
 

@@ -77,7 +77,7 @@ class RunningRequest:
     value."""
 
     def waited_s(self, now_s: float) -> float:
-        """Return the total seconds that the request has waited. The value does not grow while the request runs."""
+        """Return `queued_s`: the waiting time does not grow while the request runs. `now_s` has no effect."""
         return self.queued_s
 
     @property
@@ -159,7 +159,8 @@ class DegreeLimits:
     max_requests: int
     """Slots: requests that run at once."""
     kept_tokens: int | None = None
-    """Capacity of an instance that was merged with all weights kept. None: the sum of capacities before the merge."""
+    """Capacity of an instance that was merged with all weights kept. None: the sum of the capacities of the instances
+    of the base degree on its devices."""
     ready: bool = True
     """Whether the programs of this degree are compiled. If not, all its groups are in `ClusterView.refused`."""
 
@@ -222,7 +223,7 @@ class ClusterView:
         return self._waiting_sizes[place - 1] if place else 0
 
     def kept_tokens(self, degree: int) -> int:
-        """Return the capacity of an instance of a degree that was merged with all weights kept."""
+        """Return `DegreeLimits.kept_tokens` of a degree, or its default if it is None."""
         known, base = self.limits[degree].kept_tokens, self.limits[self.base_degree].capacity_tokens
         return base * max(degree // self.base_degree, 1) if known is None else known
 

@@ -83,7 +83,14 @@ class EngineBuckets:
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, decodes: int, waiting: int, chunk: int, degree: int) -> int:
-        """Return the number of prompts in the next step: up to 4 if at least 3 wait and the limits allow it, else 1."""
+        """Return the number of prompts in the next step: up to 4 if at least 3 wait and the limits allow it, else 1.
+
+        Args:
+            decodes: number of decoding sequences in the step.
+            waiting: number of prompts that are not computed yet.
+            chunk: tokens of each chunk.
+            degree: degree of the instance, which multiplies `max_num_seqs`.
+        """
         most = self.max_num_seqs * degree
         several = _COARSE * chunk <= self.max_num_batched_tokens and most >= _COARSE
         if several and waiting + 1 >= _COARSE and decodes + _COARSE <= most:

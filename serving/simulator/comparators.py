@@ -179,14 +179,16 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """Return the share of a step that each of `degree` devices computes."""
+    """Return the share of a step that each of `degree` devices computes: tokens and decoding sequences are divided and
+    rounded up, and every prompt has a part on each device."""
     return StepShape(
         -(-shape.decodes // degree), shape.prompts, -(-shape.prompt_tokens // degree), -(-shape.longest_chunk // degree)
     )
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of KunServe for each degree at which the model fits. Devices store only some of the layers.
+    """Return the limits of KunServe for each degree at which the model fits. Each layer is on one device of an
+    instance.
 
     Raises `SimulationError` if the model fits at no degree.
     """

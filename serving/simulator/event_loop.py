@@ -40,7 +40,7 @@ _TIMELESS: tuple[type, ...] = (AmoebaPolicy, LeastLoadFirstPolicy, RoundRobinPol
 _BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED = range(5)
 
 Progress = Callable[[float, float], None]
-"""Callback that receives the virtual time in seconds and the share of requests that have arrived."""
+"""Callback that receives the virtual time in seconds, and the share of requests that have arrived (0 to 1)."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,18 @@ class Host:
 class Cluster:
     """Hosts that serve a table of requests.
 
+    Args:
+        make_policy: function that returns a new policy, called once for each host.
+        router: rule that chooses the host of each request.
+        faults: failures to inject. Devices are numbered over all hosts.
+        bin_s: width of the bins of `Tally.tokens_per_bin` in seconds.
+        keep_log: whether `SimExecutor.log` records actions.
+
     Attributes:
         now_s: virtual time in seconds.
+        records: times of each request.
+        tally: sums over all requests.
+        overloaded: whether `LoopConfig.queue_limit` stopped the run.
     """
 
     def __init__(
@@ -104,6 +114,7 @@ class Cluster:
         self.records, self.tally = Records(len(requests)), Tally(bin_s)
         self.now_s = 0.0
         self._events: list[tuple] = []
+        """Heap of `(time in seconds, count, kind, host, *arguments)`. The count keeps events of equal time in order."""
         self._count = 0
         self.overloaded = False
         self._ended = 0

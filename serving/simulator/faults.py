@@ -9,7 +9,8 @@ from serving.simulator.errors import SimulationError
 class DeviceFault:
     """Failure of a device at `at_s`: its instance loses the KV cache, and accepts no requests for `down_s` seconds.
 
-    The requests of the instance return to the queue and are computed again, as after a failure in the engine.
+    The requests of the instance return to the queue and are computed again, as after a failure in the engine. `device`
+    counts over all hosts of the cluster.
     """
 
     device: int

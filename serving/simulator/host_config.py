@@ -58,7 +58,7 @@ class Waiting:
 
     Attributes:
         request: request as policies see it.
-        index: row of the request in the records.
+        index: row of the request in `tally.Records`.
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
         last_token_s: time of its latest token before a preemption; None if it has generated no token.

@@ -25,12 +25,12 @@ class Change:
         start_s: start of the transformation.
         left: number of layers that have not switched.
         total: number of layers.
-        lower: old degree of a merge, new degree of a split.
+        lower: lowest old degree of a merge, new degree of a split.
         layer_s: seconds to switch one layer.
         pause_s: seconds without steps before the first switch.
         layers_per_step: number of layers that switch before each step.
         fails: whether the transformation ends without effect.
-        from_degree: old degree.
+        from_degree: old degree; the lowest if the members of a merge have several.
         lane_tokens: capacity in tokens of an instance of the lower degree.
     """
 
@@ -47,7 +47,7 @@ class Change:
     lane_tokens: int = 0
 
     def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
-        """Return the longest prompt, in tokens, that may start on the instance now; 0 if `fails` is set.
+        """Return the longest prompt that may start on the instance now, in tokens of whole pages; 0 if `fails` is set.
 
         Args:
             instance: instance that is transformed.
@@ -118,6 +118,10 @@ class SimInstance:
         step_rows: number of sequences in the step of `step_s`.
         prompt_tokens_per_s: prompt tokens per second of the latest step with prompts; None before the first such step.
         waits_for: merge that will start when no request runs on its devices; None if there is none.
+        slowdown: factor of the duration of steps, because other instances are busy (`Pricing.slowdown`).
+        prompt_slowdown: like `slowdown`, for steps with a prompt.
+        down_until_s: time until which the instance accepts no requests after a failure; below 0: no failure.
+        prefixes: cached prompt blocks.
         step_began_s: start of the latest step that has ended.
         version: number of changes of `block`. Events for an older version are obsolete.
     """

@@ -38,6 +38,7 @@ class PrefixStore:
 
     def __init__(self) -> None:
         self._holders: Counter[int] = Counter()
+        """Number of requests that hold each block."""
         self._idle: OrderedDict[int, float] = OrderedDict()
         """Number of tokens of each idle block, least recently used first."""
         self._idle_tokens = 0.0

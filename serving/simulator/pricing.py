@@ -7,7 +7,7 @@ from serving.simulator.step_cost import StepCost, StepShape
 
 
 class Pricing:
-    """Cache of the results of a `StepCost`, with the batching rule, slowdowns and latency that go with it."""
+    """Cost of the steps of a host's instances: a `StepCost` with cache, batching rule, slowdowns and latency."""
 
     def __init__(
         self,

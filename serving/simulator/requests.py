@@ -14,7 +14,8 @@ from serving.simulator.prefix_store import PromptBlocks
 
 @dataclass(frozen=True)
 class RequestTable:
-    """Table with a row for each request, in the order of arrival. The index of a request is its row."""
+    """Table with a row for each request, in the order of arrival. The index of a request is its row. Arrivals are in
+    seconds since the start, and lengths are in tokens."""
 
     arrival_s: np.ndarray
     input_len: np.ndarray

@@ -27,6 +27,7 @@ class PolicyResult:
     ttft_s: np.ndarray
     tpot_s: np.ndarray
     e2el_s: np.ndarray
+    """End-to-end latency: seconds from the arrival to the end."""
     queue_s: np.ndarray
     """Seconds in the queue, including waits after preemptions."""
     prefill_s: np.ndarray
@@ -35,8 +36,8 @@ class PolicyResult:
     """Whether each request completed and met the objectives."""
     judged: np.ndarray
     """Whether each request counts in `kept_share`. All requests count if all have ended or there is no objective.
-    Otherwise, a request counts if the latest end that meets its objectives has passed. Later requests would bias the
-    share, because only the quick ones have ended. If the objectives of a request allow any end (TTFT only), the request
+    Otherwise, a request counts if the latest time at which it could end within its objectives has passed. Without this
+    rule, requests near the end of the run would count only if they were quick. A request with a limit of TTFT only
     counts if it has ended or its first token is late."""
     ending: np.ndarray
     """`Ending` of each request."""

@@ -15,7 +15,7 @@ class Run:
 
     Attributes:
         request: request as the scheduler saw it in the queue.
-        index: row of the request in the records.
+        index: row of the request in `tally.Records`.
         output_left: number of tokens left to generate. It stays constant while the request decodes (see `left`).
         prompt_left: number of prompt tokens left to compute.
         base: number of tokens of the request when it started to decode on its instance; 0 before that.

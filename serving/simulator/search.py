@@ -40,7 +40,7 @@ class Answer:
     value: float | None
     trials: tuple[Trial, ...]
     at_limit: bool = False
-    """Whether the search ended at the highest or lowest value that it may try."""
+    """Whether the search ended at the highest or lowest value that it may try. The true answer may lie beyond it."""
 
 
 _RATES = ("low_rate", "high_rate")

@@ -47,6 +47,7 @@ class SimulationConfig:
     max_model_len: int | None = None
     """Maximum tokens of prompt and output. None: the limit of the model."""
     layers_per_step: int = 1
+    """Number of layers that switch to a new degree before each step of a transformation."""
     max_tokens: int | None = None
     """Output limit of each request, which the scheduler knows. None: the output length of the request."""
     deadline_s: float | None = None
@@ -54,6 +55,7 @@ class SimulationConfig:
     urgent_share: float = 0.0
     """Share of requests that get priority -1 in place of 0, so that they are served first."""
     policy_config: AmoebaConfig = field(default_factory=AmoebaConfig)
+    """Settings of the policy `amoeba`, and of other policies with the same rules (`make_policy`)."""
     flying_config: FlyingConfig = field(default_factory=FlyingConfig)
     """Settings of the policy `flying`."""
     router: str = "two_choices"

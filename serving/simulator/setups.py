@@ -1,6 +1,7 @@
 """Setups by policy name: the scheduling policy, the degrees at the start, and the cost models of a host.
 
-`static-*` policies never change degrees. `MECHANISMS` are other systems, modelled in `comparators`.
+`static-*` policies never change degrees. `static-mixed` has one instance of a high degree, and instances of the lowest
+degree on the other devices. `MECHANISMS` are other systems, modelled in `comparators`.
 """
 
 from collections.abc import Callable

@@ -71,6 +71,7 @@ class SimExecutor:
         self.limits = {limits.degree: limits for limits in config.limits}
         self._reschedule, self._keep_log = reschedule, keep_log
         self._home: dict[str, SimInstance] = {}
+        """Instance of each running or paused request, by request id."""
         self.instances: list[SimInstance] = []
         first = 0
         for degree in config.degrees_at_start:
@@ -223,7 +224,10 @@ class SimExecutor:
         self._end(waiting.index, ending)
 
     def expire(self, request_id: str) -> bool:
-        """End a request whose deadline has passed. Return False if it does not run or has just finished."""
+        """End a running request whose deadline has passed, and return whether there was one.
+
+        The result is False if the request waits (the scheduler then rejects it) or has ended already.
+        """
         instance = self._home.get(request_id)
         if instance is None:
             return False

@@ -13,7 +13,7 @@ to 75% of the peak on A100 and H100 (benchmarks of FlashAttention-2 and -3)."""
 
 
 class StepShape(NamedTuple):
-    """Contents of a step, without padding."""
+    """Contents of a step of one instance, without padding."""
 
     decodes: int
     """Number of decoding sequences."""
@@ -33,7 +33,7 @@ class StepCost(Protocol):
     """
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of everything except attention."""
+        """Return the seconds of a step of this shape, without attention."""
         ...
 
     def context_s(self, degree: int) -> float:

@@ -29,7 +29,8 @@ class Ending(IntEnum):
 
 
 class Records:
-    """Table with a row for each request. Times are in seconds since the start; NaN: the event did not happen."""
+    """Table with a row for each request, the same rows as in `RequestTable`. Times are in seconds since the start; NaN:
+    the event did not happen."""
 
     def __init__(self, count: int):
         self.dispatch_s = array("d", [math.nan]) * count

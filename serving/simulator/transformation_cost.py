@@ -31,7 +31,7 @@ class MoveCount(NamedTuple):
     share: float
     """Largest share of a device's pieces that the device sends to other devices."""
     phases_per_page: float
-    """Number of phases, divided by the pages of one instance of the lower degree."""
+    """Number of phases for one layer, divided by the pages of one instance of the lower degree."""
 
 
 class Change(NamedTuple):
@@ -106,6 +106,7 @@ class InPlaceCost:
     model: ModelShape
     device: DeviceSpec
     launches_per_layer: int = 4
+    """Launches of programs to switch one layer, besides one launch for each phase."""
     overlap: float = 0.0
     """Share of the transfer time that overlaps with steps."""
     page_size: int = 16

@@ -70,7 +70,8 @@ class AmoebaPaperPolicy:
         return actions
 
     def _place(self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest) -> list[Action]:
-        """Dispatch a request, or merge a group for it, or reserve an instance."""
+        """Return the dispatch of a request if an instance has room. Otherwise, return merges for a long request (with
+        `scale_up_under_load`: for any request), or reserve an instance for a short request."""
         if (chosen := self._candidate(view, room, reserve, request)) is not None:
             self._scaling.pop(request.request_id, None)
             reason = f"the least loaded that has room: TP{chosen.degree}, load {room.load(chosen):.2f}"
@@ -160,8 +161,12 @@ def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ..
 
 
 def _relative_performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
-    """Return the expected tokens/s of a group after a merge, relative to now (Gyges 5); 1 if no request runs. Decode
-    steps of all its degrees are used if they were measured, else Gyges' Table 1."""
+    """Return the expected tokens/s of a group after a merge to `degree`, relative to now (Gyges 5); 1 if no request
+    runs.
+
+    The estimate compares measured decode steps of `degree` and of the present degrees. If one of these degrees was not
+    measured, it uses Gyges' Table 1.
+    """
     counts = [len(i.running) for i in members]
     if not any(counts):
         return 1.0  # nothing runs that could become slower

@@ -77,7 +77,8 @@ class BindingPolicy(ABC):
                 waiting_tokens[instance.id] += request.prompt_tokens
 
     def _serve(self, view: ClusterView, room: Room, queue: list[WaitingRequest]) -> list[Action]:
-        """Serve the queue in order, until each instance is closed or has skipped too many requests."""
+        """Return actions for the bound requests in the order of the queue. An instance serves no more requests when it
+        is closed or has skipped `_MOST_SKIPPED` requests."""
         actions: list[Action] = []
         skipped: Counter[int] = Counter()
         done: set[int] = set()
