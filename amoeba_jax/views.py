@@ -226,7 +226,11 @@ class MemoryReport:
         return tuple(sorted({entry.device for entry in self.entries}))
 
     def rows(self) -> list[list[str]]:
-        """Return the header and the rows of the table: one row for each owner, one column for each device."""
+        """Return the header and the rows of the table, with one column for each device.
+
+        There is a row for each owner, then rows for used and kept KV cache, padding, reserved and unused bytes, and the
+        budget.
+        """
         devices = self.devices
         totals = {device: self.by_owner(device) for device in devices}
         owners = list(dict.fromkeys(owner for device in devices for owner in totals[device]))

@@ -13,7 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 def pausing_programs(cluster: Cluster, degrees: Iterable[int]) -> list[ProgramSpec]:
-    """Return the programs of instances that keep all weights. Empty without `EngineConfig.prepare_pausing`."""
+    """Return the programs that only merges with pausing need.
+
+    The merged instance then releases no weights to the KV cache, so it has fewer extents and needs programs of its own,
+    and so do transitions to and from the lowest degree. Empty without `EngineConfig.prepare_pausing`, and with a start
+    placement.
+    """
     if not cluster.config.prepare_pausing or cluster.plan.placement is not None:
         return []
     return kept_weights(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))

@@ -45,9 +45,9 @@ def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
-    """Compile missing programs and run each once. Return the number of programs that were missing.
+    """Compile the missing programs of these degrees, and run all of them once. Return the number of missing programs.
 
-    The instances are the same afterwards. A warm-up of all degrees makes the registry `complete`. Raises `RequestError`
+    Cached prefixes are dropped. The layout is the same afterwards, with new instances. A warm-up of all degrees makes the registry `complete`. Raises `RequestError`
     if requests are waiting or running, `MemoryBudgetError` if the temporaries of the programs exceed the budget, and
     `EngineClosedError` if the engine is closed during the warm-up. Runs in the dispatcher thread.
 

@@ -36,9 +36,10 @@ class PausedPages:
                 lane.cache.evict(-(-missing // self._per_page))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return the paused sequences on ranks with fewer than `num_pages` free pages, as `num_free_pages` counts.
+        """Return the sequences of each paused instance that has a rank with fewer than `num_pages` free pages.
 
-        The sequences `without` are left out.
+        Pages that cached prefixes and the sequences `without` would release count as free (see `num_free_pages`). The
+        sequences `without` are not returned.
         """
         free = self._free_by_rank(without)
         return [

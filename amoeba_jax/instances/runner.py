@@ -107,6 +107,11 @@ class Runner:
         self._plan, self._executables = plan, executables
         self._work: dict[int | None, tuple[Work, ...]] = {}
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether the engine has a start placement."""
+        return self._plan.placement is not None
+
     def place(self, placement: Placement) -> None:
         """Run later steps at another placement."""
         self.placement = placement

@@ -25,11 +25,13 @@ class SequenceState(StrEnum):
 class Entries(NamedTuple):
     """Log-probabilities of consecutive tokens, as the device returned them.
 
-    The reader's thread calls `build`, because it takes long and the dispatcher serves all requests.
+    `build` converts them for the client. The output thread calls it, because it would hold up the dispatcher.
 
     Attributes:
-        place: row of `logprobs` for the first token.
-        k: number of most likely tokens to report for each place.
+        logprobs: log-probabilities of a step, one row for each position.
+        place: row of the first token.
+        tokens: the tokens, in consecutive rows.
+        k: number of most likely tokens to report for each token.
     """
 
     logprobs: TokenLogprobs

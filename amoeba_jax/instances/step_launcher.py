@@ -143,9 +143,11 @@ class StepLauncher:
     def state_specs(self) -> list[ProgramSpec]:
         """Return the programs that write the sampling state of a sequence at its start.
 
-        While layers change, these include the programs of the instances that will take the sequence over.
+        While layers change, these include the programs of the instances that will take the sequence over. With a start
+        placement, only the devices of the head have a sampling state.
         """
-        return [self._sampler.state_spec(site.group) for site in self._runner.sites.values()]
+        groups = [self.group] if self._runner.is_placed else [site.group for site in self._runner.sites.values()]
+        return [self._sampler.state_spec(group) for group in groups]
 
     def copy_page(self, lanes: list[Lane], lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
         """Launch the copy of a page of a lane, `[rows]` ids each as in its tables, in all layers.

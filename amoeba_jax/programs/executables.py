@@ -31,15 +31,16 @@ class Executables:
     Args:
         dims: sizes of the model.
         strict: see the attribute.
-        beside: whether `request` compiles in the background. If False, `request` only returns True.
+        beside: whether missing programs of steps are compiled in the background while other steps run. If False,
+            `request` starts nothing and returns True, and `get` compiles a missing program at its use.
         jobs: number of background threads.
 
     Attributes:
         specs: factory of the specs that the methods take.
         strict: whether the registry refuses new programs once it is `complete`. Evicted programs (`ProgramStore`) are
             not new: they are loaded again.
-        num_late: number of programs that were compiled or loaded after the registry became `complete`.
-        num_awaited: number of programs that were compiled or loaded because a request needed them at once.
+        num_late: number of programs that `get` or `request` found missing after the registry became `complete`.
+        num_awaited: number of programs that `get` or `request` found missing, so that a step or a sequence had to wait.
         background: threads that compile for `request`, `compile_later` and `prepare`.
     """
 

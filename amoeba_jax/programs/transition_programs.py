@@ -33,8 +33,9 @@ class TransitionPrograms:
         released: degree for which weights are released to the KV cache (`WeightLayout.released`), before and after the
             transition.
         rows: number of rows of each lower-degree instance in a decode step.
-        memory_first: whether the FFNs of all layers have the higher degree while the pages of any layer move. All
-            extents of the higher degree are then KV cache during the moves.
+        memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
+            (split). The FFN weights that the higher degree does not need are then KV cache of every layer while pages
+            move, so the moves read and write all of `high_extents`.
 
     Attributes:
         members: device groups of the lower-degree instances.

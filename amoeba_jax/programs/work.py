@@ -5,13 +5,14 @@ a step of one microbatch, its tokens are the first columns of every buffer of hi
 microbatches, the tokens of each microbatch are a *block* of columns, and all blocks are equally wide. A home has the
 blocks of its microbatches side by side, in the order of the microbatches:
 
-    layers 5-14 on devices 0 and 1, two microbatches, blocks of 4 rows
+    layers 5-14: microbatch 0 on device 0, microbatch 1 on device 1; blocks of 4 columns
 
     device 0   layers 0-4: blocks 0 1     layers 5-14: block 0          layers 15-29 and head: blocks 0 1
     device 1                     | copy   layers 5-14: block 1   | copy
 
-If one run of layers is at the parts of an aligned group and the next run at the whole group, or the other way round,
-one collective program moves the blocks (`join`, `split`). Any other transfer copies columns from device to device.
+In a step of all microbatches, one collective program moves the blocks if the homes of one run are the equal parts of
+the single home of the other run, with one microbatch on each part, in order: `join` from the parts to the whole,
+`split` from the whole to the parts. Every other transfer is a `copy` of columns from device to device.
 """
 
 from collections.abc import Mapping

@@ -149,6 +149,9 @@ class KeptPages:
 
 
 def _references(lane: Lane) -> Counter[tuple[int, ...]]:
-    """Return the number of references of a lane's sequences and cache to each page, by its column of a table."""
+    """Count how often a lane's sequences and its prefix cache hold each page.
+
+    A key is the page's column in a block table: its id on each rank.
+    """
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())

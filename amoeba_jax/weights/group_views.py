@@ -31,17 +31,17 @@ class GroupViews:
         self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
 
     def of_parameter(self, group: SubMesh, name: str) -> dict[Place, jax.Array]:
-        """Return the cached views of a parameter on a group. The dict may be changed."""
+        """Return the cache of a parameter's views on a group. The caller adds missing views to it."""
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the cached weight arguments of segment programs on a group, by segment. The dict may be changed."""
+        """Return the cache of the programs' weight arguments on a group, by segment. The caller adds missing entries."""
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the cached views of a layer's shards that can become KV cache. The dict may be changed.
+        """Return the cache of views of a layer's shards that can become KV cache. The caller adds missing views to it.
 
-        Its keys are indices in the order of release (`WeightLayout.released`).
+        The keys are indices in the order of release (`WeightLayout.released`).
         """
         return self._extents[group.start, group.tp][layer]
 

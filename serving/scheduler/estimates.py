@@ -14,10 +14,11 @@ def step_s(view: ClusterView, instance: InstanceView) -> float | None:
 
 
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
-    """Return the seconds until an instance has `need` free tokens and a free slot; 0 if it runs no request.
+    """Return the estimated seconds until an instance has `need` free tokens and a free slot.
 
-    The estimate is an upper limit. It assumes that every running request reaches its maximum length, and that no other
-    request starts.
+    The estimate assumes that every running request reaches its maximum length, and that no other request starts. If
+    the ends of all running requests free too little, it is the time until the last of them ends. None if the instance
+    must wait and its steps or prompts were not measured yet.
     """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
