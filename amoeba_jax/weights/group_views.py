@@ -35,7 +35,7 @@ class GroupViews:
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the cache of the programs' weight arguments on a group, by segment. The caller adds missing entries."""
+        """Return the cache of a group's weight arguments, by segment. The caller adds missing entries to it."""
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
