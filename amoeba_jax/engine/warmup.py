@@ -47,10 +47,10 @@ def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
     """Compile the missing programs of these degrees, and run all of them once. Return the number of missing programs.
 
-    Cached prefixes are dropped. The layout is the same afterwards, with new instances. A warm-up of all degrees makes the
-    registry `complete`. Raises `RequestError` if requests are waiting or running, `MemoryBudgetError` if the temporaries
-    of the programs exceed the budget, and `EngineClosedError` if the engine is closed during the warm-up. Runs in the
-    dispatcher thread.
+    Cached prefixes are dropped. The layout is the same afterwards, with new instances. A warm-up of all degrees makes
+    the registry `complete`. Raises `RequestError` if requests are waiting or running, `MemoryBudgetError` if the
+    temporaries of the programs exceed the budget, and `EngineClosedError` if the engine is closed during the warm-up.
+    Runs in the dispatcher thread.
 
     Args:
         engine: engine without requests.
