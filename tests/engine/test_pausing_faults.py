@@ -15,7 +15,7 @@ from tiny_models import tiny_config, write_model
 from amoeba_jax import LLM
 from amoeba_jax.errors import MemoryBudgetError, RequestError, RequestFailedError, TransformError
 from amoeba_jax.instances.factory import InstanceFactory
-from amoeba_jax.transform import views
+from amoeba_jax.transform import pausing
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -125,7 +125,7 @@ def test_copies_to_devices_that_fail_once(llm: LLM, expected: dict[str, Any], pa
 
 
 BOUNDARIES: list[tuple[Any, str]] = [
-    (views, "assemble"),
+    (pausing, "assemble"),
     (InstanceFactory, "new_instance"),
     (InstanceFactory, "allocators_of"),
 ]

@@ -9,7 +9,7 @@ from serving_checks import TIMEOUT_S, forget_prefixes
 from transform_cases import decoding, requests, tokens
 
 from amoeba_jax import LLM, SamplingParams
-from amoeba_jax.transform import beginning
+from amoeba_jax.transform import merge_split
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformVariant
 
@@ -32,7 +32,7 @@ def test_refused_before_it_began_leaves_nothing(idle: LLM, monkeypatch: pytest.M
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(beginning, "place_up" if up else "place_down", fails)
+        patch.setattr(merge_split, "place_up" if up else "place_down", fails)
         with pytest.raises(RuntimeError, match="injected") as raised:
             idle.transform(4 if up else 1)
     assert raised.value.__cause__ is not raised.value
