@@ -163,7 +163,8 @@ class Transformations:
         """
         instances = [instance for old in groups for instance in old]
         for instance in one.draining:
-            instance.enter(Phase.SERVING)
+            if instance.phase is Phase.DRAINING:  # not lost meanwhile
+                instance.enter(Phase.SERVING)
         one.draining = []
         count = sum(len(instance.running) for instance in instances)
         awaits_requests = count > 0 and one.options.running == "wait"
