@@ -95,6 +95,7 @@ def test_damaged_files_are_compiled_again(filled: Path, directory: Path):
     assert tidy(directory) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_share_it(directory: Path):
     both = [result(process) for process in [start(directory), start(directory)]]
     assert [found["warnings"] for found in both] == [[], []]
@@ -102,6 +103,7 @@ def test_two_processes_at_once_share_it(directory: Path):
     assert result(start(directory))["hits"] >= 3
 
 
+@pytest.mark.slow
 def test_another_directory_takes_the_place_of_the_first(directory: Path, tmp_path: Path):
     first = tmp_path / "first"
     before = f"""

@@ -91,6 +91,7 @@ def test_quickstart_shows_what_its_text_says(quickstart: dict[str, NotebookNode]
     assert "device memory" in memory.data["text/plain"]
 
 
+@pytest.mark.slow
 def test_what_if_runs_as_it_is(capsys: pytest.CaptureFixture[str]):
     """In this process, as plain code: simulations need neither files nor devices."""
     cells = [cell.source for cell in read(EXAMPLES / "what_if.ipynb").cells if cell.cell_type == "code"]

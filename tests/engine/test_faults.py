@@ -331,6 +331,7 @@ with LLM(directory, **settings) as llm:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of file sizes are set as Linux has them")
 def test_a_full_disk_of_the_compile_cache_stops_nothing(llm: LLM, directory: Path, tmp_path: Path):
     command = [sys.executable, "-c", _FULL_DISK]

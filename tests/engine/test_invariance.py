@@ -93,6 +93,7 @@ def reference(
         yield Reference(directory, settings, prompts, params, tokens, llm)
 
 
+@pytest.mark.slow
 def test_in_a_batch(reference: Reference):
     forget_prefixes(reference.llm)
     reference.check(reference.llm, reference.llm.generate(reference.prompts, reference.params))
@@ -118,6 +119,7 @@ def test_in_chunks_of_another_size(reference: Reference):
             assert llm.stats.steps - steps == MAX_TOKENS + chunks - 1
 
 
+@pytest.mark.slow
 def test_with_preemption(reference: Reference):
     settings: dict[str, Any] = {**reference.settings, "max_num_seqs": 2}
     settings["kv_cache_tokens"] = 11 * settings["page_size"]

@@ -161,6 +161,7 @@ def test_weight_buffers_belong_to_the_device(dtype: str):
         assert not shard.any()
 
 
+@pytest.mark.slow
 def test_attention_shards_are_extents_if_asked(directory: Path, compile_cache: str):
     outputs = []
     for transform_attention in (False, True):

@@ -169,6 +169,7 @@ def load(num_devices: int, tp: int, num_requests: int, slow: bool = False) -> An
     return pytest.param(num_devices, tp, num_pages, num_requests, id=name, marks=[pytest.mark.slow] * slow)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_devices", "tp", "num_pages", "num_requests"),

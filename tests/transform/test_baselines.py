@@ -59,6 +59,7 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM, variant: str, layers_per_s
     running.result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["basic", "host_memory"])
 def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPatch, variant: str):
     """In other buffers, of which there are as many; and while they are replaced, hardly more."""

@@ -19,7 +19,7 @@ from sharding.owners import Owner
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("quick_steps")]
 
 
-@pytest.mark.parametrize("chain", [[4, 1], [2, 4, 2, 1]], ids=str)
+@pytest.mark.parametrize("chain", [[4, 1], pytest.param([2, 4, 2, 1], marks=pytest.mark.slow)], ids=str)
 def test_tokens_are_those_of_an_undisturbed_run(idle: LLM, chain: list[int]):
     running, expected = decoding(idle, 8, requests(12, max_tokens=90))
     reports = [idle.transform(tp, order="memory_first", layers_per_step=1) for tp in chain]
@@ -63,6 +63,7 @@ def test_a_merge_gives_room_before_the_first_page_moves(idle: LLM, monkeypatch: 
     assert tokens(running.result()) == expected
 
 
+@pytest.mark.slow
 def test_scarce_pages(directory: Path, compile_cache: str):
     """Requests wait and are preempted around the changes."""
     scarce = {"kv_cache_tokens": 24 * 4, "max_model_len": 64, "max_num_seqs": 8}

@@ -169,6 +169,7 @@ def test_ctrl_c_ends_quietly(text_model: Path):
         assert (process.returncode, said.decode().strip()) == (130, "interrupted")
 
 
+@pytest.mark.slow
 def test_reader_that_goes_away_ends_quietly(text_model: Path):
     with spawn(text_model, "-p", "hello", "--max-tokens", "4000") as process:
         assert process.stdout is not None

@@ -194,6 +194,7 @@ def test_a_port_in_use_is_refused_by_the_name_of_its_option(serve: Callable[...,
         assert f"cannot be bound: another program uses this port. Choose another {flag}, or" in server.said
 
 
+@pytest.mark.slow
 def test_shutdown_timeout_ends_what_takes_longer(serve: Callable[..., Process]):
     server = serve("--shutdown-timeout", "0.2")
     with Client(server.target) as client:
@@ -228,6 +229,7 @@ def test_commands_talk_with_a_server(serve: Callable[..., Process], tmp_path: Pa
     assert "FAILED_PRECONDITION" in impossible.stderr
 
 
+@pytest.mark.slow
 def test_killed_clients_leave_nothing(serve: Callable[..., Process]):
     server = serve()
     code = (
@@ -265,6 +267,7 @@ def test_server_killed_and_started_again_serves(serve: Callable[..., Process]):
         assert client.generate("hello", GREEDY)[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_server_whose_log_is_on_a_full_disk_serves(serve: Callable[..., Process]):
     """Every line that it says and logs fails to be written, those of the scheduler's decisions among them."""
     with socket.create_server(("127.0.0.1", 0)) as free:

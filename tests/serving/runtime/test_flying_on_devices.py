@@ -57,6 +57,7 @@ def wait_for(what) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_urgent_requests_among_saturating_ones_lose_nothing(llm: LLM, caplog: pytest.LogCaptureFixture):
     """The tokens of all are those of a run in which no request pauses; none is lost or computed again."""
     many, urgent = prompts(20, 16, seed=1), prompts(3, 40, seed=2)

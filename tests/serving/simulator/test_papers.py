@@ -56,6 +56,7 @@ def test_sequence_parallelism_beside_tensor_parallelism_by_batch_and_length():
     assert np.median([abs(own / paper - 1) for paper, own in pairs]) < 0.06
 
 
+@pytest.mark.slow
 def test_flying_serving_in_bursts_and_with_priorities():
     """The paper's relations to its static rows, of one seed: 1.04 of static DP's TTFT in bursts, 0.97 of its peak; 1.09
     of static TP's TPOT for urgent requests."""
