@@ -145,6 +145,10 @@ class Transformations:
 
         Raises `RequestError` or `TransformError` if it cannot begin at all.
         """
+        for instance in one.draining:
+            if instance.phase is Phase.DRAINING:  # not lost meanwhile
+                instance.enter(Phase.SERVING)
+        one.draining = []
         try:
             while not one.transitions and one.error is None and (groups := next_groups(one.options, self._cluster)):
                 if self._must_wait(one, groups):
@@ -162,10 +166,6 @@ class Transformations:
         Meanwhile no requests start on instances that wait for requests or steps.
         """
         instances = [instance for old in groups for instance in old]
-        for instance in one.draining:
-            if instance.phase is Phase.DRAINING:  # not lost meanwhile
-                instance.enter(Phase.SERVING)
-        one.draining = []
         count = sum(len(instance.running) for instance in instances)
         awaits_requests = count > 0 and one.options.running == "wait"
         for lane in [lane for instance in instances for lane in instance.lanes]:

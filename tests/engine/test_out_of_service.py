@@ -187,8 +187,10 @@ def test_requests_wait_while_no_instance_is_left(idle: LLM):
     assert [view.tensor_parallel_size for view in idle.instances] == [1] * 4
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_a_device_is_lost_while_a_merge_waits_for_steps(idle: LLM, monkeypatch: pytest.MonkeyPatch, degree: int):
+@pytest.mark.parametrize(("degree", "devices"), [(2, (0, 1, 2, 3)), (4, (0, 1, 2, 3)), (2, (2, 3))])
+def test_a_device_is_lost_while_a_merge_waits_for_steps(
+    idle: LLM, monkeypatch: pytest.MonkeyPatch, degree: int, devices: tuple[int, ...]
+):
     """The caller is told, and instances that would have merged with it start requests as before."""
     asked = requests(8, max_tokens=32)
     expected = tokens(idle.generate(*asked))
@@ -202,7 +204,7 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(idle: LLM, monkeypatch: 
         engine.advance()
         instances = engine.instances
         assert all(instance.pending for instance in instances)
-        future = engine.transform(TransformOptions(degree, (0, 1, 2, 3)))
+        future = engine.transform(TransformOptions(degree, devices))
         assert engine.instances == instances, "it waits for their steps"
         with monkeypatch.context() as patch:
             patch.setattr(Cluster, "rebuild", no_memory)
@@ -216,5 +218,6 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(idle: LLM, monkeypatch: 
     with pytest.raises(TransformError, match=r"out of service.*devices \[3\]"):
         future.result(TIMEOUT_S)
     assert not any(lane.closed for instance in engine_of(idle).instances for lane in instance.lanes)
+    assert {view.phase for view in idle.instances} == {"serving"}
     revive(idle)
     assert tokens(running.result()) == expected
