@@ -10,8 +10,8 @@ from amoeba_jax.request import Delivery, Request
 class OutputAccumulator:
     """Builder of the full outputs of one request from its deltas.
 
-    Each full output repeats all earlier tokens, so its cost grows with the length of the request. For this reason the
-    caller's thread builds it, and not the output thread, which serves all requests.
+    A full output repeats all earlier tokens, so building it takes longer as the request grows. The caller's thread
+    builds the full outputs of its request, because the output thread serves all requests.
     """
 
     def __init__(self, request: Request):
@@ -30,7 +30,7 @@ class OutputAccumulator:
         self._grown: list[int] = []
 
     def add(self, delta: RequestDelta) -> RequestOutput:
-        """Add the next delta and return the output so far. Its fields `new_text` have only the text of this delta."""
+        """Add the next delta and return the output so far. `new_text` in the output has only the text of this delta."""
         for index in self._grown:  # clear the old `new_text`
             self._outputs[index] = _with_delta(self._outputs[index], None)
         self._grown = [completion.index for completion in delta.completions]
@@ -73,19 +73,18 @@ def _with_delta(output: CompletionOutput, delta: CompletionDelta | None) -> Comp
 
 
 def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
-    """Wait for the only delivery of a request that delivers at the end (`every_token=False` of `Request`).
+    """Wait until a request with `every_token=False` has ended, and return its output.
 
-    Return the finished output. `deliveries` is the queue to which the request delivers. Raises the error of a failed
-    request.
+    The request delivers its output once, to the queue `deliveries`. If the request fails, its error is raised.
     """
     (output,) = wait_for_all(request, deliveries)
     return output
 
 
 def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
-    """Yield the output so far after each delivery in which a sample grew or ended, until all samples have ended.
+    """Yield the output so far each time that samples have grown or ended. Stop when all samples have ended.
 
-    `deliveries` is the queue to which the request delivers. Raises the error of a failed request.
+    `deliveries` is the queue to which the request delivers. If the request fails, its error is raised.
     """
     accumulator = OutputAccumulator(request)
     finished = False

@@ -19,7 +19,7 @@ def join_address(host: str, port: int) -> str:
 def read_host(text: str, name: str) -> str:
     """Check a host name or IP address, and return it. Brackets around an IPv6 address are removed.
 
-    Raises `ConfigError`, with the name of the setting (`name`), if the text is neither.
+    Raises `ConfigError`, with the name of the setting (`name`), if the text is not a host name or IP address.
     """
     bracketed = text.startswith("[") and text.endswith("]")
     host = text[1:-1] if bracketed else text
@@ -87,11 +87,11 @@ def read_url(text: str, name: str) -> tuple[str, str, int]:
 def grpc_target(text: str, default_port: int) -> tuple[str, str]:
     """Convert the address of a server to a gRPC target. Return the target and its host ("" if the target has no host).
 
-    Targets in gRPC's own syntax, such as `dns:///host:50051` and `unix:/path`, are returned unchanged. Other addresses
-    without a port get `default_port`.
+    An address without a port gets `default_port`. Targets in gRPC's own syntax, such as `dns:///host:50051` and
+    `unix:/path`, are returned unchanged.
 
     Raises:
-        ConfigError: the target is not an address.
+        ConfigError: the text is neither an address nor a target in gRPC's own syntax.
     """
     scheme, colon, rest = text.partition(":")
     if colon and scheme in _GRPC_SCHEMES:

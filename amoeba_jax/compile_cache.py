@@ -36,9 +36,9 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
     """Set the directory of JAX's persistent compilation cache for the whole process, and return it.
 
-    If this process cannot write to the directory, a warning is logged, and programs are only read. If the user has set
-    a directory in JAX and `directory` is None, JAX's settings are not changed, and an unsafe directory only causes a
-    warning.
+    If this process cannot write to the directory, a warning is logged, and programs are only read. If `directory` is
+    None and the user has set a directory in JAX, JAX's settings are not changed. If the user's directory is unsafe, a
+    warning is logged.
 
     Args:
         directory: directory to use. "": change nothing and return None. None: the directory set in JAX, or else
@@ -46,8 +46,8 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
         max_size: size limit, in bytes or as text such as "8GiB".
 
     Raises:
-        ConfigError: `max_size` is invalid, the directory cannot be created, or another user owns it or can write to it.
-            Loading a program runs its code, so such a directory is unsafe.
+        ConfigError: `max_size` is invalid, the directory cannot be created, or it is unsafe: another user owns it or
+            can write to it. Loading a program runs its code.
     """
     try:
         size = parse_bytes(max_size)
@@ -141,8 +141,8 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 def tidy(path: Path) -> list[str]:
     """Remove truncated files and add missing time stamps. Return the names of removed files.
 
-    A file is not read again if its size and time are the same as at an earlier check. If another process holds the lock
-    for 10 s, or the directory cannot be changed, log a warning and return an empty list.
+    A file is not read again if its size and time stamp are the same as at an earlier check. If another process holds
+    the lock for 10 s, or the directory cannot be changed, log a warning and return an empty list.
     """
     try:
         with FileLock(path / _LOCK, timeout=_LOCK_TIMEOUT_S):
@@ -183,7 +183,7 @@ def _tidy(path: Path) -> list[str]:
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by name; empty without a check."""
+    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by name; {} without a check."""
     try:
         checked = json.loads((path / _CHECKED).read_text())
     except (OSError, ValueError):
@@ -194,8 +194,8 @@ def _read_checked(path: Path) -> dict[str, list[int]]:
 def _is_whole(entry: Path) -> bool:
     """Return whether a file can be decompressed.
 
-    JAX compresses with Zstandard if its Python module is installed, else with zlib. Without that module, a Zstandard
-    file counts as whole.
+    JAX compresses files with zlib or Zstandard. If Python's module for Zstandard is not installed, a Zstandard file
+    counts as whole.
     """
     data = entry.read_bytes()
     if data.startswith(_ZSTD_MAGIC):

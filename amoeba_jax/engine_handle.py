@@ -28,8 +28,15 @@ from amoeba_jax.request_registry import RequestRegistry
 from amoeba_jax.shorten import shorten
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.tokenizer import Tokenizer, model_eos_ids
-from amoeba_jax.transform.options import ChangeOrder, RunningRequests, TransformOptions
-from amoeba_jax.transform.report import TransformReport, TransformVariant
+from amoeba_jax.transform.options import (
+    ChangeOrder,
+    PlacementKind,
+    PlacementModules,
+    PlacementOptions,
+    RunningRequests,
+    TransformOptions,
+)
+from amoeba_jax.transform.report import PlacementReport, TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryReport
 from amoeba_jax.weights.saving import save
 from sharding.placement import Placement
@@ -148,29 +155,31 @@ class EngineHandle:
         With `running="pause"`, requests of instances that merge stop after the steps in flight and keep their pages.
         The merged instance serves other requests with the free pages. A transformation back to the earlier degree
         resumes the paused requests on their devices. If the merged instance runs out of pages, it first evicts cached
-        prefixes, and then paused requests of the same or a lower priority, which are computed again later.
+        prefixes, and then the pages of paused requests of the same or a lower priority. These requests are computed
+        again later.
 
         Args:
             tensor_parallel_size: degree of the instances afterwards.
-            devices: indices of the devices of the instances to change. They must cover whole instances, and whole
-                aligned groups of the new degree. Default: all devices.
+            devices: indices of the devices to change. The devices must form whole instances, and whole aligned groups
+                of the new degree. Default: all devices.
             variant: name of a `TransformVariant`.
             release_weights: whether a merge turns FFN weights that a rank does not need into KV cache. If False, all
-                weights stay, and the merged instance holds as many tokens as the instances before. A split always
-                restores the weights. An instance that already has the degree does not change: to release or restore its
-                weights, split and merge it.
+                weights stay, and the merged instance holds as many tokens as the instances before the merge. A split
+                always restores the weights. An instance that already has the degree does not change. To release or
+                restore its weights, split and merge it.
             layers_per_step: number of layers to switch between two steps, rounded up to whole segments
                 (`EngineConfig.segment_layers`). `"auto"`: one segment. If no request runs, all layers switch at once.
             wait_for_programs: whether to wait for programs that `warmup(background=True)` is still compiling. Requests
                 run as before in the meantime.
-            running: treatment of running requests. `"migrate"`: they continue on the new instances. `"pause"`: they
-                pause until the instances split again, see above; requires `release_weights=False`. `"wait"`: the
-                transformation starts when they are finished, and no other requests start on these devices.
+            running: treatment of running requests. `"migrate"`: the requests continue on the new instances. `"pause"`:
+                the requests pause until the merged instance splits (see above). Requires `release_weights=False`.
+                `"wait"`: the transformation starts when the requests are finished. Until then, no other request starts
+                on these devices.
             order: `"layer"`: each layer changes as a whole. `"memory_first"`: in a merge, the FFN weights of all layers
-                become KV cache before the first page moves, so requests have more room at once. In a split, the FFN
-                weights return after the last page has moved. Steps between take longer, because every layer exchanges
-                hidden states twice. It has no effect if no weights are released or restored. A warm-up does not compile
-                its programs.
+                become KV cache before the first page moves, so requests get more pages at once. In a split, the FFN
+                weights return after the last page has moved. Steps during the change take longer, because every layer
+                exchanges hidden states twice. `"memory_first"` has no effect if no weights are released or restored,
+                and it needs programs that a warm-up does not compile.
 
         Raises:
             LayoutError: the devices cannot form instances of this degree.
@@ -198,6 +207,101 @@ class EngineHandle:
         options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step, running, order)
         return self._dispatcher.call(self._engine.transform, options, wait_for_programs).result().result()
 
+    def replicate(
+        self, layers: range, device: int, instance: int = 0, modules: PlacementModules = "layer"
+    ) -> PlacementReport:
+        """Let a further device compute layers of an instance while requests run. Return a report when it is done.
+
+        The sequences of the instance are divided into microbatches, one for each device that computes a layer. A device
+        without the weights gets a copy. A device that serves another instance already has them; the KV cache of the
+        replicated layers then takes pages of that instance. No request is lost or computed again.
+
+        Only layers on one device replicate: split an instance of a higher degree first. An instance with replicas does
+        not merge: `evict` them first. docs/placement.md has examples.
+
+        Args:
+            layers: layers to replicate, such as `range(5, 15)`.
+            device: index of the device.
+            instance: id of the instance.
+            modules: modules of these layers: `"layer"`, `"attention"` (with the KV cache) or `"ffn"`.
+
+        Raises:
+            LayoutError: the layers or devices are not possible.
+            RequestError: another change is in progress, or requests do not fit. Nothing was changed.
+            MemoryBudgetError: the device has too little memory. Nothing was changed.
+            NotCompiledError: programs are missing, and `strict_compile` is set. Nothing was changed.
+            TransformError: the change failed after it began. Layers that had switched stay at their new homes.
+        """
+        return self._change_placement("replicate", device, instance, layers, modules)
+
+    def evict(
+        self, layers: range, device: int, instance: int = 0, modules: PlacementModules = "layer"
+    ) -> PlacementReport:
+        """Remove replicas of layers from a device while requests run. The reverse of `replicate`, with its errors.
+
+        The memory of the device is free afterwards, if no other instance uses it.
+        """
+        return self._change_placement("evict", device, instance, layers, modules)
+
+    def migrate(
+        self,
+        layers: range,
+        device: int,
+        instance: int = 0,
+        modules: PlacementModules = "layer",
+        move_kv: bool = True,
+    ) -> PlacementReport:
+        """Move layers of an instance to another device while requests run. Return a report when it is done.
+
+        The first device of the layers gives up their weights and KV cache, and the freed memory becomes KV cache of its
+        other layers. The embedding and the head stay. Other arguments and errors are as for `replicate`.
+
+        Args:
+            modules: as for `replicate`, or `"kv"`: the KV cache and the attention over it, while the attention weights
+                also stay on the first device.
+            move_kv: whether the KV cache moves. If False, only the FFNs move, because attention is where its cache is.
+        """
+        return self._change_placement("migrate", device, instance, layers, modules, move_kv)
+
+    def scale_out(self, device: int, instance: int = 0) -> PlacementReport:
+        """Replicate all layers of an instance to an empty device, and make the copy an instance of its own.
+
+        Each layer serves a share of the requests as soon as it has arrived. When all have arrived, the new instance
+        takes over the sequences that its device computes. Errors are as for `replicate`.
+        """
+        return self._change_placement("scale_out", device, instance)
+
+    def scale_in(self, device: int, instance: int = 0) -> PlacementReport:
+        """End the instance on a device: its sequences go on in another instance, and the device is empty afterwards.
+
+        Errors are as for `replicate`.
+
+        Args:
+            device: device of the instance that ends.
+            instance: id of the instance that takes over the sequences.
+        """
+        return self._change_placement("scale_in", device, instance)
+
+    def _change_placement(
+        self,
+        kind: PlacementKind,
+        device: int,
+        instance: int,
+        layers: range | None = None,
+        modules: PlacementModules = "layer",
+        move_kv: bool = True,
+    ) -> PlacementReport:
+        if modules not in get_args(PlacementModules):
+            known = ", ".join(get_args(PlacementModules))
+            raise RequestError(f"modules={shorten(modules)} is not known: it must be one of {known}")
+        if layers is not None and not isinstance(layers, range):
+            raise RequestError(f"layers={shorten(layers)} must be a range, such as range(5, 15)")
+        for name, value in (("device", device), ("instance", instance)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise RequestError(f"{name}={shorten(value)} must be an integer")
+        options = PlacementOptions(kind, device, instance, layers, modules, move_kv)
+        return self._dispatcher.call(self._engine.change_placement, options).result().result()
+
     def set_layout(self, tensor_parallel_size: int) -> float:
         """Transform all devices of an idle engine. Return the duration in seconds.
 
@@ -206,16 +310,17 @@ class EngineHandle:
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
-        """Compile all programs of the given degrees and of transformations between them, and run each once.
+        """Compile all programs of the given degrees and of transformations between them. Run each program once.
 
         Return the number of programs that were compiled or loaded from the cache on disk. The layout does not change.
-        After a warm-up of all degrees, requests no longer wait for compilations; `stats.late_programs` counts
-        exceptions.
+        After a warm-up of all degrees, requests no longer wait for compilations. `stats.late_programs` counts programs
+        that the warm-up missed.
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
-            background: whether to return the number of missing programs at once. The programs are then compiled at a
-                low priority while requests run, and are not run once. `stats.degrees` shows the progress.
+            background: whether to return at once, with the number of missing programs. The programs are then compiled
+                at a low priority while requests run, and the warm-up does not run them. `stats.degrees` shows the
+                progress.
 
         Raises:
             RequestError: requests are waiting or running, and `background` is False.

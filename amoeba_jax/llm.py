@@ -29,8 +29,9 @@ class LLM(EngineHandle):
 
     `LLM(model=..., num_devices=4, tensor_parallel_size=1, ...)` accepts every field of `EngineConfig` by name. The
     constructor loads the weights onto every device. Programs are compiled on first use, or all at once by `warmup()`. A
-    cache on disk keeps them. `LLM(..., warmup=[1])` is faster than `LLM(...).warmup([1])`, as it compiles while the
-    weights are loaded. To free the memory, call `close()` or use the `LLM` as a context manager.
+    cache on disk keeps compiled programs. `LLM(..., warmup=[1])` is faster than `LLM(...).warmup([1])`, because
+    programs are compiled while the weights are loaded. To free the memory, call `close()` or use the `LLM` as a context
+    manager.
 
     All methods are thread-safe. Errors of the constructor name the value and the limit.
 
@@ -61,8 +62,8 @@ class LLM(EngineHandle):
             cache_salt: name of a group of requests. Cached prefixes are shared only inside a group.
 
         Raises:
-            RequestError: the only prompt cannot be served.
-            NotANumberError: logits of the only prompt are infinite or NaN.
+            RequestError: an argument is malformed, or the only prompt cannot be served.
+            NotANumberError: the logits for the only prompt are infinite or NaN.
             RequestFailedError: a program or memory for the only prompt was not available.
         """
         prompt_list, alone = as_prompts(prompts)
@@ -76,7 +77,7 @@ class LLM(EngineHandle):
         request_ids: list[str] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete a list of prompts. An entry may be the error of an invalid prompt instead.
+        """Complete a list of prompts. In place of an invalid prompt, the list has its error.
 
         Each error becomes a failed output. If `alone` is true, the error is raised instead.
         """
@@ -184,7 +185,7 @@ class LLM(EngineHandle):
 
         Args:
             client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
-            arrival: value of `time.monotonic()` from which times are measured. None: now.
+            arrival: arrival of the request as a value of `time.monotonic()`. Times are measured from it. None: now.
         """
         arrival = time.monotonic() if arrival is None else arrival
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()

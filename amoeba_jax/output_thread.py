@@ -22,13 +22,13 @@ MAX_BACKLOG = 4096
 
 
 class OutputThread:
-    """A thread that serves the requests in turns. All updates of a turn are delivered together.
+    """A thread that converts queued updates to outputs. In each turn, the thread takes some updates of one request.
 
     Args:
         end_early: function `(sequence, stop string)` that asks the engine to end a sequence early. The stop string is
             None if the request failed.
-        on_room: function that this thread calls when the backlog falls below half of `MAX_BACKLOG` after `behind` was
-            true. It must not block.
+        on_room: function that this thread calls when the backlog has fallen below half of `MAX_BACKLOG` after `behind`
+            was true. The function must not block.
     """
 
     def __init__(self, end_early: EndEarly, on_room: Callable[[], None] = lambda: None):
@@ -95,7 +95,7 @@ class OutputThread:
         self._wake_loops()
 
     def _take_turn(self) -> bool:
-        """Wait for a request with queued updates and deliver a turn of updates.
+        """Wait for a request with queued updates. Take some of its updates and deliver their output.
 
         Return False if `close` was called and no update is queued.
         """

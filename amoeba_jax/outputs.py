@@ -47,7 +47,7 @@ class Logprob:
 class RequestMetrics(_ShortRepr):
     """Times of one request in seconds, defined as in vLLM. A time is None until it is known.
 
-    If a request has several samples, the first and the last token of any sample count.
+    If a request has several samples, times refer to the first and the last token over all samples.
     """
 
     arrival: float
@@ -86,8 +86,8 @@ class CompletionOutput(_ShortRepr):
     index: int = 0
     """Index among the `n` samples of the request."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    """Log-probabilities by token id for each generated position, of the generated token and of the most probable
-    tokens. None if they were not requested."""
+    """One dict for each generated token: log-probabilities, by token id, of this token and of the most probable tokens
+    at its position. None if they were not requested."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the generated tokens. None if they were not requested."""
     new_text: str = field(default="", compare=False)
@@ -110,8 +110,8 @@ class RequestOutput(_ShortRepr):
     """Text added to the first sample since the previous output of a stream. Each sample has a `new_text` too."""
     _: KW_ONLY
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """Log-probabilities by token id for each position of the prompt, of the prompt's token and of the most probable
-    tokens. The entry of the first position is None. The field is None if they were not requested."""
+    """One dict for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first token. The field is
+    None if log-probabilities of the prompt were not requested."""
     error: str | None = None
     """Error message, if this prompt failed and other prompts of the call were served. `outputs` is empty then."""
 
@@ -148,7 +148,7 @@ class RequestDelta:
     request_id: str
     num_prompt_tokens: int
     completions: tuple[CompletionDelta, ...]
-    """Additions to the samples that grew or ended, by index. Empty if only `prompt_logprobs` has additions."""
+    """Additions to the samples that grew or ended, ordered by index. Empty if only `prompt_logprobs` has additions."""
     metrics: RequestMetrics
     finished: bool
     """Whether every sample has ended. If so, no further delta follows."""

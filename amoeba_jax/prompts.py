@@ -24,7 +24,7 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
 
 def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
-    """Return a list of `count` values: a single value or None is repeated, and a list is returned as it is.
+    """Return a list of `count` values. A single value or None is repeated, and a list is returned as it is.
 
     Raises `RequestError`, with the argument's name (`name`), for a list of another length or for values not of type
     `kind`.

@@ -54,10 +54,10 @@ class Request:
 
     Args:
         prompt: text of the prompt. None: the caller gave token ids.
-        sequences: sequences of the samples. The first one, the leader, computes the prompt for all.
-        tokenizer: tokenizer. None: there is no text.
+        sequences: sequences of the samples. The first sequence (the leader) computes the prompt for all samples.
+        tokenizer: tokenizer. None: outputs have no text.
         deliver: function that receives each delta, or the error if the request fails.
-        every_token: whether to deliver after each step. If false, everything is delivered at the end.
+        every_token: whether to deliver output after each step. If false, all output is delivered at the end.
 
     Attributes:
         inbox: queued updates. The `OutputThread` owns it.
@@ -105,8 +105,8 @@ class Request:
     def take(self, updates: Iterable[Update], end_early: EndEarly) -> None:
         """Process updates and deliver the new output.
 
-        If a stop string ends a sequence, call `end_early(sequence, stop string)`. If an exception is raised meanwhile,
-        the request fails with it, and `end_early(sequence, None)` ends all its sequences.
+        If a stop string ends a sequence, call `end_early(sequence, stop string)`. If processing raises an exception,
+        deliver the exception and call `end_early(sequence, None)` for all sequences.
         """
         try:
             for update in updates:
@@ -128,7 +128,7 @@ class Request:
             self._deliver(error)
 
     def _deliver_grown(self) -> None:
-        """Deliver the remaining output before an error is delivered, if the request is delivered after each step."""
+        """Deliver the remaining output of a request that fails. Do nothing if `every_token` is false."""
         if self._every_token and self._grown:
             with contextlib.suppress(Exception):  # this may be the error that the request fails with
                 self._deliver(self._delta())

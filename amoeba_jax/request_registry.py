@@ -76,7 +76,7 @@ class RequestRegistry:
             deliver: function for outputs, called in the output thread (see `Request`).
             request_id: id of the request. None: a generated id.
             cache_salt: salt of cached prefixes. None: no salt.
-            every_token: whether to deliver after each step. If false, everything is delivered at the end.
+            every_token: whether to deliver output after each step. If false, all output is delivered at the end.
             deadline: value of `time.monotonic()` by which the request must start. None: no deadline.
             client: name of the client that sent the request. Clients get equal shares of slots and pages.
             arrival: arrival as a value of `time.monotonic()`. None: now.

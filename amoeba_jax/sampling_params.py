@@ -43,7 +43,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Divisor of the logits before sampling, at least 0. At 0 the most probable token is chosen."""
     top_p: float = 1.0
-    """Sum of probabilities, in (0, 1]. Sampling is limited to the fewest most probable tokens that reach this sum."""
+    """Sum of probabilities, in (0, 1]. Tokens are drawn from the fewest most probable tokens that reach it."""
     top_k: int = 0
     """Number of most probable tokens to sample from. 0 or -1: all."""
     min_p: float = 0.0
@@ -179,14 +179,14 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a real number of Python or NumPy. NaN is included: range checks refuse it."""
+    """Return whether a value is a real number of Python or NumPy, or NaN. The range checks refuse NaN."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _strings(name: str, values: Any) -> tuple[str, ...]:
-    """Check that all values are non-empty strings and return them as a tuple; an empty tuple for None.
+    """Check that all values are non-empty strings, and return the strings as a tuple. None gives an empty tuple.
 
-    `bad_words` must not be blank either.
+    If `name` is "bad_words", blank strings are refused too.
     """
     strings = () if values is None else tuple(values) if _is_collection(values) else None
     if strings is None or not all(isinstance(text, str) for text in strings):
@@ -218,5 +218,5 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _is_collection(values: Any) -> bool:
-    """Return whether a value is a collection of elements. Strings and mappings are not."""
+    """Return whether a value is a collection of elements. Strings and mappings do not count."""
     return isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from amoeba_jax.views import DegreePrograms, TransformStatus
+from amoeba_jax.views import DegreePrograms, PlacementStatus, TransformStatus
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Largest number of tokens in each class of `EngineStats.steps_by_tokens`. The last class there has no limit."""
@@ -42,3 +42,5 @@ class EngineStats:
     """Progress of the background warm-up, for each degree. Empty if there was none."""
     transformations: tuple[TransformStatus, ...] = ()
     """Transformations that have not ended."""
+    placements: tuple[PlacementStatus, ...] = ()
+    """Changes of placements that have not ended."""

@@ -8,17 +8,16 @@ from amoeba_jax.tokenizer import DetokenizeStream
 class TextStream:
     """A converter of tokens to text that ends at a stop string.
 
-    The first stop string that is complete ends the text. If several are complete at the same character, the longest
-    counts. Token boundaries do not matter. The text is cut before the stop string, or after it with
-    `include_stop_str_in_output`.
+    The first stop string that is complete ends the text, even inside a token. If several stop strings are
+    complete at the same character, the longest counts. The text is cut before the stop string. With
+    `include_stop_str_in_output`, the text is cut after the stop string.
 
     The increments of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
-    back until later text decides it. With `include_stop_str_in_output`, no text is held back.
+    back until later text shows whether it is one. With `include_stop_str_in_output`, no text is held back.
 
-    As in vLLM, a stop string that ends within the first `min_tokens` tokens is ignored. Its start does not matter.
+    As in vLLM, a stop string that ends within the first `min_tokens` tokens is ignored.
 
-    Without a tokenizer all increments are "". The work per character and stop string is bounded for strings of any
-    length.
+    Without a tokenizer all increments are "".
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class TextStream:
 class _StopString:
     """An incremental search for one string (Knuth, Morris and Pratt).
 
-    The table of borders grows only with the longest match so far, so that long stop strings take no time at the start.
+    The algorithm's table of borders grows only as far as the text has matched, so a long string costs no time at first.
     """
 
     def __init__(self, text: str):

@@ -101,8 +101,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        Other threads run meanwhile. For 4 MB of English text (1.4 million tokens, 2 s) another thread waits for at most
-        25 to 40 ms. The `encode` of the library would stop all threads for 2.5 to 3.5 s.
+        The call blocks other threads for at most 40 ms, even for 4 MB of English text (1.4 million tokens, 2 s). The
+        `encode` of the library would block other threads for 2.5 to 3.5 s.
 
         Args:
             text: text to tokenize.
@@ -131,13 +131,14 @@ class Tokenizer:
     def longest_token_chars(self) -> int:
         """Largest number of characters that one token can represent.
 
-        A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens, so it can
-        be refused by its length. The number allows for normalizers that compose characters (NFC: up to 4 to 1).
+        A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens, so the
+        text can be refused without tokenization. The number allows for normalizers that compose up to 4 characters into
+        one (NFC).
 
-        Some tokenizers drop characters: spaces that a normalizer collapses, or characters outside the vocabulary. A
-        text that mainly consists of dropped characters can therefore be refused although its tokens would fit.
+        There is one exception. Some tokenizers drop characters, such as repeated spaces or characters outside the
+        vocabulary. A text that mainly consists of dropped characters can be refused although its tokens would fit.
 
-        The first use takes up to 1 s for 150,000 tokens.
+        The first use takes up to 1 s for a vocabulary of 150,000 tokens.
         """
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         # A vocabulary entry has one character for each character or each byte of the text.
@@ -225,18 +226,16 @@ class Tokenizer:
 class DetokenizeStream:
     """An incremental decoder that returns only complete characters.
 
-    The increments of `push` and `flush` add up to the text of prompt and new tokens, without the text of the prompt at
-    its start. So, as in vLLM, the first word has its leading space, and a character that starts in the prompt is
-    complete. Only the last 32 prompt tokens are examined. Skipped special tokens do not count as text before the first
-    word.
+    The increments of `push` and `flush` add up to the text of prompt and new tokens together, minus the text of the
+    prompt. So, as in vLLM, the first word has its leading space, and a character that starts in the prompt is complete.
+    Only the last 32 prompt tokens are examined, without skipped special tokens.
 
-    There is one exception. If one byte token is invalid, the byte fallback of SentencePiece replaces the whole run of
-    byte tokens. The stream cannot correct text that it has already returned. It forgets the invalid token after 8 to 25
-    further tokens.
+    There is one exception. If one byte token in a run of byte tokens is invalid, the byte fallback of SentencePiece
+    decodes the whole run as U+FFFD. The stream cannot correct the text of the run that it has already returned. The
+    invalid token affects the text of at most 25 further tokens.
 
-    To find an increment, the stream decodes the last tokens with and without the new tokens. `DecodeStream` of the
-    library does the same. But it drops text that it still holds back at the end, and it raises an error in the case of
-    the exception.
+    `DecodeStream` of the library is not used, because it drops text that is held back at the end, and raises an error
+    after an invalid byte token.
 
     `push` decodes at most 50 tokens. Text that ends in U+FFFD is held back for at most 16 tokens. After that, the text
     without its last character is returned.
@@ -257,8 +256,8 @@ class DetokenizeStream:
         self._held: list[int] = []  # tokens whose text was not returned yet
 
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
-        """Return the number of last prompt tokens to keep as context, and the number of last prompt tokens in an
-        incomplete character (0 if the prompt ends with a complete character)."""
+        """Return how many of the last prompt tokens to keep as context, and how many of them form an incomplete
+        character at the end of the prompt."""
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
             # Among four consecutive positions, at least one is the start of a character.
             for num_tokens in range(_MOST_CONTEXT - _MOST_CUT, _MOST_CONTEXT + 1):
@@ -271,7 +270,7 @@ class DetokenizeStream:
         return token_id not in self._skipped_ids and self._tokenizer.has_text(token_id)
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; "" if its last character is incomplete."""
+        """Return the text that `token_id` completes; "" if the last character is incomplete."""
         if not self._has_text(token_id):
             return ""
         self._held.append(token_id)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from sharding.ledger import format_bytes
 from sharding.owners import Owner
+from sharding.placement import Placement
 
 # Uses of the bytes of a layer, in the order of its column from top to bottom.
 _LAYER_PARTS: tuple[str, ...] = (
@@ -52,6 +53,8 @@ class InstanceStatus:
     """Paused requests on these devices. They resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
     """Degree at which the paused requests ran; 0 if there are none."""
+    placement: Placement | None = None
+    """Devices that compute each layer, for each microbatch."""
     phase: str = "serving"
     """`serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
 
@@ -69,13 +72,14 @@ class TransformState(StrEnum):
     SWITCHING = "switching"
     """Layers switch between steps."""
     SETTLING = "settling"
-    """All layers have switched. The last step with the old layout, or the restored weights, are still in flight."""
+    """All layers have switched. The last step with the old layout still runs, or weights are still being restored."""
     DONE = "done"
     ABORTED = "aborted"
     """The transformation was refused, or failed before the first layer switched. Nothing has changed."""
     RECOVERED = "recovered"
-    """It failed later. Groups that had changed stay changed. The group that failed serves with an empty cache, at the
-    higher degree or, if its restored weights were lost, at the lower degree. Its requests are computed again."""
+    """The transformation failed after the first layer had switched. Groups that had changed stay changed. The failed
+    group serves at the higher degree with an empty cache, and its requests are computed again. If its restored weights
+    were lost, the group serves at the lower degree instead."""
 
 
 _WAITING = {TransformState.AWAITING_REQUESTS, TransformState.AWAITING_PROGRAMS, TransformState.DRAINING}
@@ -117,6 +121,27 @@ class TransformStatus:
         about = "" if self.estimated_s is None else f", about {self.estimated_s:.0f} s"
         switched = f": {self.layers_switched} of {self.num_layers} layers" if self.num_layers else ""
         return f"TP{self.tensor_parallel_size}, {self.state}{left}{about}{switched}"
+
+
+@dataclass(frozen=True)
+class PlacementStatus:
+    """Progress of a change of a placement that has not ended.
+
+    Attributes:
+        kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
+        instance: id of the instance.
+        device: device that gets or gives up modules.
+        layers: first layer and end of the layers; (0, 0) for all layers.
+        state: one of `TransformState`.
+        layers_switched: number of layers at their new homes.
+    """
+
+    kind: str
+    instance: int
+    device: int
+    layers: tuple[int, int]
+    state: str
+    layers_switched: int
 
 
 @dataclass(frozen=True)
@@ -193,8 +218,8 @@ class MemoryReport:
     def parts(self, device: int) -> dict[int | None, dict[str, int]]:
         """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers outside the layers.
 
-        The uses are `weights`, `kv cache in use`, `kv cache kept`, `kv cache free`, `sampling` and `padding`. They do
-        not overlap: padding counts only as `padding`, not as weights or KV cache. Hidden states count as `weights`.
+        The uses are `weights`, `kv cache in use`, `kv cache kept`, `kv cache free`, `sampling` and `padding`. Padding
+        counts only as `padding`, not as weights or KV cache. Hidden states count as `weights`.
         """
         cache_bytes = self.by_owner(device).get(Owner.KV_CACHE, 0)
         layers: dict[int | None, dict[str, int]] = {}
@@ -218,7 +243,7 @@ class MemoryReport:
         return layers
 
     def unused_bytes(self, device: int) -> int:
-        """Return the bytes of a device's budget that are neither used nor reserved. They can be negative."""
+        """Return the bytes of a device's budget that are neither used nor reserved. The result can be negative."""
         return self.budget_bytes - self.reserved_bytes[device] - self.device_bytes(device)
 
     @property
@@ -284,7 +309,7 @@ class _Column:
 
 
 def _picture(report: MemoryReport) -> str:
-    """Return HTML with a legend and an SVG: one row for each device, with its layers as columns, all to scale.
+    """Return HTML with a legend and an SVG. The SVG has one row for each device, with the layers as columns, to scale.
 
     The HTML needs no script, style sheet or other file, so every notebook viewer shows it.
     """
@@ -308,7 +333,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device. Their bytes add up to its budget, or to more if the budget is exceeded."""
+    """Return the columns of a device. The sum of their bytes is the budget, or more if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]
@@ -374,8 +399,9 @@ class DegreePrograms:
     """Progress of a background warm-up for one degree.
 
     Attributes:
-        degree: tensor-parallel size. num_programs: number of programs of this degree, and of transitions between it and
-        the degrees that were prepared before.
+        degree: tensor-parallel size.
+        num_programs: number of programs of this degree, plus the programs of transitions between this degree and the
+            degrees that were prepared before.
         num_ready: number of programs that are compiled.
     """
 

@@ -23,10 +23,10 @@ class Block(NamedTuple):
 
 
 class _FreeBlocks:
-    """Free blocks of one order: a set from which the lowest block can be taken in O(log n).
+    """Free blocks of one order: a set, and a heap that finds the lowest block in O(log n).
 
-    The entry of a removed block stays in the heap until it reaches the top. If the block is added again while its entry
-    is still there, no second entry is made. The heap therefore has at most one entry for each block.
+    A removed block leaves the set at once, but its entry in the heap stays until the entry reaches the top. If the
+    block is added again before that, the entry is reused. The heap therefore has at most one entry for each block.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _FreeBlocks:
         return unit in self._free
 
     def append(self, units: range) -> None:
-        """Add blocks with higher ids than all earlier blocks. Appending such blocks keeps the heap valid."""
+        """Add blocks with higher ids than all earlier blocks."""
         self._free.update(units)
         self._queued.update(units)
         self._heap.extend(units)
@@ -69,7 +69,7 @@ class BuddyAllocator:
 
     `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of this
     size, it takes the block with the lowest id. Extents that are added later (released weights) have higher ids, so
-    they are filled last. They are therefore likely to be free when their weights must be restored.
+    they are filled last. These extents are therefore likely to be free when their weights must be restored.
 
     Methods that take the first unit of a live block raise `ValueError` if no live block starts there. Not thread-safe:
     only the engine's dispatcher thread calls it.
@@ -100,7 +100,7 @@ class BuddyAllocator:
         return self.num_free(0)
 
     def num_free(self, order: int) -> int:
-        """Return the number of blocks of `order` that can be allocated now, also by splitting larger blocks."""
+        """Return the number of blocks of `order` that can be allocated now. Larger blocks count as several."""
         self._check_order(order)
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 
@@ -186,9 +186,9 @@ class BuddyAllocator:
         self._free[order].add(unit)
 
     def become(self, other: "BuddyAllocator") -> None:
-        """Take over the extents and blocks of `other`, an allocator on which a change of the device was planned.
+        """Take over the extents and blocks of `other`, for example the allocator of a device's new layout (`relayout`).
 
-        All objects that hold this allocator then see the change. Do not use `other` afterwards.
+        All objects that hold this allocator then see the new state. Do not use `other` afterwards.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")

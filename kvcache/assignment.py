@@ -18,20 +18,21 @@ def assign_down(
 ) -> Int32[np.ndarray, " sequences"]:
     """Choose an instance for each sequence of a group of devices that splits. Return the index of each instance.
 
-    The longest sequences are assigned first, each to the instance with the most free pages. If several instances get
-    sequences that share a page, each instance needs a copy of this page. Sequences that share pages are kept together
-    only if they do not fit otherwise: instances should not stay idle because all prompts begin with the same system
-    prompt. Cached pages without a sequence are not part of the input; the caller drops them.
+    The longest sequences are assigned first, each to the instance with the most free pages. Sequences that share a page
+    may get different instances, and each of these instances needs a copy of the page. If the sequences do not fit this
+    way, sequences that share pages are kept together. This is not done at first, because all prompts may begin with the
+    same system prompt, and some instances would then stay idle. Cached pages without a sequence are not part of the
+    input; the caller drops them.
 
     Args:
         pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
             same page.
         room: free pages of each instance, in pages of the lower degree.
         staying: for each sequence, the number of its pieces that could stay in place on each instance
-            (`relayout.staying_pieces`). If given, each sequence is first assigned to the instance with its highest
+            (`relayout.staying_pieces`). If given, each sequence is first assigned to the instance with the highest
             number. Sequences are then moved until the free pages of the instances differ by at most the pages of the
             longest sequence, or until no move helps. If the result does not fit, `staying` is ignored.
-        limit: maximum number of sequences of an instance: one number for all, or one for each. None: no limit.
+        limit: maximum number of sequences of an instance: one number, or a list by instance. None: no limit.
 
     Raises `OutOfPagesError` if no assignment is found. The search is greedy and may miss an assignment that exists.
     """
@@ -61,8 +62,8 @@ def assign_down(
 
 
 _Preference = Callable[[int, int], tuple[int, int]]
-"""Function of the free pages of an instance and the new pages that a group of sequences needs there. Returns a cost:
-the group goes to the instance with the lowest cost."""
+"""Function that returns a cost from the free pages of an instance and the new pages that a group of sequences needs on
+this instance. The group goes to the instance with the lowest cost."""
 
 
 def _assign(
@@ -83,7 +84,7 @@ def _assign(
         num_pages: number of distinct pages of all sequences together.
         room: free pages of each instance.
         groups: indices of the sequences of each group.
-        preference: cost by which the instance of a group is chosen.
+        preference: function that returns the cost of an instance. A group goes to the instance with the lowest cost.
         limit: maximum number of sequences of each instance.
     """
     free, left = list(room), list(limit)
@@ -134,9 +135,11 @@ class _Staying:
     """Assignment of sequences to instances that is balanced by moves of single sequences.
 
     At first, every sequence is on the instance where most of its pieces stay. A move goes to the instance with the most
-    free pages among the instances below their limit of sequences. Afterwards both instances of the move have more free
-    pages than the fuller instance had before, so the moves end. Moves away from an instance with too many sequences end
-    too, because no move gives another instance too many sequences.
+    free pages among the instances below their limit of sequences.
+
+    The number of moves is finite. Moves from an instance above its limit end, because no move brings an instance above
+    its limit. After any other move, the two instances each have more free pages than the fuller instance had
+    before.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class _Staying:
         return None
 
     def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " sequences"]:
-        """Return for each sequence the number of its pages with a flag. `flags` has one entry for each page number."""
+        """Return, for each sequence, the number of its pages whose flag is set. `flags` is indexed by page number."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 

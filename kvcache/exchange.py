@@ -22,7 +22,7 @@ from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
 """Number of consecutive phases with the same distance that one program without a loop can run. Launching a program on
-four devices takes 0.3 ms of CPU time. A plan with phases of a distance mostly has at least three of them."""
+four devices takes 0.3 ms of CPU time. Most plans that use a distance have at least three phases with this distance."""
 
 PHASES_OF_LOOP = 16
 """Maximum number of phases that a program with a loop runs. Most plans have fewer phases."""
@@ -33,9 +33,9 @@ class ExchangeKind(NamedTuple):
 
     `migration.Phase` defines phases and distances. `distance` is None for a program of general phases.
 
-    A program with a loop runs at most `num_phases` phases of any distance, and its `distance` is None too. It replaces
-    many programs and takes one launch for a layer. It suits CPU only: on a GPU, the host launches work ahead, and would
-    have to wait in each phase to learn which branch the program takes.
+    If `loop`, the program runs up to `num_phases` phases of any distance, in a loop with a branch for each distance.
+    `distance` is None too. One program with a loop replaces the programs of all distances and takes one launch for a
+    layer. It is for CPU only: on a GPU, the host would have to wait in each phase to learn which branch is taken.
     """
 
     distance: int | None
@@ -63,9 +63,8 @@ class Exchange(NamedTuple):
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
     """Return all kinds of programs that the exchanges of `join_phases` need for `p` ranks.
 
-    If `loop`, there is only one kind. Otherwise, there is a kind for a single general phase, a kind for a single phase
-    of each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0. General phases and phases of
-    distance 0 are rare, so there are no programs for several of these phases.
+    If `loop`, there is only one kind. Without a loop, there is a kind for one general phase, a kind for one phase of
+    each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -118,11 +117,12 @@ def exchange_pieces(
     Args:
         extents: extents of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements, and ids count
             over all extents.
-        num_read: pieces are read from the first `num_read` extents.
-        num_written: pieces are written to the first `num_written` extents.
+        num_read: number of extents to read from, beginning with the first extent.
+        num_written: number of extents to write to, beginning with the first extent.
         send: ids of the pieces that this rank sends, `Phase.send` of the rank. Its shape is `[p, phase_pieces]` if
             `distance` is None, else `[p * phase_pieces]`. A negative id sends garbage (padding).
-        receive: target ids of the pieces that this rank receives, same shape. A negative id writes nothing.
+        receive: target ids of the pieces that this rank receives, with the shape of `send`. A negative id writes
+            nothing.
         distance: distance of the phase, or None for a general phase. In a program with a loop, an int32 scalar array
             with the branch (see `Exchange`).
     """
@@ -148,7 +148,7 @@ def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
 
 
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Float[Array, "pieces elems"]:
-    """Return the pieces with the given ids. `rows` comes from `as_pieces`, and ids count over all its arrays.
+    """Return the pieces with the given ids. `rows` comes from `as_pieces`, and ids count over all arrays in `rows`.
 
     A negative id returns garbage.
     """
@@ -163,7 +163,7 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Fl
 def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array, "pieces elems"]:
     """Send `pieces` from this rank `r` to rank `r ^ distance`, and return the pieces that arrive from that rank.
 
-    The pieces must be reinterpreted as bits before (`as_bits`).
+    `pieces` must be a result of `as_bits`.
     """
     if distance == 0:
         return pieces
@@ -182,8 +182,8 @@ def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array
 def as_bits(array: jax.Array) -> jax.Array:
     """Reinterpret elements as unsigned integers of the same size. Elements of 32 bits are returned unchanged.
 
-    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. Elements of 32 bits have no such
-    problem, and reinterpreting them would add a copy of the received pieces: a fifth of the time of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. Elements of 32 bits are sent
+    unchanged, and reinterpreting them would add a copy, which takes a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
@@ -199,7 +199,7 @@ def scatter_pieces(
 ) -> list[jax.Array]:
     """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays `rows`.
 
-    `rows` comes from `as_pieces`, and ids count over all its arrays. A negative id writes nothing. All other ids
+    `rows` comes from `as_pieces`, and ids count over all arrays in `rows`. A negative id writes nothing. All other ids
     differ.
     """
     written = []

@@ -7,10 +7,11 @@ vacate its target are in the same phase or an earlier one.
 
 Each slot is the target of at most one move, so the moves form cycles and trees whose leaves are free slots. A tree is
 scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that they vacate.
-All moves of a cycle must run in one phase. A cycle that is too long for a phase is cut into arcs, and each arc is
-closed to a shorter cycle. These cycles bring all pieces to their targets, except the last piece of each arc, which
-lands in the first slot of its arc. The first slots of all arcs form one more cycle, which is scheduled the same way.
-Therefore a plan never needs a free slot, even if all ranks are full.
+All moves of a cycle must run in one phase. A cycle that is too long for a phase is cut into arcs: runs of consecutive
+slots. A phase rotates the pieces of an arc: every piece moves to the next slot, and the last piece moves to the first
+slot of the arc. After that, only the first slots of the arcs have wrong pieces. The moves that correct them form one
+more, shorter cycle, which is scheduled the same way. Therefore a plan never needs a free slot, even if all ranks are
+full.
 """
 
 import heapq
@@ -34,7 +35,7 @@ class Phase:
     """Pieces that the ranks exchange at once: a *general* phase between all ranks, or a phase between pairs of ranks.
 
     The distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `phase_pieces` is the argument of
-    `plan_phases`, equal in all phases of a plan. Unused entries of both arrays are `PADDING`.
+    `plan_phases`, equal in all phases of a plan. Unused entries of `send` and `receive` are `PADDING`.
     """
 
     send: Int32[np.ndarray, "p *pieces"]
@@ -60,8 +61,8 @@ def plan_phases(
 ) -> list[Phase]:
     """Plan phases that copy each piece from its source to its target when they run in order.
 
-    If many pieces can move between ranks of one distance, a phase with this distance moves them, because it moves more
-    pieces in less time. General phases move the remaining pieces, and pieces that wait for each other.
+    A piece that moves from rank `r` to rank `s` has the distance `r ^ s`. Many pieces of equal distance move in phases
+    of this distance. The remaining pieces move in general phases. So do pieces that wait for each other.
 
     A source may have several targets, and may be the target of another piece. A slot that is not a target keeps its
     piece. A slot that is both source and target may hold other pieces between phases. Any other target is written once.
@@ -127,9 +128,9 @@ def _dependencies(
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
     """Return three values for each move: `refill`, `depth` and `cyclic`.
 
-    `refill` is the index of the move into the slot that this move vacates, or -1. That move waits for this move, its
-    own refill waits for that move, and so on. `depth` is the length of this chain of waiting moves (without a meaning
-    if the chain ends in a cycle). `cyclic` is True if the move is on a cycle.
+    `refill` is the index of the move that fills the slot which this move vacates, or -1 if no move does. `depth` is the
+    number of moves that wait for this move: its refill, the refill of its refill, and so on. It has no meaning if these
+    moves end in a cycle. `cyclic` is True if the move is on a cycle.
 
     Args:
         sources: slot number of the source of each move (`_Timetable` defines slot numbers).
@@ -239,11 +240,11 @@ class _Timetable:
     def enter_swaps(
         self, sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], which: Bool[np.ndarray, " M"]
     ) -> tuple[Int64[np.ndarray, "rows 3"], Bool[np.ndarray, " M"]]:
-        """Choose the phases of swaps: pairs of moves that trade slots, among the moves on cycles that `which` selects.
+        """Choose the phases of swaps: pairs of moves that trade slots. Only moves in the mask `which` are considered.
 
-        Merges and splits in place consist mostly of swaps. Swaps that are too few for a phase of their distance get no
-        phase here. Return the moves with a phase twice: as rows `[source slot, target slot, phase]`, and as a mask over
-        all moves.
+        Merges and splits in place consist mostly of swaps. If the last swaps of a distance are too few to fill a phase,
+        they get no phase. Return the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`,
+        and as a mask over all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -278,8 +279,8 @@ class _Timetable:
 
         A cycle that is cut into arcs has more rows than moves: pieces also pass through the first slots of the arcs.
 
-        `following` maps each slot on a cycle to the next slot of the cycle. It is emptied. `ready[slot]`, if present,
-        is the first phase in which the slot may be written. It is updated.
+        `following` maps each slot on a cycle to the next slot of the cycle. `ready[slot]` is the first phase in which
+        the slot may be written; 0 if it is missing. This method empties `following` and updates `ready`.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -328,11 +329,9 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Reserve `counts[pair]` entries of each pair in the first suitable phase from number `phase` on.
+        """Reserve `counts[pair]` entries of each pair in one phase, and return the number of this phase.
 
-        Return the number of the chosen phase.
-
-        Phases are added if no phase has enough free entries.
+        The phase is the first one from number `phase` on with enough free entries. If there is none, add phases.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)
@@ -352,7 +351,7 @@ class _Timetable:
 def _cycles(following: dict[int, int]) -> Iterator[list[int]]:
     """Yield the slots of each cycle with at least two slots, in order.
 
-    `following` maps each slot to the next slot of its cycle. It is emptied.
+    `following` maps each slot to the next slot of its cycle. This function empties `following`.
     """
     while following:
         start, slot = following.popitem()
@@ -373,7 +372,7 @@ def _phases(
         moves: rows `[source slot, target slot, phase]`. The number of a slot is `rank * num_ids + piece id`, and
             `phase` is an index in `distances`.
         num_ranks: number of ranks.
-        num_ids: factor of the rank in the number of a slot, above all piece ids.
+        num_ids: factor of the rank in the number of a slot. All piece ids are smaller.
         phase_pieces: argument of `plan_phases`.
         distances: distance of each phase; None for a general phase.
     """

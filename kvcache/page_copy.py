@@ -1,13 +1,40 @@
-"""Copies of whole pages within the extents of a layer, for sequences that write to a shared page."""
+"""Reads, writes and copies of whole pages in the extents of a layer."""
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from kvcache.exchange import as_pieces, gather_pieces, scatter_pieces
 from kvcache.extents import Extent, extent_starts
+
+
+def read_pages(
+    extents: Sequence[Extent], first_ids: tuple[int, ...], tp: int, ids: Int32[Array, " pages"]
+) -> Float[Array, "pages elems"]:
+    """Return the contents of pages: `page_elems / tp` elements of each. A negative id returns garbage.
+
+    Runs on one rank, inside `shard_map`. Arguments are as in `copy_pages`.
+    """
+    rows = as_pieces(extents, tp)
+    return gather_pieces(rows, _rows_of(rows, first_ids, ids))
+
+
+def write_pages(
+    extents: Sequence[Extent],
+    first_ids: tuple[int, ...],
+    tp: int,
+    ids: Int32[Array, " pages"],
+    contents: Float[Array, "pages elems"],
+) -> list[jax.Array]:
+    """Write the contents of pages. Return the extents, updated in place if they are donated.
+
+    Runs on one rank, inside `shard_map`. Arguments are as in `copy_pages`. A negative id writes nothing.
+    """
+    rows = as_pieces(extents, tp)
+    written = scatter_pieces(rows, _rows_of(rows, first_ids, ids), contents)
+    return [r.reshape(extent.shape) for r, extent in zip(written, extents, strict=True)]
 
 
 def copy_pages(
@@ -32,16 +59,7 @@ def copy_pages(
             (padding).
     """
     rows = as_pieces(extents, tp)
-
-    def places(ids: jax.Array) -> jax.Array:
-        """Return the index over all rows for each id, or -1 if the id is in no extent."""
-        found = jnp.full_like(ids, -1)
-        for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
-            inside = (ids >= start) & (ids < start + len(r))
-            found = jnp.where(inside, ids - start + first, found)
-        return found
-
-    source_ids, target_ids = places(source_ids), places(target_ids)
+    source_ids, target_ids = _rows_of(rows, first_ids, source_ids), _rows_of(rows, first_ids, target_ids)
     # A branch, because XLA then gathers all contents before it writes. Otherwise it fuses the gather into each write,
     # and has to copy the extents.
     contents = jax.lax.cond(
@@ -51,3 +69,14 @@ def copy_pages(
     )
     written = scatter_pieces(rows, jnp.where(source_ids < 0, -1, target_ids), contents)
     return [r.reshape(extent.shape) for r, extent in zip(written, extents, strict=True)]
+
+
+def _rows_of(
+    rows: Sequence[jax.Array], first_ids: tuple[int, ...], ids: Int32[Array, " pages"]
+) -> Int32[Array, " pages"]:
+    """Return for each page id the index of its row, counted over all of `rows`, or -1 if the id is in no extent."""
+    found = jnp.full_like(ids, -1)
+    for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
+        inside = (ids >= start) & (ids < start + len(r))
+        found = jnp.where(inside, ids - start + first, found)
+    return found

@@ -18,7 +18,7 @@ def split_by_extent(
 ) -> tuple[PageTable, ...]:
     """Split block tables into one `PageTable` for each extent, with entries packed to the left in logical order.
 
-    Unused entries are 0 if there are several extents. With one extent, they keep the values of `table`.
+    If there are several extents, unused entries are 0. If there is one extent, its page ids are `table` unchanged.
 
     Args:
         table: `[B, W]` local page ids in logical order.

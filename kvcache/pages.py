@@ -39,9 +39,9 @@ class PagePool:
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
         """Return a pool whose pages have blocks on all ranks of all given pools.
 
-        Sequences need blocks in the old and the new layout while their layers change one after another. A table has the
-        rows of the first pool, then the rows of the second pool, and so on. The attribute `tp` of the joined pool is
-        the sum of the degrees: the number of these rows.
+        Sequences need blocks in the old and the new layout while their layers change one after another. A table of the
+        joined pool has the rows of the first pool, then the rows of the second pool, and so on. The attribute `tp` of
+        the joined pool is the number of these rows: the sum of the degrees.
 
         Raises `LayoutError` if two pools share an allocator.
         """
@@ -60,12 +60,17 @@ class PagePool:
         return self._allocators
 
     @property
+    def ranks(self) -> list[tuple[BuddyAllocator, int]]:
+        """Allocator of each rank, and the order of its blocks. Pools with a common entry share pages there."""
+        return list(zip(self._allocators, self._orders, strict=True))
+
+    @property
     def num_free_pages(self) -> int:
-        """Number of pages that can be allocated now: the free pages of the rank with the fewest."""
+        """Number of pages that can be allocated now: the free pages of the rank with the fewest free pages."""
         return min(self.free_by_rank())
 
     def total_by_rank(self) -> list[int]:
-        """Return the number of pages of each rank, both free pages and pages in use."""
+        """Return the number of pages of each rank. Free pages and pages in use count."""
         return [a.total_units >> order for a, order in zip(self._allocators, self._orders, strict=True)]
 
     def free_by_rank(self) -> list[int]:
@@ -150,7 +155,7 @@ class SequencePages:
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Return the number of missing pages for `num_tokens` tokens; negative if there are more pages than needed."""
+        """Return the number of missing pages for `num_tokens` tokens; negative if the table has more than enough."""
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:
@@ -174,7 +179,7 @@ class SequencePages:
         return num_new
 
     def is_shared(self, index: int) -> bool:
-        """Return whether page `index` has several references on any rank.
+        """Return whether page `index` has several references on at least one rank.
 
         Raises `IndexError` if the page does not exist.
         """

@@ -1,4 +1,4 @@
-"""Prefix cache: full pages stay after their sequences have ended, and later prompts find them by their tokens.
+"""Prefix cache: keeps full pages after their sequences have ended, and finds them by the tokens of later prompts.
 
 The key of a page is a hash of all tokens up to its end. Sequences with equal prefixes therefore have equal keys, page
 by page.
@@ -65,17 +65,18 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Interface to release pages that other objects hold in the same allocators: cached prefixes of paused instances.
+    """Interface through which a prefix cache frees pages that other objects hold in the same allocators.
 
-    `num_pages` counts pages of the pool of the prefix cache that uses this interface.
+    These pages are cached prefixes of paused instances. In the methods, "the pool" is the pool of the prefix cache that
+    calls the method.
     """
 
     def num_free_pages(self) -> int:
-        """Return the number of free pages in the pool after a release of all pages that can be released."""
+        """Return the number of pages that would be free in the pool if the lender released all pages that it can."""
         ...
 
     def make_free(self, num_pages: int) -> None:
-        """Release pages until `num_pages` pages are free in the pool, or until no more can be released."""
+        """Release pages until `num_pages` pages are free in the pool, or until no more pages can be released."""
         ...
 
 
@@ -94,8 +95,8 @@ class PrefixCache:
         enabled: whether `insert` caches pages. If False, all other methods work the same.
 
     Attributes:
-        lender: object that can release pages of other holders, or None. `reserve` calls it before it evicts cached
-            pages.
+        lender: object that can release pages of other holders, or None. If pages are short, `reserve` calls the lender
+            before it evicts cached pages.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -137,7 +138,7 @@ class PrefixCache:
     def fits(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         """Return whether `match(keys)` and then `reserve(..., num_tokens)` would succeed. Changes nothing.
 
-        This is not a comparison with `num_available_pages` alone, because matched pages are no longer evictable.
+        A comparison with `num_available_pages` would not suffice, because matched pages are no longer evictable.
         """
         num_cached = self.num_cached(keys)
         revived = sum(key in self._evictable for key in keys[:num_cached])
@@ -146,8 +147,8 @@ class PrefixCache:
     def match(self, keys: Sequence[bytes]) -> SequencePages:
         """Return the block table of a new sequence: the pages of the longest cached prefix, with a reference to each.
 
-        Leave out the last token of a prompt when you compute its keys: a step must compute at least this token to
-        predict the next token.
+        Compute the keys of a prompt without the prompt's last token: a step must compute at least this token to predict
+        the next token.
         """
         hits = keys[: self.num_cached(keys)]
         for key in hits:
@@ -161,7 +162,7 @@ class PrefixCache:
 
         `keys` has the keys of all pages from the first page of the sequence on (`PageKeys.keys`). Does nothing if the
         cache is disabled. If a key is cached already, the cached page stays, and the page of this sequence is not
-        cached. When the cached page is evicted, a later `insert` with `start` 0 caches the sequence's page.
+        cached. After the cached page is evicted, an `insert` with `start` 0 caches the sequence's page.
 
         The programs that compute the pages may still be running, but must be launched before any program that reads
         the pages. The pages must not be written again.
@@ -250,8 +251,8 @@ class PrefixCache:
     def release(self, pages: SequencePages) -> None:
         """Drop all pages of a sequence. Cached pages that no other sequence uses become evictable.
 
-        They will be evicted after the pages of sequences that were released earlier. The later pages of a sequence are
-        evicted before its earlier pages, because `match` finds a page only if all pages before it are cached.
+        Pages of sequences that were released earlier are evicted first. The later pages of a sequence are evicted
+        before its earlier pages, because `match` finds a page only if all pages before it are cached.
         """
         table = pages.table.copy()
         pages.release()
@@ -269,7 +270,7 @@ class PrefixCache:
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the pages with these keys from the cache. Unknown keys are ignored.
 
-        Sequences keep the pages that they use. The other pages are freed.
+        Sequences keep the pages that they use. Pages that no sequence uses are freed.
         """
         known = [key for key in dict.fromkeys(keys) if key in self._columns]
         for key in known:
@@ -277,7 +278,7 @@ class PrefixCache:
         self._forget(known)
 
     def clear(self) -> None:
-        """Remove all pages from the cache. Sequences keep the pages that they use. The other pages are freed."""
+        """Remove all pages from the cache. Pages that no sequence uses are freed."""
         self._forget(list(self._columns))
         self._evictable.clear()
 

@@ -31,16 +31,16 @@ def place_up(
 ) -> list[Int32[np.ndarray, "b _"]]:
     """Allocate the pages of `k` instances of degree `a` at degree `b`. Return their new tables, in the same order.
 
-    Every piece that can stay in place stays. A piece that moves from device d to device e gets the slot of a piece that
-    moves from e to d if there is one, so that the two trade slots. `BuddyAllocator.allocate_many` chooses the slots of
-    the remaining pieces, so new extents are filled last.
+    Every piece that can stay in place stays. If one piece moves from device d to device e and another piece moves from
+    e to d, the two pieces trade slots. `BuddyAllocator.allocate_many` chooses the slots of the remaining pieces, so new
+    extents are filled last.
 
     Args:
         tables: `[a, P_i]` local page ids of the distinct pages of instance `i`.
         references: `[P_i]` number of references that each page gets.
         geometry: geometry of the pages.
-        allocators: allocators of the new layout, one for each of the `b` devices. They have no live blocks, and at
-            least the extents of the old layout.
+        allocators: allocators of the new layout, one for each of the `b` devices. They have no live blocks. They have
+            all extents of the old layout, and maybe more.
 
     Raises `OutOfPagesError`, and changes nothing, if the pages do not fit. Raises `LayoutError` if the degrees do not
     match.
@@ -71,7 +71,7 @@ def place_up(
 
 
 def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
-    """Return for each of the `k` instances of a split the number of pieces that could stay in place there.
+    """Return, for each of the `k` instances of a split, the number of pieces that could stay in place on it.
 
     `table` has the pages of one sequence in the old layout, at degree `b`.
     """
@@ -92,10 +92,10 @@ def place_down(
 ) -> list[Int32[np.ndarray, "a _"]]:
     """Allocate pages of degree `b` on `k` instances of degree `a`. Return their new tables, in the same order.
 
-    At most one piece of a page is on the same device at both degrees. This piece stays if its slot is the right place
-    for it in a block of degree `a`, and this block is free in the new layout. The page then gets this block on the
-    device. All other pages get the free blocks that contain the fewest pieces of the old layout, so that few moves wait
-    for other moves.
+    On each device, at most one piece of a page is needed at both degrees. This piece stays in its slot if two
+    conditions hold: the block of degree `a` around the slot is free in the new layout, and the slot has the piece's
+    position in this block. The page then gets this block. Other pages get the free blocks that contain the fewest
+    pieces of the old layout, so that few moves wait for other moves.
 
     Args:
         tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets (`kvcache.assignment`). A page
@@ -152,8 +152,8 @@ def moves(
 
     Args:
         old_tables: `[tp, P_i]` pages of instance `i` of the lower degree in the old layout.
-        new_tables: the same pages in the new layout, in the same order of columns. They come from `place_up` or
-            `place_down`, plus pages that sequences reserved since and minus pages that they released.
+        new_tables: the same pages in the new layout, in the same order of columns: the tables of `place_up` or
+            `place_down`, changed by the pages that sequences have reserved or released since.
 
     Raises `LayoutError` if the layouts have different numbers of pages.
     """
@@ -177,7 +177,8 @@ def moves(
 def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "pieces 2"]:
     """Return (device, piece id) of all pieces of the pages of an instance, ordered by head and then by page.
 
-    `degree` is the higher degree. An instance of this degree has all devices of the group, whatever its index.
+    `degree` is the higher degree. If the instance has this degree, it has all devices of the group, and `instance` is
+    ignored.
     """
     tp, num_pages = table.shape
     k = degree // tp
@@ -204,9 +205,9 @@ def _staying_piece(device: int, a: int, k: int) -> int | None:
 def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
     """Return the slots on `device` that pieces from `instance` can take over in a trade, as piece ids.
 
-    All these pieces come from one device. `own` has the local ids of the degree-`a` pages on `device`. The slots belong
-    to the pieces of these pages that move to that device in return. If no piece moves there, the result is empty. If
-    that device is `device` itself, the pieces stay in their slots.
+    All pieces that move from `instance` to `device` come from one device, the sender. The result has the slots of all
+    pieces that move from `device` to the sender. If the sender is `device` itself, these pieces stay in their slots.
+    `own` has the local ids of the degree-`a` pages on `device`.
     """
     piece = instance * a + device // k - device % a * k
     return own * k + piece if 0 <= piece < k else own[:0]

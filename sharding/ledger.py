@@ -74,8 +74,20 @@ class Ledger:
             )
         self.entries[(layer, what)] += num_bytes
 
+    def remove(self, what: str, num_bytes: int, layer: int | None = None) -> None:
+        """Remove bytes of freed buffers from the entry of owner `what` in `layer`.
+
+        Raises `MemoryBudgetError` if the entry has too few.
+        """
+        held = self.entries[(layer, what)]
+        if num_bytes > held:
+            raise MemoryBudgetError(
+                f"{format_bytes(num_bytes)} of {what} cannot be freed: only {format_bytes(held)} exist"
+            )
+        self.entries[(layer, what)] = held - num_bytes
+
     def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
-        """Move bytes in `layer` from owner `what` to owner `to`. Raises `MemoryBudgetError` if `what` has too few."""
+        """Move bytes in `layer` from owner `what` to owner `to`. Raises `MemoryBudgetError` if `what` has fewer."""
         entries, owner = self.entries, (layer, what)
         held = entries[owner]
         if num_bytes > held:

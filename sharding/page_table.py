@@ -70,7 +70,7 @@ class FfnShape:
         return {"down": matrix, "gate": matrix, "up": matrix}
 
     def kv_page_elems(self, page_size: int) -> int:
-        """Return the elements of a KV page of the engine. Its KV heads include copies and padding for `TP` ranks."""
+        """Return the elements of a KV page of the engine. The KV heads include copies and padding for `TP` ranks."""
         kv_heads = HeadLayout.plan(self.num_heads, self.num_kv_heads, TP).kv_heads
         return kv_heads * 2 * page_size * self.head_dim
 

@@ -75,9 +75,8 @@ class ParamSpec:
     rank computes with all shards of a replicated parameter.
 
     A device loads all shards, because it must be able to serve alone at TP1. With a start placement, a device loads
-    only the shards that its modules use. If embeddings are tied, each device that computes the
-    head loads all shards of the head, because it also looks up the embeddings of all tokens there
-    (`weights.layout.WeightLayout.shards_at`).
+    only the shards that its modules use. If embeddings are tied, each device that computes the head loads all shards of
+    the head, because the device also uses them as the embedding (`weights.layout.WeightLayout.shards_at`).
 
     Attributes:
         kind: name within the layer, such as `mlp.gate_up`; unique in the layer.
@@ -88,8 +87,8 @@ class ParamSpec:
         page_elems: elements of a KV page. If set, a shard is stored as an extent `[pages, page_elems]`, which a
             transformation may release to the KV cache.
         init: distribution of random weights.
-        strided: True if a rank computes with every p-th shard at degree p, see above. Only for parameters for which
-            the results of all shards are added, so that their order does not matter.
+        strided: True if a rank computes with every p-th shard at degree p, see above. Requires that the results of all
+            shards are added, so that the order of the shards does not matter.
         owner: owner of the bytes in the ledger.
         layer: index of the layer; None for embedding, final norm and head.
     """
@@ -113,7 +112,7 @@ class ParamSpec:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the device buffer of one shard: `[pages, page_elems]`, or `shard_shape` without `page_elems`."""
+        """Shape of the device buffer of one shard: `shard_shape`, or `[pages, page_elems]` if `page_elems` is set."""
         if self.page_elems is None:
             return self.shard_shape
         pages, rest = divmod(math.prod(self.shard_shape), self.page_elems)
@@ -202,7 +201,7 @@ class ParamSpec:
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
-    """Return the half-open ranges of positions that hold either consecutive rows or only padding.
+    """Return half-open ranges of positions. Each range holds either consecutive rows or only padding.
 
     A slice copies such a range faster than a gather.
     """

@@ -181,16 +181,15 @@ class Placement:
                 found += [Run(range(layer, layer + 1), module, homes) for layer in layers]
         return tuple(found)
 
-    @cached_property
-    def page_groups(self) -> dict[Homes, tuple[int, ...]]:
-        """Page groups: for each distinct tuple of homes, the layers whose attention is at these homes.
+    def layers_by_home(self, microbatch: int) -> dict[Home, tuple[int, ...]]:
+        """Return the homes of a microbatch's attention, each with its layers.
 
-        The layers of a page group share page ids.
+        A page of a sequence has the same id in all layers of a home.
         """
-        groups: dict[Homes, list[int]] = {}
+        layers: dict[Home, list[int]] = {}
         for layer, homes in enumerate(self.attention):
-            groups.setdefault(homes, []).append(layer)
-        return {homes: tuple(layers) for homes, layers in groups.items()}
+            layers.setdefault(homes[microbatch], []).append(layer)
+        return {home: tuple(of) for home, of in layers.items()}
 
     def parallelism(self) -> list[int]:
         """Return for each layer the number of different homes that compute its attention: the vector P of CoCoServe."""
@@ -203,18 +202,96 @@ class Placement:
 
         Raises `LayoutError` if a layer does not exist, or if the result is not a valid placement.
         """
-        if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
-            raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
-
-        def changed(modules: tuple[Homes, ...]) -> tuple[Homes, ...]:
-            return (*modules[: layers.start], *[homes] * len(layers), *modules[layers.stop :])
-
-        attention = self.attention if module == "ffn" else changed(self.attention)
-        return Placement(self.head, attention, self.ffn if module == "attention" else changed(self.ffn))
+        names = self._chosen(layers, module)
+        return self._replaced(layers, {name: [homes] * len(layers) for name in names})
 
     def with_head(self, head: Home) -> "Placement":
         """Return a copy of the placement with the embedding and the head at `head`."""
         return Placement(head, self.attention, self.ffn)
+
+    def with_microbatches(self, count: int) -> "Placement":
+        """Return a copy with more microbatches: `i` is at the homes of the old microbatch `i * old // count`."""
+        old = [number * self.num_microbatches // count for number in range(count)]
+        attention, ffn = (tuple(tuple(h[i] for i in old) for h in of) for of in (self.attention, self.ffn))
+        return Placement(self.head, attention, ffn)
+
+    def with_layers(self, layers: range, other: "Placement") -> "Placement":
+        """Return a copy with all modules of `layers` at the homes that another placement gives them."""
+        homes = {"attention": list(other.attention), "FFN": list(other.ffn)}
+        return self._replaced(layers, {name: of[layers.start : layers.stop] for name, of in homes.items()})
+
+    def replicated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
+        """Return a copy in which `home` computes modules of `layers` beside their present homes.
+
+        A module at n homes then divides its microbatches among them as evenly as possible, in the order of the homes.
+        There are as many microbatches as the most-replicated module has homes, and at least as many as before.
+
+        Raises `LayoutError` if a layer does not exist, or if `home` shares a device with a home of a module.
+        """
+        modules = self._chosen(layers, module)
+        for name, homes in modules.items():
+            if found := next((h for of in homes for h in of if h.overlaps(home)), None):
+                raise LayoutError(f"{found} already computes the {name} of some of the layers {_span(layers)}")
+        count = max(self.num_microbatches, *(len(set(h)) + 1 for homes in modules.values() for h in homes))
+        changed = {name: [_dealt((*dict.fromkeys(h), home), count) for h in of] for name, of in modules.items()}
+        return self.with_microbatches(count)._replaced(layers, changed)
+
+    def evicted(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
+        """Return a copy in which the other homes of modules of `layers` compute what `home` has computed.
+
+        Raises `LayoutError` if a layer does not exist, or if `home` is not one of several homes of a module.
+        """
+
+        def without(name: str, homes: Homes) -> Homes:
+            left = [h for h in dict.fromkeys(homes) if h != home]
+            if home not in homes or not left:
+                what = "the only home" if not left else "no home"
+                raise LayoutError(f"{home} is {what} of the {name} of some of the layers {_span(layers)}")
+            kept = list(homes)
+            for number in [number for number, h in enumerate(homes) if h == home]:
+                kept[number] = min(left, key=kept.count)
+            return tuple(kept)
+
+        modules = self._chosen(layers, module)
+        return self._replaced(layers, {name: [without(name, h) for h in of] for name, of in modules.items()})
+
+    def migrated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
+        """Return a copy in which `home` computes what the first home of modules of `layers` has computed.
+
+        Raises `LayoutError` if a layer does not exist, or if nothing changes.
+        """
+        modules = self._chosen(layers, module)
+        changed = {name: [tuple(home if h == of[0] else h for h in of) for of in o] for name, o in modules.items()}
+        if changed == modules:
+            raise LayoutError(f"layers {_span(layers)} are at {home} already")
+        return self._replaced(layers, changed)
+
+    def joined(self) -> tuple["Placement", tuple[int, ...]]:
+        """Return a placement in which microbatches with the same homes are one, and the new number of each microbatch.
+
+        Nothing changes if different homes would then get other shares of the rows than before.
+        """
+        columns = list(zip(*self.attention, *self.ffn, strict=True))
+        kinds = list(dict.fromkeys(columns))
+        if len({columns.count(kind) for kind in kinds}) > 1:
+            return self, tuple(range(self.num_microbatches))
+        first = [columns.index(kind) for kind in kinds]
+        attention, ffn = (tuple(tuple(h[i] for i in first) for h in of) for of in (self.attention, self.ffn))
+        return Placement(self.head, attention, ffn), tuple(kinds.index(column) for column in columns)
+
+    def _chosen(self, layers: range, module: ModuleKind) -> dict[str, list[Homes]]:
+        """Return the homes of the chosen modules, by the name of the module."""
+        if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
+            raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
+        every = {"attention": self.attention, "FFN": self.ffn}
+        names = {"layer": ("attention", "FFN"), "attention": ("attention",), "ffn": ("FFN",)}[module]
+        return {name: list(every[name][layers.start : layers.stop]) for name in names}
+
+    def _replaced(self, layers: range, changed: Mapping[str, list[Homes]]) -> "Placement":
+        attention, ffn = list(self.attention), list(self.ffn)
+        for name, homes in changed.items():
+            (attention if name == "attention" else ffn)[layers.start : layers.stop] = homes
+        return Placement(self.head, tuple(attention), tuple(ffn))
 
     # Data
 
@@ -230,7 +307,7 @@ class Placement:
             num_devices: devices of the pool.
             max_degree: largest number of devices of a home.
 
-        Raises `LayoutError`, with the value and the limit, for any other data.
+        Raises `LayoutError`, with the value and the limit, if `data` has another form or exceeds a limit.
         """
         _check_keys("placement", data, required={"head", "stages"})
         stages = data["stages"]
@@ -273,6 +350,11 @@ class Placement:
 
     def __str__(self) -> str:
         return "   ".join(map(str, self.runs))
+
+
+def _dealt(homes: Homes, count: int) -> Homes:
+    """Return the homes of `count` microbatches that are divided among `homes`, in order."""
+    return tuple(homes[number * len(homes) // count] for number in range(count))
 
 
 def _check_keys(what: str, data: Any, required: set[str], optional: Iterable[str] = ()) -> None:

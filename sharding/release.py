@@ -29,11 +29,10 @@ class ReleasedShard:
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
     """Return the weight buffers of a layer that can become KV cache, in the order of their release.
 
-    A device releases a shard at the lowest degree such that it needs the shard neither there nor at higher degrees. All
-    devices release equally
-    many shards at a degree, so that one program suits all devices. If a device needs more shards than other devices,
-    the other devices keep equally many. With `max_tp` 4, for example, a device needs two shards at TP2, and a third
-    shard if neither is its TP4 shard.
+    A device can release a shard at a degree if it needs the shard neither at this degree nor at a higher degree. All
+    devices release equally many shards at a degree, so that one program suits all devices. The device that needs the
+    most shards therefore decides how many shards every device keeps. With `max_tp` 4, for example, a device needs two
+    shards at TP2. If its TP4 shard is not one of the two, it needs a third shard, and every device keeps three.
 
     Args:
         specs: parameters of the layer that are stored as extents.

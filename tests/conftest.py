@@ -146,8 +146,13 @@ def quick_steps(quick_compile: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the compile cache of the session and all its processes: equal programs compile once."""
+    """Return the compile cache of the session and all its processes: equal programs compile once.
+
+    The environment variable `AMOEBA_TEST_CACHE` names a directory that keeps programs between sessions.
+    """
     base = tmp_path_factory.getbasetemp()
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "amoeba-cache" / "executables"
+    if kept := os.environ.get("AMOEBA_TEST_CACHE"):
+        path = Path(kept)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return str(path)

@@ -33,6 +33,6 @@ def check_idle(llm: LLM) -> None:
     assert [(view.running, view.waiting, view.kv_used_pages) for view in views] == [(0, 0, 0)] * len(views)
     assert not registry_of(llm).ids
     forget_prefixes(llm)
-    placed = [allocator for instance in engine_of(llm).instances for allocator, *_ in instance.page_allocators]
-    for allocator in [*engine_of(llm).cluster.factory.allocators, *placed]:
+    used = [allocator for i in engine_of(llm).instances for of in i.allocators.values() for allocator in of]
+    for allocator in [*engine_of(llm).cluster.factory.allocators, *used]:
         assert allocator.free_units == allocator.total_units

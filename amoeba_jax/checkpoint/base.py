@@ -38,7 +38,7 @@ class Checkpoint(Protocol):
 
         The array may be a read-only view of the mapped file. Several threads may read at once.
 
-        Raises `CheckpointError` for an unknown name, or if the file has become shorter.
+        Raises `CheckpointError` for an unknown name, or if the file was truncated after it was opened.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Cached directories. Each is built once on a machine and shared by all processes."""
+"""Cached directories. Each directory is built once on a machine and shared by all processes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ MARKER = "amoeba-cache.json"
 
 
 def cache_root() -> Path:
-    """Return the cache directory: `AMOEBA_CACHE_DIR`, or the user's cache directory if that is not set."""
+    """Return the cache directory: `AMOEBA_CACHE_DIR`, or the user's cache directory if the variable is not set."""
     return Path(os.environ.get("AMOEBA_CACHE_DIR") or user_cache_dir("amoeba-jax")).expanduser()
 
 
@@ -25,13 +25,13 @@ def cached_directory(target: Path, version: str, fill: Callable[[Path], None], n
 
     A new directory is renamed to `target` when it is complete, so a killed process never leaves a partial `target`. The
     sizes of all files are recorded, so that truncated files are noticed. If several processes call this function, a
-    lock lets one process build while the other processes wait.
+    lock lets one process build the directory while the other processes wait.
 
     Args:
         target: cached directory.
         version: version of the content.
         fill: function that writes the files into a given empty directory.
-        num_bytes: approximate size of the files. So many bytes must be free on the disk.
+        num_bytes: approximate size of the files. The disk must have this many free bytes.
 
     Raises `CheckpointError` if the cache cannot be written.
     """

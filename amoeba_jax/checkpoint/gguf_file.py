@@ -55,7 +55,7 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 class _Reader(GGUFReader):
-    """Reader that slices a plain array. A vocabulary of 49,152 tokens takes 0.6 s, but 2 s with slices of a memmap."""
+    """Reader of GGUF metadata. It slices a plain array, because slices of a memmap take three times as long."""
 
     @property
     def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -264,7 +264,7 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open a GGUF file, and write its tokenizer files to the cache if they are not there.
+    """Open a GGUF file. Write its tokenizer files to the cache if the cache does not have them.
 
     The cache key is the path, size and modification time of the GGUF file.
     """
@@ -297,5 +297,5 @@ def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> n
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal that has the same float32 value: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal number with the same float32 value, such as 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))

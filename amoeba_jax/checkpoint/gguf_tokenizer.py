@@ -98,7 +98,7 @@ def write_tokenizer(metadata: Mapping[str, Any], max_length: int, directory: Pat
 class Vocabulary:
     """Vocabulary of a GGUF file, from the metadata keys `tokenizer.ggml.*`.
 
-    Raises `CheckpointError` if the kind of the vocabulary is not supported, or if it is damaged.
+    Raises `CheckpointError` if the vocabulary is damaged, or if its kind is not supported.
     """
 
     def __init__(self, metadata: Mapping[str, Any]):
@@ -124,7 +124,7 @@ class Vocabulary:
     def special_id(self, role: str) -> int | None:
         """Return the token id for a role such as "bos", or None if there is none.
 
-        Raises `CheckpointError` if the vocabulary has no token with this id.
+        Raises `CheckpointError` if the id in the metadata is outside the vocabulary.
         """
         token_id = self._get(f"{role}_token_id", None)
         if token_id is not None and not 0 <= token_id < len(self.tokens):
@@ -142,7 +142,7 @@ class Vocabulary:
     def end_ids(self) -> list[int]:
         """Return the ids of the tokens that end a generation: end of text, end of turn and end of message.
 
-        Many files of chat models declare only `eos`. Control tokens with a name in `ENDS` are therefore included.
+        Many files of chat models declare only `eos`. All control tokens with a name in `ENDS` are therefore added.
         """
         named = [self.special_id(role) for role in ("eos", "eot", "eom")]
         known = [

@@ -55,8 +55,8 @@ class OrbaxCheckpoint:
     def reader(self, dims: ModelDims) -> FillShards:
         """Return a function that fills shards for an engine with the sizes `dims`.
 
-        If these are the saved sizes, the function copies the stored shards. Otherwise, it rebuilds each checkpoint
-        tensor and divides it into shards again.
+        If `dims` equals the saved sizes, the function copies the stored shards. If not, the function rebuilds each
+        checkpoint tensor from the stored shards and divides the tensor into new shards.
         """
         if dims == self.saved_dims:
             return self._read_shards
@@ -82,8 +82,7 @@ class OrbaxCheckpoint:
     def _read_shards(self, spec: ParamSpec, shards: list[np.ndarray]) -> None:
         """Copy the stored shards of a parameter from memory-mapped files into `shards`.
 
-        This function reads with tensorstore, because a restore by orbax takes at least 20 to 35 ms and allocates new
-        memory for every array. Raises `CheckpointError` if a shard cannot be read or has another shape or dtype.
+        Raises `CheckpointError` if a shard cannot be read or has another shape or dtype.
         """
         opened = [self._open_shard(spec, index) for index in range(spec.num_shards)]
         for index, (stored, shard) in enumerate(zip(opened, shards, strict=True)):

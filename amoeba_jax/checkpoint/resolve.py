@@ -65,7 +65,7 @@ def open_checkpoint(model: str, *, revision: str | None = None) -> Checkpoint:
 
     Raises:
         ModelNotFoundError: the model is not found.
-        CheckpointError: the model is damaged, or is a checkpoint of `LLM.save`, which `OrbaxCheckpoint` reads.
+        CheckpointError: the model is damaged, or `LLM.save` has written it. `OrbaxCheckpoint` reads the latter.
     """
     return open_resolved(resolve_model(model, revision=revision))
 

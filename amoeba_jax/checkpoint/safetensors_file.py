@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     """Place, dtype and shape of one tensor.
 
     Attributes:
-        shard: name of the file.
+        shard: name of the file that holds the tensor.
         dtype: dtype in the notation of safetensors, such as `BF16`.
         shape: shape of the tensor.
         offset: offset in the file, in bytes.
@@ -42,8 +42,7 @@ class Entry(NamedTuple):
 class SafetensorsCheckpoint:
     """Weights of a Hugging Face model directory, as a `Checkpoint`.
 
-    The constructor reads `config.json` and the headers of all files. Tensors are views of the mapped files. `safe_open`
-    only checks each header, because the arrays that it returns are copies.
+    The constructor reads `config.json` and the headers of all files. Tensors are views of the mapped files.
 
     Raises `CheckpointError` in the constructor if a file is missing, truncated or corrupt.
     """
@@ -76,7 +75,7 @@ class SafetensorsCheckpoint:
         return self._entry(name).shape
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor in its stored dtype. Raises `CheckpointError` for integers and quantized kinds."""
+        """Return a tensor in its stored dtype. Raises `CheckpointError` for integer and quantized dtypes."""
         entry = self._entry(name)
         if entry.dtype not in DTYPES:
             raise CheckpointError(
@@ -111,8 +110,8 @@ class SafetensorsCheckpoint:
 def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
     """Return the dtype of all matrices in the safetensors files of a directory.
 
-    Return None if dtypes differ or are not supported, or if there are no readable files. Vectors do not count, because
-    norms and tables of angles are often kept in float32.
+    Return None if the matrices have different or unsupported dtypes, or if there are no readable files. Vectors are
+    ignored, because norms and tables of angles are often kept in float32.
     """
     found: set[str] = set()
     try:
@@ -198,7 +197,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 def _describe_damage(path: Path, actual: int, reason: str) -> str:
-    """Return an error message about a file that `safe_open` refuses, with the correct size if it is known."""
+    """Return an error message about a file that `safe_open` refuses, with the file's correct size if it is known."""
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")

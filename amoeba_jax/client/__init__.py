@@ -2,7 +2,16 @@
 
 from amoeba_jax.client.aio import AsyncClient
 from amoeba_jax.client.connection import Retries
-from amoeba_jax.client.results import Chunk, Cluster, Generation, Instance, ModelInfo, Transformation, Usage
+from amoeba_jax.client.results import (
+    Chunk,
+    Cluster,
+    Generation,
+    Instance,
+    ModelInfo,
+    PlacementChange,
+    Transformation,
+    Usage,
+)
 from amoeba_jax.client.sync import Client
 
 __all__ = [
@@ -13,6 +22,7 @@ __all__ = [
     "Generation",
     "Instance",
     "ModelInfo",
+    "PlacementChange",
     "Retries",
     "Transformation",
     "Usage",

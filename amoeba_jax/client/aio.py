@@ -21,6 +21,7 @@ from amoeba_jax.client.connection import (
 )
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.valid_text import check_unicode
+from sharding.placement import Placement
 
 T = TypeVar("T")
 _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
@@ -136,7 +137,7 @@ class AsyncClient:
     async def watch_cluster(
         self, interval_s: float = 1.0, *, timeout_s: float | None = None
     ) -> AsyncGenerator[results.Cluster, None]:
-        """Yield the instances and the queue of the server at intervals, until the loop is left."""
+        """Yield the instances and the queue of the server at intervals, until the caller leaves the loop."""
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -161,8 +162,8 @@ class AsyncClient:
     ) -> results.Transformation:
         """Merge or split instances while requests run. Return a report when the transformation is done.
 
-        Arguments are the same as for `LLM.transform`; `layers_per_step=None` means "auto". After `timeout_s` (None: no
-        limit) the call ends with an error.
+        Arguments are the same as for `LLM.transform`; `layers_per_step=None` means "auto". If the transformation takes
+        longer than `timeout_s` seconds (None: no limit), the call fails.
         """
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running, order
@@ -171,6 +172,80 @@ class AsyncClient:
         with self._route.explained():
             response = await self._admin.Transform(message, timeout=timeout_s, metadata=self._metadata)
         return results.read_transformation(response)
+
+    async def placement(self, instance: int = 0, *, timeout_s: float | None = None) -> Placement:
+        """Return the placement of an instance: the devices that compute each of its layers."""
+        message = pb.GetPlacementRequest(instance=requests.index("instance", instance))
+        return results.read_placement(await self._call(self._admin.GetPlacement, message, timeout_s))
+
+    async def replicate(
+        self,
+        layers: range,
+        device: int,
+        instance: int = 0,
+        modules: str = "layer",
+        *,
+        timeout_s: float | None = None,
+    ) -> results.PlacementChange:
+        """Replicate layers of an instance on another device while requests run.
+
+        Arguments are the same as for `LLM.replicate`. After `timeout_s` (None: no limit) the call ends with an error,
+        and the change continues. The same holds for `evict`, `migrate`, `scale_out` and `scale_in`.
+        """
+        message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
+        return await self._change_placement(self._admin.Replicate, message, timeout_s)
+
+    async def evict(
+        self,
+        layers: range,
+        device: int,
+        instance: int = 0,
+        modules: str = "layer",
+        *,
+        timeout_s: float | None = None,
+    ) -> results.PlacementChange:
+        """Remove the replicas of layers from a device."""
+        message = requests.layers_request(pb.EvictRequest, layers, device, instance, modules)
+        return await self._change_placement(self._admin.Evict, message, timeout_s)
+
+    async def migrate(
+        self,
+        layers: range,
+        device: int,
+        instance: int = 0,
+        modules: str = "layer",
+        move_kv: bool = True,
+        *,
+        timeout_s: float | None = None,
+    ) -> results.PlacementChange:
+        """Move layers, or parts of them, to another device while requests run."""
+        message = requests.layers_request(pb.MigrateRequest, layers, device, instance, modules)
+        message.move_kv = move_kv
+        return await self._change_placement(self._admin.Migrate, message, timeout_s)
+
+    async def scale_out(
+        self, device: int, instance: int = 0, *, timeout_s: float | None = None
+    ) -> results.PlacementChange:
+        """Replicate all layers of an instance on an empty device, which then becomes an instance of its own."""
+        message = pb.ScaleOutRequest(
+            device=requests.index("device", device), instance=requests.index("instance", instance)
+        )
+        return await self._change_placement(self._admin.ScaleOut, message, timeout_s)
+
+    async def scale_in(
+        self, device: int, instance: int = 0, *, timeout_s: float | None = None
+    ) -> results.PlacementChange:
+        """End the instance on a device. Its requests continue on `instance`."""
+        message = pb.ScaleInRequest(
+            device=requests.index("device", device), instance=requests.index("instance", instance)
+        )
+        return await self._change_placement(self._admin.ScaleIn, message, timeout_s)
+
+    async def _change_placement(self, method: Any, message: Any, timeout_s: float | None) -> results.PlacementChange:
+        # No retry: the server may have started the change.
+        with self._route.explained():
+            response = await method(message, timeout=timeout_s, metadata=self._metadata)
+        return results.read_placement_change(response)
 
     async def drain(self, request_timeout_s: float = 0.0, *, timeout_s: float | None = None) -> int:
         """Make the server refuse new requests, and wait until the last request has ended.

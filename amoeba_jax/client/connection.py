@@ -51,7 +51,7 @@ class Route:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Add a note with the environment variable of the proxy to UNAVAILABLE errors raised in this context."""
+        """Inside this context, add a note to UNAVAILABLE errors that names the environment variable of the proxy."""
         try:
             yield
         except grpc.RpcError as error:
@@ -72,12 +72,15 @@ def _proxy_variable(host: str) -> str | None:
 
 @dataclass(frozen=True)
 class Retries:
-    """Attempts and delays after UNAVAILABLE. There is no retry after the first response or after the deadline."""
+    """Number of attempts of a call that fails with the status UNAVAILABLE, and delays between the attempts.
+
+    There is no retry after the first response or after the deadline.
+    """
 
     attempts: int = 5
     """Number of attempts, including the first."""
     first_delay_s: float = 0.1
-    """Delay before the second attempt. It doubles with each attempt. Delays are shortened at random by at most half."""
+    """Delay before the second attempt. Each further delay is twice as long. Jitter cuts up to half of a delay."""
     longest_delay_s: float = 5.0
     """Longest delay between two attempts."""
 
@@ -89,7 +92,7 @@ class Retries:
 
 
 class Deadline:
-    """The time limit of all attempts of a call. None: no limit."""
+    """Time limit for all attempts of a call together. None: no limit."""
 
     def __init__(self, timeout_s: float | None):
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -106,7 +109,7 @@ class Deadline:
 
 
 def is_unavailable(error: grpc.RpcError) -> bool:
-    """Return whether the status of a failed call is UNAVAILABLE: the next attempt may succeed."""
+    """Return whether a call failed with the status UNAVAILABLE, so that another attempt may succeed."""
     return isinstance(error, grpc.Call | grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -116,7 +119,7 @@ class Credentials:
 
     Attributes:
         token: token that is sent with each call.
-        ca: PEM file with the certificates to trust; "" trusts the certificates of the system. None: no TLS.
+        ca: PEM file with the certificates to trust. "": the certificates of the system. None: no TLS.
         certificate: PEM file with the client's own certificate, if the server needs one.
         key: PEM file with the key of that certificate.
     """
@@ -140,7 +143,7 @@ class Credentials:
 
         Raises:
             OSError: a file cannot be read.
-            ConfigError: the client's certificate has no key, or `ca` is missing.
+            ConfigError: `certificate` is given without `key` or `ca`, or `key` without `certificate`.
         """
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("a client certificate needs its key: give both")

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import TypeVar
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.shorten import shorten
 from amoeba_jax.valid_text import check_unicode
 
 Messages = Sequence[Mapping[str, str]]
@@ -13,6 +15,8 @@ Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
 
 _DEFAULTS = SamplingParams()
+_LayersRequest = TypeVar("_LayersRequest", pb.ReplicateRequest, pb.EvictRequest, pb.MigrateRequest)
+_INDEX_LIMIT = 2**31
 
 
 def params_message(params: SamplingParams) -> pb.SamplingParams:
@@ -39,7 +43,7 @@ def generate_request(
     """Return the message that asks for samples of a prompt: a text, token ids or a conversation.
 
     Raises:
-        RequestError: the prompt has another type, or a text is not valid Unicode.
+        RequestError: the prompt has none of these types, or a text is not valid Unicode.
     """
     message = pb.GenerateRequest(
         request_id=check_unicode(request_id, "request_id"),
@@ -60,7 +64,10 @@ def generate_request(
 
 
 def chat(messages: Messages) -> pb.Chat:
-    """Convert a conversation to a message. Raises `RequestError` if a role or content is missing or invalid Unicode."""
+    """Convert a conversation to a message.
+
+    Raises `RequestError` if a role or content is missing or is not valid Unicode.
+    """
     for index, message in enumerate(messages):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
@@ -82,7 +89,16 @@ def tokenize_request(text: str | Messages) -> pb.TokenizeRequest:
 _ENUMS = {
     "running": ("RUNNING_REQUESTS_", list(pb.RunningRequests.keys())),
     "order": ("CHANGE_ORDER_", list(pb.ChangeOrder.keys())),
+    "modules": ("PLACEMENT_MODULES_", list(pb.PlacementModules.keys())),
 }
+
+
+def _enum_name(kind: str, value: str) -> str:
+    prefix, names = _ENUMS[kind]
+    if prefix + value.upper() not in names:
+        known = ", ".join(name.removeprefix(prefix).lower() for name in names)
+        raise RequestError(f"{kind}={value!r} is not known: it must be one of {known}")
+    return prefix + value.upper()
 
 
 def transform_request(
@@ -103,11 +119,6 @@ def transform_request(
     if name not in pb.TransformVariant.keys() or variant == "unspecified":  # noqa: SIM118  (no mapping)
         known = [key.removeprefix("TRANSFORM_VARIANT_").lower() for key in pb.TransformVariant.keys()[1:]]
         raise RequestError(f"variant={variant!r} is not known: it must be one of {', '.join(known)}")
-    for kind, value in (("running", running), ("order", order)):
-        prefix, names = _ENUMS[kind]
-        if prefix + value.upper() not in names:
-            known = ", ".join(name.removeprefix(prefix).lower() for name in names)
-            raise RequestError(f"{kind}={value!r} is not known: it must be one of {known}")
     return pb.TransformRequest(
         tensor_parallel_size=tensor_parallel_size,
         devices=devices,
@@ -115,6 +126,30 @@ def transform_request(
         release_weights=release_weights,
         layers_per_step=layers_per_step or 0,
         wait_for_programs=wait_for_programs,
-        running=f"RUNNING_REQUESTS_{running.upper()}",
-        order=f"CHANGE_ORDER_{order.upper()}",
+        running=_enum_name("running", running),
+        order=_enum_name("order", order),
     )
+
+
+def layers_request(
+    message: type[_LayersRequest], layers: range, device: int, instance: int, modules: str
+) -> _LayersRequest:
+    """Return the message that asks to replicate, evict or migrate layers. The arguments are as in `Client.replicate`.
+
+    Raises `RequestError` for an index below 0, layers that are not a range, or unknown modules.
+    """
+    if not isinstance(layers, range) or layers.step != 1 or not layers:
+        raise RequestError("layers must be a range of at least one layer, such as range(5, 15)")
+    return message(
+        layers=pb.LayerRange(first=index("layers", layers.start), end=index("layers", layers.stop)),
+        device=index("device", device),
+        instance=index("instance", instance),
+        modules=_enum_name("modules", modules),
+    )
+
+
+def index(name: str, value: int) -> int:
+    """Return the index of a device, an instance or a layer. Raise `RequestError` if it is below 0 or too large."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _INDEX_LIMIT:
+        raise RequestError(f"{name}={shorten(value)} must be an integer from 0 to {_INDEX_LIMIT - 1}")
+    return value

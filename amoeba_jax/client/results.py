@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.outputs import FinishReason, Logprob
-from amoeba_jax.views import DegreePrograms, TransformStatus
+from amoeba_jax.views import DegreePrograms, PlacementStatus, TransformStatus
+from sharding.placement import Placement
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -37,8 +38,8 @@ class Usage:
 class Chunk:
     """New output of one sample of a request. `index` is the index of the sample, below `SamplingParams.n`.
 
-    `amoeba_jax.outputs.CompletionOutput` defines `finish_reason` and `stop_reason`. They are None until the last chunk
-    of the sample.
+    `amoeba_jax.outputs.CompletionOutput` defines `finish_reason` and `stop_reason`. Both fields are None before the
+    last chunk of the sample.
     """
 
     request_id: str
@@ -51,8 +52,8 @@ class Chunk:
     usage: Usage | None
     """Usage of the whole request, in its last chunk."""
     prompt_logprobs: tuple[Position | None, ...] = ()
-    """Log-probabilities of the next positions of the prompt; None for the first position. They arrive before the first
-    token, in chunks of sample 0 without any other content."""
+    """Log-probabilities of the prompt positions that follow the positions in earlier chunks; None for the first
+    position. Chunks with this field belong to sample 0, come first, and have no other content."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class Instance:
     paused_degree: int = 0
     phase: str = ""
     """`serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
+    placement: Placement | None = None
+    """Devices that compute each layer. None: unknown, because the server is older than this client."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class Cluster:
         accepted: number of requests that have not ended.
         degrees: progress of the background compilation for each degree.
         transformations: transformations that have not ended.
+        placements: changes of placements that have not ended.
     """
 
     state: str
@@ -126,6 +130,7 @@ class Cluster:
     accepted: int
     degrees: tuple[DegreePrograms, ...] = ()
     transformations: tuple[TransformStatus, ...] = ()
+    placements: tuple[PlacementStatus, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class Transformation:
     Attributes:
         tensor_parallel_size: requested degree.
         seconds: time from the call to the end, including compilation of missing programs.
-        prepare_s: part of `seconds` in which the engine compiled programs itself.
+        prepare_s: part of `seconds` in which the engine compiled programs that were still missing.
         moved_bytes: bytes of pages that moved, on all ranks together.
         extra_bytes: maximum temporary bytes on a device.
         steps: number of steps that ran on the changing devices during the change.
@@ -159,10 +164,39 @@ class Transformation:
     waited_s: float = 0.0
 
 
-def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
-    """Return the chunks of a message. The last chunk has the usage.
+@dataclass(frozen=True)
+class PlacementChange:
+    """Time, bytes and counts of a change of placement.
 
-    Log-probabilities of the prompt are a chunk of their own, before the chunks of the samples.
+    Attributes:
+        kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
+        layers: first layer of the change, and the layer after the last.
+        seconds: time from the call to the end.
+        copied_bytes: bytes of weights that were copied between devices.
+        shared_bytes: bytes of weights that the device already had.
+        kv_moved_bytes: bytes of KV pages that moved.
+        device_bytes_delta: change of the bytes of all buffers on each device.
+        steps: number of steps of the instance during the change.
+        recomputed: number of sequences that lost their pages.
+    """
+
+    kind: str
+    instance: int
+    device: int
+    layers: tuple[int, int]
+    seconds: float
+    copied_bytes: int
+    shared_bytes: int
+    kv_moved_bytes: int
+    device_bytes_delta: tuple[int, ...]
+    steps: int
+    recomputed: int
+
+
+def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
+    """Return the chunks of a message. If the message has the usage, the last chunk gets it.
+
+    If the message has log-probabilities of the prompt, the first chunk has only these.
     """
     usage = read_usage(response.usage) if response.HasField("usage") else None
     last = len(response.completions) - 1
@@ -201,7 +235,7 @@ _TIMES = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 
 
 def collect(chunks: Iterable[Chunk]) -> list[Generation]:
-    """Return the finished samples of a request, ordered by index, from all its chunks."""
+    """Combine all chunks of a request into its finished samples, ordered by index."""
     by_index: dict[int, list[Chunk]] = {}
     usage: Usage | None = None
     prompt_logprobs: list[Position | None] = []
@@ -260,6 +294,7 @@ def read_cluster(message: pb.Cluster) -> Cluster:
             instance.paused,
             instance.paused_degree,
             instance.phase,
+            read_placement(instance.placement) if instance.HasField("placement") else None,
         )
         for instance in message.instances
     )
@@ -276,13 +311,45 @@ def read_cluster(message: pb.Cluster) -> Cluster:
         )
         for it in message.transformations
     )
-    return Cluster(state, instances, message.waiting, message.accepted, degrees, transformations)
+    placements = tuple(
+        PlacementStatus(it.kind, it.instance, it.device, _layers(it.layers), it.state, it.layers_switched)
+        for it in message.placements
+    )
+    return Cluster(state, instances, message.waiting, message.accepted, degrees, transformations, placements)
 
 
 def read_transformation(message: pb.TransformResponse) -> Transformation:
     """Return the transformation in a message."""
     names = Transformation.__dataclass_fields__
     return Transformation(**{name: getattr(message, name) for name in names})
+
+
+def read_placement(message: pb.Placement) -> Placement:
+    """Return the placement in a message. Raise `LayoutError` if a layer has no home."""
+    stages = [
+        {
+            "layers": _layers(stage.layers),
+            "module": pb.PlacementModules.Name(stage.modules).removeprefix("PLACEMENT_MODULES_").lower(),
+            "homes": [list(home.devices) for home in stage.homes],
+        }
+        for stage in message.stages
+    ]
+    homes = [message.head, *(home for stage in message.stages for home in stage.homes)]
+    num_layers = max((stage.layers.end for stage in message.stages), default=0)
+    num_devices = max((device for home in homes for device in home.devices), default=0) + 1
+    data = {"head": list(message.head.devices), "stages": stages}
+    return Placement.from_data(data, num_layers, num_devices, max_degree=num_devices)
+
+
+def read_placement_change(message: pb.PlacementReport) -> PlacementChange:
+    """Return the report of a change of placement in a message."""
+    values = {name: getattr(message, name) for name in PlacementChange.__dataclass_fields__}
+    values |= {"layers": _layers(message.layers), "device_bytes_delta": tuple(message.device_bytes_delta)}
+    return PlacementChange(**values)
+
+
+def _layers(message: pb.LayerRange) -> tuple[int, int]:
+    return message.first, message.end
 
 
 def _position(entry: pb.PositionLogprobs) -> Position:

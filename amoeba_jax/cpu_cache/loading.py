@@ -26,9 +26,9 @@ class Obtained:
 
     Attributes:
         compiled: executable for the requested devices.
-        portable: bytes of the program for other devices, or None if it cannot be written as bytes.
-        cached: whether the program was not compiled now: it came from a cache or from the bytes of another group.
-        relocated: whether the program was loaded from the bytes of another group of devices.
+        portable: the program as bytes, which load on other devices too. None: it cannot be written as bytes.
+        cached: whether the program was loaded from a cache or from bytes, and not compiled.
+        relocated: whether the program was loaded from bytes that were compiled for another group of devices.
     """
 
     compiled: jax.stages.Compiled
@@ -38,11 +38,11 @@ class Obtained:
 
 
 class _LatestProgram(threading.local):
-    """Origin of the program that this thread compiled last. JAX calls listeners in the compiling thread.
+    """Origin of the programs that this thread compiles. JAX's events set the attributes.
 
     Attributes:
-        is_new: whether XLA compiled the program.
-        cache_hit: whether JAX's persistent cache had the next program.
+        is_new: whether XLA compiled the last program, so that it did not come from JAX's persistent cache.
+        cache_hit: whether JAX's persistent cache has the program that this thread is compiling now.
     """
 
     is_new = False
@@ -74,15 +74,15 @@ def compile_or_load(
     program: str,
     portable: PortableProgram | None = None,
 ) -> Obtained:
-    """Return a program for `devices`, loaded from `portable` or from the disk cache, or else compiled.
+    """Return a program for `devices`, loaded from `portable` or from the disk cache if possible.
 
-    A compiled program is written to the disk cache.
+    If the program cannot be loaded, it is compiled and written to the disk cache.
 
     Args:
         compile: function that compiles the program for `devices`.
         devices: devices that run the program.
         model: sizes of the model, part of the key in the disk cache. If empty, the program is not kept on disk.
-        program: all other properties of the program that belong to its key. They do not include the devices.
+        program: all other properties of the program that belong to its key, without the devices.
         portable: bytes of the same program, compiled for another group with the same number of devices. None: the
             program is looked up on disk.
     """

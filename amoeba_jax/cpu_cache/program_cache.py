@@ -2,10 +2,11 @@
 
 One entry serves every group of devices of the same degree. An entry is found by its key, without tracing the program.
 
-Entries lie in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit and lock and the
-repairs of `compile_cache` therefore apply to them too. The key covers all inputs of a compilation: the shapes of the
-program, the sizes of the model, the source of this project, versions, settings, and the kind of processor. The key does
-not cover functions that are patched at run time. Turn the cache off (`compile_cache=""`) before you patch a function.
+Entries lie in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit, JAX's lock and
+the repairs of `compile_cache` therefore apply to the entries too. The key covers all inputs of a compilation: the
+shapes of the program, the sizes of the model, the source of this project, versions, settings, and the kind of
+processor. The key does not cover functions that are patched at run time. Turn the cache off (`compile_cache=""`) before
+you patch a function.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ _SOURCE_HASH = _hash_source()
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Entry of one program in the cache. It may not exist on disk yet.
+    """Entry of one program in the cache. The entry may not exist on disk yet.
 
     Attributes:
         model: sizes of the model.
@@ -152,9 +153,9 @@ def without_jax_cache_writes() -> Iterator[None]:
 
 @functools.cache
 def _min_compile_time() -> Any:
-    """Return JAX's setting for the shortest compilation to cache, which a thread can override for itself.
+    """Return JAX's setting for the minimum compile time of cached programs, or None if JAX does not have the setting.
 
-    Return None if this version of JAX has no such object.
+    Call the setting with a value to get a context in which this thread uses the value.
     """
     try:
         from jax._src.config import persistent_cache_min_compile_time_secs

@@ -76,7 +76,7 @@ class ProgramStore(Generic[T]):
         The result is at most the number of programs in the store.
 
         Args:
-            room: number of free mappings before an eviction.
+            room: number of mappings that may still be added before an eviction.
             used: number of mappings in use.
         """
         return min(int(room * len(self._programs) / (_LARGEST_TO_AVERAGE * max(used, 1))), len(self._programs))

@@ -6,6 +6,7 @@ from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import DeadlineError, RequestError
 from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.host_pages import page_specs, read_to_host, write_from_host
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.room import Room
@@ -14,6 +15,7 @@ from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.transformations import Transformations
 from kvcache.pages import SequencePages
+from sharding.ledger import format_bytes, parse_bytes
 
 
 class Admission:
@@ -65,6 +67,9 @@ class Admission:
             # A leader waits for the programs of its siblings: they share its prompt's pages only while it runs.
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
                 wanted += instance.launcher.page_copy_specs()
+            if sequence.host_pages is not None:
+                executables = self._cluster.executables
+                wanted += page_specs(instance.runner, executables, self._cluster.plan.transfer_pages)
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def check_waiting(self, options: TransformOptions) -> None:
@@ -115,14 +120,23 @@ class Admission:
         """Take a sequence from the queue, and give it pages and a slot. An error ends this sequence only."""
         self._sequences.waiting.remove(sequence)
         try:
-            if self._room.leader_home(sequence) is instance:
+            if sequence.host_pages is not None:
+                sequence.pages = SequencePages(lane.pages)
+                lane.cache.reserve(sequence.pages, sequence.num_known)
+                sequence.num_computed = sequence.host_pages.num_computed
+            elif self._room.leader_home(sequence) is instance:
                 self._fork(instance, lane, sequence)
             else:
                 sequence.pages = lane.cache.match(self._room.reusable_keys(sequence))
                 sequence.num_computed = sequence.pages.num_pages * self._cluster.dims.page_size
                 lane.cache.reserve(sequence.pages, sequence.num_known)
             instance.add(sequence, lane)
+            if sequence.host_pages is not None:
+                self._write_from_host(instance, sequence)
         except Exception as error:
+            if sequence.slot >= 0:  # it was added, but its pages could not be written
+                instance.leave(sequence, lane)
+                sequence.slot = -1
             if sequence.pages is not None:
                 lane.cache.release(sequence.pages)
                 sequence.pages = None
@@ -133,6 +147,40 @@ class Admission:
             sequence.num_cached = sequence.num_computed
             self._stats.cached_tokens += sequence.num_computed
         sequence.start()
+
+    def _write_from_host(self, instance: Instance, sequence: Sequence) -> None:
+        executables, count = self._cluster.executables, self._cluster.plan.transfer_pages
+        write_from_host(instance.runner, executables, instance.lanes, sequence, count)
+        sequence.host_pages = None
+
+    def offload(self, sequence: Sequence) -> None:
+        """Copy the KV cache of a running sequence to host memory, and return the sequence to the queue.
+
+        It goes on without being computed again. Raises `RequestError`, and changes nothing, if the sequence does not
+        run, its instance is changing, programs are missing, or host memory for it is used up.
+        """
+        if sequence.slot < 0 or sequence.paused or sequence.pages is None:
+            raise RequestError(f"request {sequence.request_id!r} does not run")
+        home, cluster = self._room.home(sequence), self._cluster
+        if home.transition is not None or self._transformations.is_about_to_change(home):
+            raise RequestError(f"instance {home.id} is changing")
+        if not cluster.executables.request(page_specs(home.runner, cluster.executables, cluster.plan.transfer_pages)):
+            raise RequestError("programs to copy pages are being compiled: try again later")
+        held = sum(s.host_pages.num_bytes for s in self._sequences.waiting if s.host_pages is not None)
+        limit = parse_bytes(cluster.config.offload_memory)
+        size = sequence.pages.num_pages * cluster.memory_plan.page_bytes * cluster.dims.config.num_layers
+        if held + size > limit:
+            raise RequestError(
+                f"request {sequence.request_id!r} needs {format_bytes(size)} of host memory, and {format_bytes(held)} "
+                f"of offload_memory={format_bytes(limit)} are used"
+            )
+        count = cluster.plan.transfer_pages
+        try:
+            pages = read_to_host(home.runner, cluster.executables, home.lanes, sequence, count)
+        except Exception as error:
+            raise RequestError(f"the pages of request {sequence.request_id!r} cannot be copied: {error}") from error
+        self._sequences.preempt(home, sequence)
+        sequence.host_pages = pages
 
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
         """Share the pages of the leader's prompt.

@@ -31,8 +31,9 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
-from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.options import PlacementOptions, TransformOptions
+from amoeba_jax.transform.relocations import Relocations
+from amoeba_jax.transform.report import PlacementReport, TransformReport
 from amoeba_jax.transform.transformations import Transformations
 from amoeba_jax.weights.loading import OpenWeights
 
@@ -67,7 +68,8 @@ class Engine:
         self.sequences = sequences = Sequences(cluster, room, stats)
         self.waiting = sequences.waiting
         self.transformations = Transformations(cluster, self._drain, sequences.preempt)
-        self.steps = Steps(cluster, room, sequences, self.transformations, stats)
+        self.relocations = Relocations(cluster, sequences.preempt, self.transformations.names)
+        self.steps = Steps(cluster, room, sequences, self.transformations, self.relocations, stats)
         self.admission = Admission(cluster, room, sequences, self.transformations, self.steps, stats)
         self.background_warmup = BackgroundWarmup(cluster)
         self.scheduler_hook: SchedulerHook | None = None
@@ -82,6 +84,7 @@ class Engine:
             while instance.pending and instance.pending[0].done:
                 self.steps.take(instance, instance.pending.popleft())
         self.transformations.collect()
+        self.relocations.collect()
 
     def advance(self) -> bool:
         """Continue changes, start waiting sequences, and launch one step on each instance that has room for one.
@@ -91,6 +94,7 @@ class Engine:
         """
         if arrived := self.background_warmup.take_arrived():
             self.transformations.retry()
+            self.relocations.retry()
         if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
 
@@ -112,7 +116,7 @@ class Engine:
         return launched
 
     def _check_progress(self) -> None:
-        busy = self.cluster.executables.background.num_left or self.transformations.busy
+        busy = self.cluster.executables.background.num_left or self.transformations.busy or self.relocations.busy
         # Requests may wait for a decision of the scheduler, for lost devices, or for paused requests.
         may_wait = self.scheduler_hook is not None or self.cluster.lost or self.num_paused
         if self.has_requests and not busy and not may_wait:
@@ -138,6 +142,7 @@ class Engine:
     def fail(self, error: BaseException) -> None:
         """End all transformations and requests with an error."""
         self.transformations.fail(error)
+        self.relocations.fail(error)
         self.sequences.fail_all(error)
 
     def close(self) -> None:
@@ -222,6 +227,30 @@ class Engine:
             self.admission.check_waiting(options)
         return self.transformations.request(options)
 
+    def change_placement(self, options: PlacementOptions) -> "Future[PlacementReport]":
+        """Begin to change the placement of an instance while requests run. See `LLM.replicate` and its relatives.
+
+        Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if the change is impossible.
+        """
+        return self.relocations.request(options)
+
+    def offload(self, sequence: Sequence) -> None:
+        """See `Admission.offload`."""
+        self.admission.offload(sequence)
+
+    def limit_batch(self, instance_id: int, size: int | None) -> None:
+        """Limit the running sequences of an instance. Running sequences stay. None: no limit but the slots.
+
+        Raises `RequestError` if the instance does not exist, or if `size` is below 1.
+        """
+        instance = next((i for i in self.instances if i.id == instance_id), None)
+        if instance is None:
+            raise RequestError(f"there is no instance {instance_id}: there are {[i.id for i in self.instances]}")
+        if size is not None and size < 1:
+            raise RequestError(f"a batch of {size} is not possible: it must be at least 1")
+        instance.limit_batch(size)
+        self.sequences.num_changes += 1
+
     def end_transformations(self) -> None:
         """Run the loop until no transformation is left."""
         while self.transformations.busy:
@@ -248,7 +277,7 @@ class Engine:
     def check_idle(self, problem: str) -> None:
         """Raise `RequestError`, with a message that starts with `problem`, if there are requests or changes."""
         self.drain()
-        if self.has_requests or self.transformations.busy:
+        if self.has_requests or self.transformations.busy or self.relocations.busy:
             running, paused = sum(len(instance.running) for instance in self.instances), self.num_paused
             raise RequestError(
                 f"{problem} with {running} running, {paused} paused and {len(self.waiting)} waiting requests: "

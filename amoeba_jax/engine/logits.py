@@ -11,7 +11,7 @@ from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.work import Blocks
 from kvcache.geometry import PageGeometry
 from kvcache.pages import SequencePages
-from sharding.placement import Home, Homes
+from sharding.placement import Home
 
 
 def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
@@ -57,7 +57,6 @@ def _batch_at(
     tokens: tuple[int, ...],
     start: int,
     home: Home,
-    group: Homes | None,
     _: Blocks | None,
     shape: BatchShape,
 ) -> StepBatch:
@@ -67,8 +66,8 @@ def _batch_at(
     padding = (row, shape.num_tokens - len(tokens) - row)
     batch.set("tokens", np.pad(tokens, padding))
     batch.set("positions", np.pad(np.arange(start, start + len(tokens)), padding, constant_values=-1))
-    if group is not None:
+    if home in lane.ranks:
         used = geometry.pages_for(start + len(tokens))
-        batch.set_table(row, lane.table(pages, group)[:, :used])
+        batch.set_table(row, lane.table(pages, home)[:, :used])
         batch.set("num_pages", np.pad([used], (row, 0)))
     return batch

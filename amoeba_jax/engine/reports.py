@@ -5,6 +5,7 @@ from dataclasses import replace
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryEntry, MemoryReport
+from kvcache.allocator import BuddyAllocator
 from sharding.owners import Owner
 
 
@@ -23,6 +24,7 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
             num_cached_pages=counts[instance].cached,
             paused=(paused := len(instance.paused_sequences)),
             paused_degree=instance.paused[0].tp if paused else 0,
+            placement=instance.runner.placement,
             phase=instance.phase,
         )
         for instance in engine.instances
@@ -48,35 +50,36 @@ def memory_report(engine: Engine) -> MemoryReport:
         for device, ledger in enumerate(cluster.ledgers)
         for (layer, owner), size in ledger.entries.items()
     )
-    used, kept = _page_bytes(engine)
+    used, kept = page_bytes(engine)
     padding = {kind: padding.ratio for kind, padding in cluster.weights.padding().items()}
     padding[Owner.KV_CACHE] = dims.heads.kv_padding
     reserved = tuple(sum(ledger.reserved.values()) for ledger in cluster.ledgers)
     return MemoryReport(cluster.memory_plan.budget_bytes, entries, used, reserved, padding, kv_kept_bytes=kept)
 
 
-def _page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return two tuples with a size for each device: bytes of pages in use, and of pages that are only cached."""
     cluster, dims = engine.cluster, engine.dims
-    unit_bytes, num_layers = cluster.memory_plan.page_bytes // dims.max_tp, dims.config.num_layers
+    unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp
     live, kept = [0] * len(cluster.ledgers), [0] * len(cluster.ledgers)
-    for device, allocator in enumerate(cluster.factory.allocators):
-        live[device] = (allocator.total_units - allocator.free_units) * unit_bytes * num_layers
+    counted: set[BuddyAllocator] = set()
     for instance in engine.instances:
-        for allocator, device, layers in instance.page_allocators:
-            live[device] += (allocator.total_units - allocator.free_units) * unit_bytes * layers
-        if instance.is_placed:
-            groups = instance.runner.placement.page_groups
-            for number, lane in enumerate(instance.lanes):
-                for group, layers in groups.items():
-                    units = lane.cache.num_evictable_pages * dims.pages.units_per_page(group[number].degree)
-                    for device in group[number].devices:
-                        kept[device] += units * unit_bytes * len(layers)
-            continue
+        sites = instance.runner.sites
+        num_layers = {home: sum(map(bool, site.kv)) for home, site in sites.items()}
+        if instance.transition is not None and instance.transition.changes_degree:
+            num_layers = dict.fromkeys(num_layers, dims.config.num_layers)
+        for home, allocators in instance.allocators.items():
+            for device, allocator in zip(home.devices, allocators, strict=True):
+                if allocator not in counted:
+                    counted.add(allocator)
+                    used = allocator.total_units - allocator.free_units
+                    live[device] += used * unit_bytes * num_layers[home]
         for each in (instance, *instance.paused):
-            cached = each.page_counts().cached * dims.pages.units_per_page(each.tp)
-            for device in each.group.device_indices:
-                kept[device] += cached * unit_bytes * num_layers
+            for lane in each.lanes:
+                for home in each.allocators.keys() & lane.ranks.keys():
+                    units = lane.cache.num_evictable_pages * dims.pages.units_per_page(home.degree)
+                    for device in home.devices:
+                        kept[device] += units * unit_bytes * num_layers.get(home, dims.config.num_layers)
     return tuple(total - cached for total, cached in zip(live, kept, strict=True)), tuple(kept)
 
 
@@ -91,6 +94,7 @@ def engine_stats(engine: Engine) -> EngineStats:
         awaited_programs=engine.cluster.executables.num_awaited,
         degrees=engine.background_warmup.degrees,
         transformations=engine.transformations.statuses,
+        placements=engine.relocations.statuses,
     )
 
 

@@ -23,7 +23,10 @@ from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, St
 from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.sampling.rows import NO_TOKEN, SamplerKind, unpack_logprobs, unpack_result
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
+from amoeba_jax.transform.relocation import Relocation
+from amoeba_jax.transform.relocations import Relocations
 from amoeba_jax.transform.transformations import Transformations
+from amoeba_jax.transform.transition import Transition
 from sharding.mesh import is_lost
 
 logger = logging.getLogger(__name__)
@@ -40,10 +43,16 @@ class Steps:
     """Steps of all instances. Used by the dispatcher thread only."""
 
     def __init__(
-        self, cluster: Cluster, room: Room, sequences: Sequences, transformations: Transformations, stats: EngineStats
+        self,
+        cluster: Cluster,
+        room: Room,
+        sequences: Sequences,
+        transformations: Transformations,
+        relocations: Relocations,
+        stats: EngineStats,
     ):
         self._cluster, self._room, self._sequences = cluster, room, sequences
-        self._transformations, self._stats = transformations, stats
+        self._transformations, self._relocations, self._stats = transformations, relocations, stats
         self._failures_in_a_row = 0
 
     # Launch
@@ -54,11 +63,14 @@ class Steps:
         Return False if nothing was done: `MAX_PENDING_STEPS` are in flight, or there is nothing to compute. A step that
         fails counts as launched.
         """
-        if len(instance.pending) >= MAX_PENDING_STEPS or self._transformations.holds(instance):
+        changes, relocations, change = self._transformations, self._relocations, instance.transition
+        if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance) or relocations.holds(instance):
             return False
-        changes, change = self._transformations, instance.transition
         num_preempted = self._reserve_next_tokens(instance)
-        if change is not None:
+        if isinstance(change, Relocation):
+            if not relocations.switch_layers(instance, num_preempted):
+                return True  # the switch failed
+        elif change is not None:
             step = self._plan(instance) if change.overlaps else None
             if not changes.switch_layers(instance, num_preempted, step):
                 return True  # the switch failed, and the group has recovered
@@ -67,7 +79,7 @@ class Steps:
                 step = instance.launcher.launch(plan, instance.lanes)
             except StepNotLaunchedError as error:
                 # A switch was left to this step: launch it alone.
-                if instance.transition is not None and not changes.switch_alone(instance):
+                if isinstance(instance.transition, Transition) and not changes.switch_alone(instance):
                     plan = None
                     break
                 self._reject_one(plan, error)
@@ -78,7 +90,9 @@ class Steps:
             else:
                 self._launched(instance, plan, step)
             break
-        if change is not None:
+        if isinstance(change, Relocation):
+            relocations.step_launched(instance, plan)
+        elif change is not None:
             changes.step_launched(instance, plan)
         return change is not None or plan is not None
 
@@ -131,7 +145,8 @@ class Steps:
             executables.request(instance.launcher.specs(best))
             return
         peers = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
-        launchers = [peer.launcher for peer in peers if peer.transition is None]
+        peers = [instance] if instance.is_spread else [i for i in peers if i.transition is None and not i.is_spread]
+        launchers = [peer.launcher for peer in peers]
         if best.logits_of == "all":
             executables.request(spec for launcher in launchers for spec in launcher.specs(best))
             return
@@ -269,7 +284,7 @@ class Steps:
         Raises `error` after `MAX_FAILURES_IN_A_ROW` failures without a success: the device does not work.
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
-        if instance.transition is not None:
+        if isinstance(instance.transition, Transition):
             self._transformations.lost(instance, error, sampled)
             return
         self._failures_in_a_row += 1
@@ -280,8 +295,7 @@ class Steps:
         drop_frames(error)
         involved = list(dict.fromkeys(row.sequence for row in rows))
         clear_in_flight(sampled)
-        instance.requeue_all(self._sequences.preempt)
-        self._rebuild(instance)
+        self._rebuild(self._cluster.sharing(instance))
         for sequence in involved:
             if sequence.finished:
                 continue
@@ -298,17 +312,21 @@ class Steps:
         runner, state = instance.runner, instance.sampler.state
         buffers = [extent for site in runner.sites.values() for extent in site.extents()]
         buffers += [state.flags, state.bias, runner.last_tokens]
-        if isinstance(error, StateLostError) or runner.hidden.is_lost or any(map(is_lost, buffers)):
+        hidden_lost = runner.hidden.are_lost(runner.placement.devices)
+        if isinstance(error, StateLostError) or hidden_lost or any(map(is_lost, buffers)):
             self.recover(instance, error)
 
-    def _rebuild(self, instance: Instance) -> None:
-        """Replace an instance by an empty one. If that fails twice, its devices go out of service."""
+    def _rebuild(self, instances: list[Instance]) -> None:
+        """Replace instances that share buffers by empty ones. If that fails twice, their devices go out of service."""
+        for instance in instances:
+            instance.requeue_all(self._sequences.preempt)
+        for instance in instances:
+            self._relocations.forget(instance)
         for _ in range(2):
             try:
-                self._cluster.rebuild(instance)
+                self._cluster.rebuild(instances)
                 return
             except Exception:
-                logger.exception("the cache of instance %d cannot be made again", instance.id)
+                logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
             gc.collect()  # the frames of the error may have held the missing memory
-        instance.site.kv.clear()
-        self._cluster.take_back([instance])
+        self._cluster.take_back(instances)

@@ -13,7 +13,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.site import ExchangePart, Site
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.enumeration import enumerate_programs
+from amoeba_jax.programs.enumeration import enumerate_programs, placement_programs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
@@ -32,7 +32,15 @@ Specs = dict[Hashable, ProgramSpec]
 def count_programs(engine: Engine, degrees: list[int]) -> int:
     """Return the number of programs in a warm-up of these degrees."""
     usual, pausing = _wanted(engine, degrees)
-    return len(usual) + len(pausing)
+    return len({*usual, *pausing, *_for_placements(engine)})
+
+
+def _for_placements(engine: Engine) -> Specs:
+    """Return the programs of replicated and migrated layers, if they are wanted. They are compiled, but not run."""
+    cluster = engine.cluster
+    if not cluster.config.prepare_placements:
+        return {}
+    return {spec.key: spec for spec in placement_programs(cluster.plan, cluster.executables)}
 
 
 def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
@@ -77,14 +85,15 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     before = executables.num_made
     usual, pausing = _wanted(engine, degrees)
     _clear_caches(engine)
-    for executable in executables.prepare([*usual.values(), *pausing.values()]):
+    placements = [spec for key, spec in _for_placements(engine).items() if key not in usual and key not in pausing]
+    for executable in executables.prepare([*usual.values(), *pausing.values(), *placements]):
         cluster.reserve_temporaries(executable)
         passed()
         # Run the programs of the present instances at once, while others are compiled.
         if (spec := usual.get(executable.spec.key)) is not None and _run_here(engine, spec):
             del usual[spec.key]
             passed()
-    if cluster.plan.placement is None:
+    if cluster.plan.placement is None and not cluster.empty_devices:
         try:
             # The present layout comes first, because it needs no transformation.
             for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
@@ -123,7 +132,7 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
         else:
             has_buffers = instance.id == spec.devices[0] and instance.released == (released or instance.tp)
             fits = has_buffers and (spec.kind in ON_FIRST or len(spec.devices) == instance.tp)
-        if fits or instance.is_placed:
+        if fits or engine.cluster.plan.placement is not None:
             run_once(engine, instance, spec)
             return True
     return False

@@ -14,6 +14,8 @@ from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError, RequestError
 from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.instances.instance import Instance, Phase
+from amoeba_jax.instances.neighbours import NeighbourPages
+from amoeba_jax.instances.site import Site
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.buckets import Buckets
@@ -91,18 +93,20 @@ class Cluster:
         """Load the weights, make the first instances, and reserve memory for temporaries."""
         plan, tp = self.memory_plan, self.config.tensor_parallel_size
         with self.open_weights() as reader:
-            self.weights.load(reader, self.ledgers, on_load, self.plan.placement)
+            self.weights.load(reader, self.ledgers, on_load, self.plan.start_shards())
         with allocation_errors(plan):
             self.factory = InstanceFactory(self.plan, self.weights, self.executables, lambda: self.on_result(), tp)
-            for device, memory in self.plan.device_plans.items():
+            for device in self.plan.start_devices:
+                memory = self.plan.device_plans[device]
                 self.ledgers[device].add(Owner.SAMPLING, memory.sampling_bytes)
                 self.ledgers[device].add(Owner.HIDDEN, memory.hidden_bytes)
             self._add_kv_cache()
             if self.plan.placement is not None:
                 self.instances = (self.factory.placed_instance(self.plan.placement),)
             else:
-                self.instances = tuple(self._first_instance(group, tp) for group in self.sub_meshes.groups(tp))
-        for device in self.plan.device_plans:
+                groups = [group for group in self.sub_meshes.groups(tp) if group.start in self.plan.start_devices]
+                self.instances = tuple(self._first_instance(group, tp) for group in groups)
+        for device in self.plan.start_devices:
             self.ledgers[device].reserve("activations", self._activation_bytes)
             self.ledgers[device].reserve("staging", plan.staging_bytes)
 
@@ -110,9 +114,9 @@ class Cluster:
         """Add the extents of all layers to the ledgers."""
         page_bytes, num_layers = self.memory_plan.page_bytes, self.dims.config.num_layers
         if self.plan.placement is None:
-            for ledger in self.ledgers:
+            for device in self.plan.start_devices:
                 for layer in range(num_layers):
-                    ledger.add(Owner.KV_CACHE, self.memory_plan.num_pages * page_bytes, layer)
+                    self.ledgers[device].add(Owner.KV_CACHE, self.memory_plan.num_pages * page_bytes, layer)
             return
         pages = home_pages(self.plan.placement, self.plan.device_plans)
         for layer, homes in enumerate(self.plan.placement.attention):
@@ -176,7 +180,52 @@ class Cluster:
                 self.factory.allocators[device].add_extent(num_pages)
         instance.released = degree
 
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes reserved on each device for temporaries of steps."""
+        return self._activation_bytes
+
+    def add_layer(self, site: Site, layer: int) -> None:
+        """Make the extents of a layer at a site of one device, unless it has them.
+
+        Raises `MemoryBudgetError`, with nothing changed.
+        """
+        if not site.kv[layer]:
+            size = sum(site.extent_pages) * self.memory_plan.page_bytes
+            self.ledgers[site.group.start].add(Owner.KV_CACHE, size, layer)
+            shapes = [(pages, self.dims.pages.page_elems) for pages in site.extent_pages]
+            try:
+                site.kv[layer] = [jnp.zeros(shape, self.dims.dtype, device=site.group.devices[0]) for shape in shapes]
+            except BaseException:
+                self.ledgers[site.group.start].remove(Owner.KV_CACHE, size, layer)
+                raise
+
+    def drop_layer(self, site: Site, layer: int) -> None:
+        """Free the extents of a layer at a site of one device."""
+        if site.kv[layer]:
+            size = sum(site.extent_pages) * self.memory_plan.page_bytes
+            self.ledgers[site.group.start].remove(Owner.KV_CACHE, size, layer)
+            site.kv[layer] = []
+
+    def close_device(self, device: int) -> None:
+        """Free all buffers of a device that no instance uses, except KV cache, and everything reserved."""
+        for layer in (None, *range(self.dims.config.num_layers)):
+            self.weights.drop_modules(device, layer)
+        self.factory.close_device(device)
+        ledger = self.ledgers[device]
+        for owner in (Owner.HIDDEN, Owner.SAMPLING):
+            ledger.remove(owner, ledger.entries[(None, owner)])
+        for what in ("activations", "staging"):
+            ledger.reserve(what, 0)
+
     # Instances
+
+    @property
+    def empty_devices(self) -> list[int]:
+        """Devices without any module."""
+        used = {device for instance in self.instances for device in instance.runner.placement.devices}
+        used |= {device for group in self.lost for device in group.device_indices}
+        return [device for device in range(len(self.sub_meshes.devices)) if device not in used]
 
     @property
     def all_instances(self) -> list[Instance]:
@@ -194,22 +243,36 @@ class Cluster:
         for instance in old:
             instance.retire()
 
-    def rebuild(self, instance: Instance) -> None:
-        """Replace an instance without sequences by one with an empty cache, over the same buffers.
+    def sharing(self, instance: Instance) -> list[Instance]:
+        """Return the instances that share buffers with an instance, directly or through others, and the instance."""
+        found = [instance]
+        for each in found:
+            sites = set(each.runner.sites.values())
+            found += [o for o in self.instances if o not in found and not sites.isdisjoint(o.runner.sites.values())]
+        return found
 
-        Buffers that failed programs have lost are made again.
+    def rebuild(self, instances: list[Instance]) -> None:
+        """Replace instances without sequences by instances with an empty cache, over the same buffers.
+
+        The list must contain all instances that share buffers. Buffers that failed programs have lost are made again.
         """
-        for site in instance.runner.sites.values():
-            site.replace_lost()
-        instance.sampler.state.replace_lost()
-        group, released, factory = instance.group, instance.released, self.factory
-        if instance.is_placed:
-            new = factory.placed_instance(instance.runner.placement, instance)
-        else:
-            empty = [factory.new_allocator(released) for _ in group.devices]
-            allocators = factory.settle_allocators(group, empty)
-            new = factory.new_instance(group, allocators, instance.site.kv, released, factory.scratch_of(instance))
-        self.replace([instance], [new])
+        for instance in instances:
+            for home, site in instance.runner.sites.items():
+                site.replace_lost()
+                for allocator in instance.allocators.get(home, ()):
+                    allocator.become(self.factory.empty_allocator(site.extent_pages))
+            instance.sampler.state.replace_lost()
+            self.factory.hidden.replace_lost(instance.runner.placement.devices)
+        self.replace(instances, [self.factory.rebuilt(instance) for instance in instances])
+        self.link_lanes()
+
+    def link_lanes(self) -> None:
+        """Let the prefix caches of lanes that share allocators evict each other's pages."""
+        lanes = [lane for instance in self.instances if not instance.paused for lane in instance.lanes]
+        for lane in lanes:
+            own = set(lane.pages.allocators)
+            others = [o for o in lanes if o is not lane and not own.isdisjoint(o.pages.allocators)]
+            lane.cache.lender = NeighbourPages(lane, others) if others else None
 
     # Groups that are out of service
 
@@ -221,6 +284,7 @@ class Cluster:
         """
         for instance in old:
             instance.enter(Phase.LOST)
+            self._abandon(instance)
         self.replace(old, [])
         self.lost = {**self.lost, **{instance.group: instance.released for instance in old}}
         failed = {instance.group: "" for instance in old}
@@ -231,6 +295,17 @@ class Cluster:
         for group, reason in failed.items():
             logger.warning("%s is out of service: %s", group, reason)
         self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
+
+    def _abandon(self, instance: Instance) -> None:
+        """Free the KV cache of an instance that goes out of service. Its memory stays reserved for the next one.
+
+        If its modules are at several homes, the next instance has all of them on its first device.
+        """
+        for home, site in instance.runner.sites.items():
+            if instance.is_spread and home.degree == 1:
+                for layer in range(len(site.kv)):
+                    self.drop_layer(site, layer)
+            site.kv.clear()
 
     def revive(self) -> bool:
         """Try to make the instances of groups that are out of service. Return whether one is back in service.
@@ -261,8 +336,10 @@ class Cluster:
     def _make_again(self, group: SubMesh) -> str | None:
         """Make the instance of a group that is out of service. If that fails, return the reason."""
         try:
-            if self.plan.placement is not None:
-                instance = self.factory.placed_instance(self.plan.placement)
+            placement = self.plan.placement
+            self.factory.hidden.replace_lost(group.device_indices if placement is None else placement.devices)
+            if placement is not None:
+                instance = self.factory.placed_instance(placement)
             else:
                 instance = self._empty_instance(group, self.lost[group])
         except Exception as error:
@@ -274,7 +351,13 @@ class Cluster:
 
     def _empty_instance(self, group: SubMesh, released: int) -> Instance:
         """Return an instance with an empty cache. Its weights are released for a degree, or read again."""
-        layers = range(self.dims.config.num_layers)
+        layers, ledger = range(self.dims.config.num_layers), self.ledgers[group.start]
+        base = self.plan.memory.num_pages * self.memory_plan.page_bytes
+        for layer in layers if group.tp == 1 else ():
+            held = ledger.entries[(layer, Owner.KV_CACHE)]
+            if held <= base:  # the KV cache has no weights of the layer: those that lack had migrated
+                self.weights.copy_modules(group.start, layer)
+                ledger.add(Owner.KV_CACHE, base - held, layer)
         # Release memory first, and do the slowest part last.
         for layer in layers:
             if (present := self._released_for(group, layer)) < released:

@@ -1,7 +1,7 @@
 """Construction of instances and their parts: allocators, sites, lanes and scratch buffers."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Sequence as SequenceOf
 
 import jax
 import jax.numpy as jnp
@@ -22,32 +22,7 @@ from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
 from sharding.mesh import SubMesh, assemble, disassemble, is_lost
-from sharding.placement import Home, Homes, Placement
-
-
-class Scratch(NamedTuple):
-    """Buffers that the next instance on the same devices uses again. Their contents are not needed.
-
-    Attributes:
-        last_tokens: `[num_slots]` of each rank of the head.
-        hidden: `[D, hidden_tokens]` of each device.
-    """
-
-    last_tokens: list[jax.Array]
-    hidden: list[jax.Array]
-
-    @classmethod
-    def joined(cls, parts: Iterable["Scratch"]) -> "Scratch":
-        """Join the buffers of groups side by side."""
-        parts = list(parts)
-        return cls([t for part in parts for t in part.last_tokens], [h for part in parts for h in part.hidden])
-
-    def split(self, size: int) -> list["Scratch"]:
-        """Divide the buffers among groups of `size` ranks."""
-        return [
-            Scratch(self.last_tokens[first : first + size], self.hidden[first : first + size])
-            for first in range(0, len(self.hidden), size)
-        ]
+from sharding.placement import Home, Placement
 
 
 class InstanceFactory:
@@ -59,6 +34,7 @@ class InstanceFactory:
 
     Attributes:
         allocators: page allocator of each device. It stays when instances change. Empty with a start placement.
+        hidden: buffers of hidden states of all devices that hold modules.
     """
 
     def __init__(
@@ -71,27 +47,57 @@ class InstanceFactory:
     ):
         self._plan, self._weights, self._executables, self._on_result = plan, weights, executables, on_result
         self._dims = plan.dims
-        devices, placement = dict(enumerate(plan.sub_meshes.devices)), plan.placement
-        if placement is not None:  # other devices stay empty
-            devices = {index: devices[index] for index in placement.devices}
-        samplers = devices if placement is None else (placement.head.start,)
-        self._sampling_states = {
-            index: SamplingState.zeros(plan.num_slots, self._dims.config.vocab_size, devices[index])
-            for index in samplers
-        }
-        jax.block_until_ready([(state.flags, state.bias) for state in self._sampling_states.values()])
-        self._begins = {
-            index: jax.device_put((np.bool_(False), np.bool_(True)), device) for index, device in devices.items()
-        }
-        self.allocators = [] if placement is not None else [self.new_allocator(released) for _ in devices]
+        placement, shape = plan.placement, (self._dims.config.hidden_size, plan.hidden_tokens)
+        self.hidden = HiddenStates(shape, self._dims.dtype)
+        self._sampling_states: dict[int, SamplingState] = {}
+        self._begins: dict[int, tuple[jax.Array, jax.Array]] = {}
+        for index in plan.start_devices:
+            self.open_device(index, samples=placement is None or index == placement.head.start)
+        count = len(plan.sub_meshes.devices) if placement is None else 0
+        self.allocators = [self.empty_allocator(()) for _ in range(count)]
+        for index in plan.start_devices if count else ():
+            self.allocators[index].become(self.new_allocator(released))
+
+    # Devices
+
+    def open_device(self, index: int, *, samples: bool) -> None:
+        """Make the buffers that a device needs before it computes. `samples`: also those for the sampler.
+
+        Waits for the buffers, so that missing memory is found here.
+        """
+        device = self._plan.sub_meshes.devices[index]
+        self.hidden.add(index, device)
+        if index not in self._begins:
+            self._begins[index] = jax.device_put((np.bool_(False), np.bool_(True)), device)
+        if samples and index not in self._sampling_states:
+            state = SamplingState.zeros(self._plan.num_slots, self._dims.config.vocab_size, device)
+            jax.block_until_ready((state.flags, state.bias))
+            self._sampling_states[index] = state
+
+    def open_allocator(self, index: int, extent_pages: Iterable[int]) -> BuddyAllocator:
+        """Return the allocator of a device that was empty, over new extents."""
+        new = self.empty_allocator(extent_pages)
+        if not self.allocators:
+            return new
+        self.allocators[index].become(new)
+        return self.allocators[index]
+
+    def close_device(self, index: int) -> None:
+        """Drop the buffers of `open_device`, and the pages of `open_allocator`."""
+        if self.allocators:
+            self.allocators[index].become(self.empty_allocator(()))
+        self.hidden.drop(index)
+        self._begins.pop(index, None)
+        self._sampling_states.pop(index, None)
 
     # Allocators
 
     def new_allocator(self, released: int) -> BuddyAllocator:
         """Return an empty allocator over the base extent and the extents that are released for a degree."""
-        return self._allocator(self._plan.extent_pages(released))
+        return self.empty_allocator(self._plan.extent_pages(released))
 
-    def _allocator(self, extent_pages: Iterable[int]) -> BuddyAllocator:
+    def empty_allocator(self, extent_pages: Iterable[int]) -> BuddyAllocator:
+        """Return an empty allocator over extents."""
         allocator = BuddyAllocator(self._dims.max_tp)
         for num_pages in extent_pages:
             allocator.add_extent(num_pages)
@@ -119,34 +125,51 @@ class InstanceFactory:
         begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
         return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins)
 
-    def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
-        """Return the lane of an instance in steady state."""
-        return self._lane({(group.home,): pool})
+    def empty_site(self, home: Home, extent_pages: tuple[int, ...]) -> Site:
+        """Return a site without layers. `extent_pages`: pages of each extent that its layers will have."""
+        group = self._plan.sub_meshes.group(home.start, home.degree)
+        return self._site(group, [[] for _ in range(self._dims.config.num_layers)], extent_pages)
 
-    def _lane(self, pools: Mapping[Homes, PagePool]) -> Lane:
-        """Return a lane with a pool for each page group."""
+    def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
+        """Return the lane of an instance with all modules on a group."""
+        return self._lane({group.home: pool}, self._plan.buckets(group.tp).max_num_seqs)
+
+    def new_lanes(
+        self, placement: Placement, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], width: int
+    ) -> list[Lane]:
+        """Return the empty lanes of an instance, one for each microbatch. `width`: see `Instance`."""
+        most = max(1, self._plan.buckets(width).max_num_seqs // placement.num_microbatches)
+        return [
+            self._lane({home: self.pool_at(home, allocators) for home in placement.layers_by_home(number)}, most)
+            for number in range(placement.num_microbatches)
+        ]
+
+    def pool_at(self, home: Home, allocators: Mapping[Home, SequenceOf[BuddyAllocator]]) -> PagePool:
+        """Return the page pool of a home over its allocators."""
+        return PagePool(self._dims.pages, allocators[home], home.degree)
+
+    def _lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
+        """Return a lane with a pool for each home."""
         ranks, first = {}, 0
-        for group, pool in pools.items():
-            ranks[group] = slice(first, first + pool.tp)
+        for home, pool in pools.items():
+            ranks[home] = slice(first, first + pool.tp)
             first += pool.tp
         parts = list(pools.values())
         pool = parts[0] if len(parts) == 1 else PagePool.joined(parts)
-        cache = PrefixCache(pool, self._plan.config.prefix_caching)
-        return Lane(pool, cache, ranks, self._plan.buckets(min(part.tp for part in parts)).max_num_seqs)
+        return Lane(pool, PrefixCache(pool, self._plan.config.prefix_caching), ranks, max_running)
 
-    def scratch_of(self, instance: Instance) -> Scratch:
-        """Take the scratch buffers of an instance that launches no more steps. Lost buffers are made again."""
+    def last_tokens_of(self, instance: Instance) -> list[jax.Array]:
+        """Return the buffers `[num_slots]` of the last tokens on each rank of an instance that launches no more steps.
+
+        Lost buffers are made again.
+        """
         runner = instance.runner
         if is_lost(runner.last_tokens):
-            runner.last_tokens = jax.device_put(np.zeros(self._plan.num_slots, np.int32), instance.group.replicated)
-        return Scratch(disassemble(instance.group, runner.last_tokens), list(runner.hidden.release().values()))
+            return self._new_last_tokens(instance.group)
+        return disassemble(instance.group, runner.last_tokens)
 
-    def _new_scratch(self, head: SubMesh, devices: Iterable[int]) -> Scratch:
-        shape = (self._dims.config.hidden_size, self._plan.hidden_tokens)
-        present = self._plan.sub_meshes.devices
-        hidden = [jnp.zeros(shape, self._dims.dtype, device=present[index]) for index in devices]
-        tokens = [jax.device_put(np.zeros(self._plan.num_slots, np.int32), device) for device in head.devices]
-        return Scratch(tokens, jax.block_until_ready(hidden))
+    def _new_last_tokens(self, group: SubMesh) -> list[jax.Array]:
+        return [jax.device_put(np.zeros(self._plan.num_slots, np.int32), device) for device in group.devices]
 
     # Instances
 
@@ -156,17 +179,18 @@ class InstanceFactory:
         allocators: list[BuddyAllocator],
         kv: KvBuffers,
         released: int,
-        scratch: Scratch | None = None,
+        last_tokens: list[jax.Array] | None = None,
     ) -> Instance:
         """Return an instance that computes all layers on a group, over extents and their allocators, one for each rank.
 
         Args:
-            scratch: buffers of the previous instances. Default: new buffers.
+            last_tokens: buffers of the previous instances, one for each rank. Default: new buffers.
         """
         lane = self.new_lane(PagePool(self._dims.pages, allocators, group.tp), group)
         sites = {group.home: self.new_site(group, kv, released)}
         placement = Placement.uniform(group.home, self._dims.config.num_layers)
-        return self._instance(placement, sites, [lane], scratch, released)
+        owned = {group.home: allocators}
+        return self._instance(placement, sites, owned, [lane], last_tokens, released, width=group.tp)
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
         """Return an instance over new extents, with an empty cache.
@@ -178,37 +202,36 @@ class InstanceFactory:
         kv = jax.block_until_ready(self._new_extents(group, self._plan.extent_pages(released), layers))
         return self.new_instance(group, allocators, kv, released)
 
-    def placed_instance(self, placement: Placement, old: Instance | None = None) -> Instance:
-        """Return an instance with a start placement and an empty cache.
+    def instance_on(self, home: Home, site: Site, allocators: SequenceOf[BuddyAllocator]) -> Instance:
+        """Return an empty instance with all layers on one device, over a site that has them."""
+        placement, owned = Placement.uniform(home, self._dims.config.num_layers), {home: allocators}
+        lanes = self.new_lanes(placement, owned, home.degree)
+        return self._instance(placement, {home: site}, owned, lanes, None, 1, width=home.degree)
 
-        Args:
-            old: instance with the same placement, whose buffers are used again. Default: new buffers.
+    def rebuilt(self, old: Instance) -> Instance:
+        """Return an instance over the buffers of another one, at the same placement, with an empty cache.
+
+        Its allocators must be empty.
         """
-        plan, groups = self._plan, placement.page_groups
+        placement, sites, allocators = old.runner.placement, old.runner.sites, old.allocators
+        lanes = self.new_lanes(placement, allocators, old.width)
+        tokens = self.last_tokens_of(old)
+        return self._instance(placement, sites, allocators, lanes, tokens, old.released, width=old.width)
+
+    def placed_instance(self, placement: Placement) -> Instance:
+        """Return an instance with a start placement, over new buffers."""
+        plan = self._plan
         pages = home_pages(placement, plan.device_plans)
         sites: dict[Home, Site] = {}
         for home in sorted({placement.head, *(h for homes in (*placement.attention, *placement.ffn) for h in homes)}):
             mesh, extents = plan.sub_meshes.group(home.start, home.degree), (pages.get(home, 0),)
             layers = [layer for layer, homes in enumerate(placement.attention) if home in homes]
-            kv = self._new_extents(mesh, extents, layers) if old is None else old.runner.sites[home].kv
-            sites[home] = self._site(mesh, kv, extents)
+            sites[home] = self._site(mesh, self._new_extents(mesh, extents, layers), extents)
         jax.block_until_ready([site.kv for site in sites.values()])
-        allocators = {
-            (group, device): self._allocator([pages[home]])
-            for group in groups
-            for home in set(group)
-            for device in home.devices
-        }
-        lanes = []
-        for number in range(placement.num_microbatches):
-            pools = {}
-            for group in groups:
-                own = [allocators[group, device] for device in group[number].devices]
-                pools[group] = PagePool(self._dims.pages, own, group[number].degree)
-            lanes.append(self._lane(pools))
-        scratch = None if old is None else self.scratch_of(old)
-        owned = [(allocator, device, len(groups[group])) for (group, device), allocator in allocators.items()]
-        return self._instance(placement, sites, lanes, scratch, 1, owned)
+        allocators = {home: [self.empty_allocator([count]) for _ in home.devices] for home, count in pages.items()}
+        width = placement_width(placement)
+        lanes = self.new_lanes(placement, allocators, width)
+        return self._instance(placement, sites, allocators, lanes, None, 1, width=width)
 
     def _new_extents(self, group: SubMesh, extent_pages: Iterable[int], layers: Collection[int]) -> KvBuffers:
         """Make extents with these numbers of pages on a rank, for some of the layers."""
@@ -222,30 +245,31 @@ class InstanceFactory:
         self,
         placement: Placement,
         sites: Mapping[Home, Site],
+        allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         lanes: list[Lane],
-        scratch: Scratch | None,
+        last_tokens: list[jax.Array] | None,
         released: int,
-        page_allocators: Collection[tuple[BuddyAllocator, int, int]] = (),
+        *,
+        width: int,
     ) -> Instance:
-        plan, devices = self._plan, placement.devices
+        plan = self._plan
         head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
-        scratch = scratch or self._new_scratch(head, devices)
-        hidden = HiddenStates(dict(zip(devices, scratch.hidden, strict=True)))
-        last_tokens = assemble(head, scratch.last_tokens, replicated=True)
-        width = placement_width(placement)
+        tokens = assemble(head, last_tokens or self._new_last_tokens(head), replicated=True)
         return Instance(
-            Runner(head, sites, placement, hidden, last_tokens, plan, self._executables),
+            Runner(head, sites, placement, self.hidden, tokens, plan, self._executables),
+            allocators,
             lanes,
             StepSampler(head, self._sampling_states[head.start], self._executables),
             ResultReader(f"amoeba-read-{head.start}", self._on_result),
             self._executables,
             buckets=plan.buckets(width),
-            lane_buckets=plan.buckets(width // placement.num_microbatches),
+            lane_buckets=plan.buckets(max(1, width // placement.num_microbatches)),
             released=released,
-            page_allocators=page_allocators,
+            width=width,
         )
 
     def close(self) -> None:
         """Drop the device buffers that instances share."""
         self._sampling_states.clear()
         self._begins.clear()
+        self.hidden.clear()

@@ -1,6 +1,6 @@
-"""Buffers of hidden states that the programs of a step pass on, one on each device of an instance."""
+"""Buffers of hidden states that the programs of a step pass on, one on each device."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -12,73 +12,82 @@ class HiddenStates:
     """One buffer `[D, hidden_tokens]` for each device, whose first columns are a step's tokens. Used by the dispatcher
     thread only.
 
+    All instances with modules on a device use its buffer in turn, because the programs of a step are launched together.
     Programs take buffers donated: `take` removes them, and `put` stores the buffers that the program returns.
 
     Args:
-        buffers: buffers by the index of their device.
+        shape: shape of a buffer.
+        dtype: data type of the buffers.
     """
 
-    def __init__(self, buffers: Mapping[int, jax.Array]):
-        self._buffers: dict[int, jax.Array | None] = dict(buffers)
-        first = next(iter(buffers.values()))
-        self._shape, self._dtype = first.shape, first.dtype
-        self._devices = {index: next(iter(buffer.devices())) for index, buffer in buffers.items()}
-        self._whole: tuple[SubMesh, jax.Array] | None = None
-        """All buffers as one array, if the latest program ran on all devices."""
+    def __init__(self, shape: tuple[int, int], dtype: str):
+        self._shape, self._dtype = shape, dtype
+        self._devices: dict[int, jax.Device] = {}
+        self._arrays: dict[tuple[int, ...], jax.Array] = {}
+        """Arrays by their devices. Buffers of several devices are one array if a program ran on all of them."""
+
+    def add(self, index: int, device: jax.Device) -> None:
+        """Make the buffer of a device. Waits for it, so that missing memory is found here."""
+        if index not in self._devices:
+            buffer = jnp.zeros(self._shape, self._dtype, device=device)
+            self._arrays[(index,)] = jax.block_until_ready(buffer)
+            self._devices[index] = device
+
+    def drop(self, index: int) -> None:
+        """Free the buffer of a device."""
+        if index in self._devices:
+            self._take_apart((index,))
+            self._arrays.pop((index,), None)
+            del self._devices[index]
 
     def take(self, group: SubMesh, *, replicated: bool = True) -> jax.Array:
         """Remove the buffers of a group of devices, as one array `[D, hidden_tokens]`.
 
         The array is `[tp * D, hidden_tokens]` if not `replicated`.
         """
-        if self._whole is not None:
-            if replicated and self._whole[0] is group:
-                whole, self._whole = self._whole[1], None
-                return whole
-            self._disassemble()
-        buffers = []
-        for device in group.device_indices:
-            buffer, self._buffers[device] = self._buffers[device], None
-            if buffer is not None:
-                buffers.append(buffer)
-        return assemble(group, buffers, replicated=replicated)
+        indices = group.device_indices
+        if replicated and (whole := self._arrays.pop(indices, None)) is not None:
+            return whole
+        self._take_apart(indices)
+        return assemble(group, [self._arrays.pop((index,)) for index in indices], replicated=replicated)
 
     def put(self, group: SubMesh, array: jax.Array, *, replicated: bool = True) -> None:
         """Store the buffers of a group of devices, in the form in which `take` returns them."""
-        if replicated and group.tp == len(self._buffers):
-            self._whole = group, array
+        if replicated:
+            self._arrays[group.device_indices] = array
         else:
-            self._buffers.update(zip(group.device_indices, disassemble(group, array), strict=True))
+            buffers = disassemble(group, array)
+            self._arrays.update(((index,), buffer) for index, buffer in zip(group.device_indices, buffers, strict=True))
 
-    def release(self, *, check: bool = True) -> dict[int, jax.Array]:
-        """Remove all buffers, for the next instance on these devices.
+    def replace_lost(self, devices: Iterable[int]) -> None:
+        """Replace the buffers of devices that failed programs have lost by zeros. Waits for the launched steps."""
+        for indices, array in list(self._arrays.items()):
+            if not set(indices).isdisjoint(devices) and is_lost(array):
+                del self._arrays[indices]
+        present = {index for indices in self._arrays for index in indices}
+        for index in devices:
+            if index in self._devices and index not in present:
+                self._arrays[(index,)] = jnp.zeros(self._shape, self._dtype, device=self._devices[index])
 
-        With `check`, lost buffers are replaced first, which waits for the launched steps.
-        """
-        if check:
-            self.replace_lost()
-        self._disassemble()
-        return {device: buffer for device, buffer in self._buffers.items() if buffer is not None}
+    def are_lost(self, devices: Iterable[int]) -> bool:
+        """Return whether a failed program has lost the buffer of any of these devices. Waits for the launched steps."""
+        found: set[int] = set()
+        for indices, array in self._arrays.items():
+            if not set(indices).isdisjoint(devices):
+                if is_lost(array):
+                    return True
+                found.update(indices)
+        return not found.issuperset(set(devices) & self._devices.keys())
 
-    def replace_lost(self) -> None:
-        """Replace the buffers that failed programs have lost by zeros."""
-        if self._whole is not None:
-            if not is_lost(self._whole[1]):
-                return
-            self._whole, self._buffers = None, dict.fromkeys(self._buffers)
-        for device, buffer in self._buffers.items():
-            if buffer is None or is_lost(buffer):
-                self._buffers[device] = jnp.zeros(self._shape, self._dtype, device=self._devices[device])
+    def clear(self) -> None:
+        """Drop all buffers."""
+        self._arrays.clear()
+        self._devices.clear()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether a failed program has lost any buffer."""
-        if self._whole is not None:
-            return is_lost(self._whole[1])
-        return any(buffer is None or is_lost(buffer) for buffer in self._buffers.values())
-
-    def _disassemble(self) -> None:
-        if self._whole is not None:
-            group, array = self._whole
-            self._buffers.update(zip(group.device_indices, disassemble(group, array), strict=True))
-            self._whole = None
+    def _take_apart(self, devices: tuple[int, ...]) -> None:
+        """Store the buffers of these devices one by one."""
+        for indices, array in list(self._arrays.items()):
+            if len(indices) > 1 and not set(indices).isdisjoint(devices):
+                del self._arrays[indices]
+                shards = {shard.device: shard.data for shard in array.addressable_shards}
+                self._arrays.update(((index,), shards[self._devices[index]]) for index in indices)

@@ -2,7 +2,8 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.executables import Executables
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
+from sharding.placement import Home
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +69,14 @@ class Instance:
 
     Args:
         runner: launches the programs of its steps, at its placement.
+        allocators: page allocators of its devices, by home, one for each rank.
         lanes: its sequences; see `Lane`.
         sampler: samples on its first device.
         reader: reads the results of its steps.
         buckets: its step shapes.
         lane_buckets: step shapes of an instance with one of its lanes.
         released: degree for which shards of its weights are KV extents.
-        page_allocators: allocators of a start placement, each with its device and its number of layers.
+        width: it runs `max_num_seqs * width` sequences.
 
     Attributes:
         phase: present phase; see `enter`.
@@ -84,12 +87,14 @@ class Instance:
         transition: transition that changes the homes of its layers, of the package `transform`; None in steady state.
         pace: durations of its steps.
         turns: order of its prompts.
+        batch_limit: most running sequences; None: as many as it has slots.
         paused: instances over its devices whose requests are paused while it serves.
     """
 
     def __init__(
         self,
         runner: Runner,
+        allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         lanes: list[Lane],
         sampler: StepSampler,
         reader: ResultReader,
@@ -98,14 +103,16 @@ class Instance:
         buckets: Buckets,
         lane_buckets: Buckets,
         released: int,
-        page_allocators: Collection[tuple[BuddyAllocator, int, int]] = (),
+        width: int,
     ):
         self.group = runner.group
         self.id = self.group.start
         self.phase = Phase.SERVING
         self.runner, self.lanes, self.sampler = runner, lanes, sampler
         self.buckets, self.lane_buckets = buckets, lane_buckets
-        self.released, self.page_allocators = released, page_allocators
+        self.released, self.width = released, width
+        self.batch_limit: int | None = None
+        self.allocators: Mapping[Home, SequenceOf[BuddyAllocator]] = allocators
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
         self.last_was_prompt = False
@@ -128,9 +135,15 @@ class Instance:
             sequence.paused = phase is Phase.PAUSED
 
     @property
-    def is_placed(self) -> bool:
-        """Whether it has a start placement. Such an instance does not merge or split."""
-        return bool(self.page_allocators)
+    def is_spread(self) -> bool:
+        """Whether its modules are at several homes, and no merge or split is the reason."""
+        placement = self.runner.placement
+        return placement.home is None and (self.transition is None or not self.transition.changes_degree)
+
+    @property
+    def devices(self) -> set[int]:
+        """Devices of all its homes, also of those to which its layers are about to move."""
+        return {device for home in self.runner.sites for device in home.devices}
 
     @property
     def tp(self) -> int:
@@ -150,7 +163,7 @@ class Instance:
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit in the empty instance in steady state."""
-        if self.is_placed:
+        if self.is_spread:
             return max(lane.capacity_tokens for lane in self.lanes)
         return self.page_counts().total * self.lanes[0].pages.geometry.page_size
 
@@ -166,7 +179,15 @@ class Instance:
     @property
     def max_running(self) -> int:
         """Largest number of sequences that it decodes at once."""
-        return self.buckets.max_num_seqs
+        most = self.buckets.max_num_seqs
+        return most if self.batch_limit is None else min(most, self.batch_limit)
+
+    def limit_batch(self, size: int | None) -> None:
+        """Set `batch_limit`, and divide the sequences among the lanes."""
+        self.batch_limit = size
+        if self.transition is None:
+            for lane in self.lanes:
+                lane.max_running = max(1, self.max_running // len(self.lanes))
 
     @property
     def num_free_slots(self) -> int:
@@ -179,14 +200,21 @@ class Instance:
             return self.lanes[0]
         return next(lane for lane in self.lanes if sequence in lane.running)
 
-    def add(self, sequence: Sequence, lane: Lane) -> None:
+    def free_slots(self, slots: Iterable[int]) -> None:
+        """Free the slots of sequences that have left to another instance with their pages."""
+        self._free_slots += slots
+
+    def add(self, sequence: Sequence, lane: Lane, *, remember: bool = True) -> None:
         """Run a sequence that has its pages. If this raises, nothing has changed.
+
+        `remember`: whether to write its row of the sampling state.
 
         Raises the errors of the sampler's program, or `StateLostError`.
         """
         slot = self._free_slots.pop()
         try:
-            self.sampler.remember(sequence, slot)
+            if remember:
+                self.sampler.remember(sequence, slot)
         except BaseException:
             self._free_slots.append(slot)
             raise
@@ -206,22 +234,12 @@ class Instance:
         except OutOfPagesError:
             needed = sequence.pages.num_lacking(num_tokens)
             if len(self.lanes) > 1:
-                return self._reserve_beside(sequence, num_tokens, needed, lane)
+                # Either the pages of this lane only are used up, or the pages that all lanes share.
+                return lane.running if lane.lacks_own_pages(needed, self.lanes) else self.running
             if self._paused_pages is not None:
                 holders = [s for s in self._paused_pages.holders(needed) if s.rank >= sequence.rank]
                 return holders or lane.running
             return lane.running
-        return ()
-
-    def _reserve_beside(self, sequence: Sequence, num_tokens: int, needed: int, lane: Lane) -> Collection[Sequence]:
-        """Reserve pages after evicting cached prefixes of other lanes, with which this lane shares pages."""
-        assert sequence.pages is not None
-        lane.make_free(needed, self.lanes)
-        try:
-            lane.cache.reserve(sequence.pages, num_tokens)
-        except OutOfPagesError:
-            # Either the pages of this lane only are used up, or the pages that all lanes share.
-            return lane.running if lane.lacks_own_pages(needed, self.lanes) else self.running
         return ()
 
     def remove(self, sequence: Sequence) -> None:
@@ -242,12 +260,12 @@ class Instance:
     def page_counts(self) -> PageCounts:
         """Return the use of its pages, counted at its own degree. The lane with the most available pages counts."""
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
-        if self.is_placed:
+        if self.is_spread:
             lane = max(self.lanes, key=lambda lane: lane.cache.num_available_pages)
             total = lane.pages.num_total_pages  # lanes may share devices, and their cached pages there
             return PageCounts(total, min(lane.pages.num_free_pages + cached, total), min(cached, total))
         lane = self.lanes[0]
-        ranks = lane.ranks[(self.runner.placement.head,) * len(self.lanes)]
+        ranks = lane.ranks[self.runner.placement.head]
         if self._paused_pages is None:
             free = min(lane.pages.free_by_rank()[ranks])
         else:
@@ -328,4 +346,5 @@ class Instance:
             member.close()
         for site in self.runner.sites.values():
             site.kv.clear()
+        self.reader.close(wait=True)  # its thread keeps the last result for a moment after it has set the future
         self.retire()

@@ -8,7 +8,7 @@ from jaxtyping import Int32
 from amoeba_jax.instances.sequence import Sequence
 from kvcache.pages import PagePool, SequencePages
 from kvcache.prefix_cache import PrefixCache
-from sharding.placement import Homes
+from sharding.placement import Home
 
 
 class Lane:
@@ -17,13 +17,13 @@ class Lane:
     An instance has one lane. While it merges or splits, it has one lane for each instance of the lower degree. With a
     start placement, it has one lane for each microbatch.
 
-    A page is a column of a table. The table has a row for each rank of the lane's home in each page group: while layers
-    change their homes, a page has a place in both groups.
+    A page is a column of a table. The table has a row for each rank of each home of the lane's attention: while layers
+    change their homes, a page has a place at both.
 
     Args:
         pages: pool of the sequences' pages.
         cache: cache of their prefixes.
-        ranks: rows of a table that belong to a page group.
+        ranks: rows of a table that belong to a home.
         max_running: largest number of running sequences.
 
     Attributes:
@@ -31,7 +31,7 @@ class Lane:
         closed: whether no further sequence may start.
     """
 
-    def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Homes, slice], max_running: int):
+    def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Home, slice], max_running: int):
         self.pages, self.cache, self.ranks, self.max_running = pages, cache, dict(ranks), max_running
         self.running: list[Sequence] = []
         self.closed = False
@@ -51,24 +51,9 @@ class Lane:
         own = zip(self.pages.free_by_rank(), self.pages.allocators, strict=True)
         return any(free < num_pages for free, allocator in own if allocator not in shared)
 
-    def make_free(self, num_pages: int, lanes: Iterable["Lane"]) -> None:
-        """Evict cached prefixes until `num_pages` pages are free, or no prefix is left.
-
-        The prefixes of this lane go first. Then as few as possible go from other lanes, which may share ranks.
-        """
-        self.cache.evict(min(num_pages, self.cache.num_evictable_pages))
-        for other in sorted(lanes, key=lambda other: -other.cache.num_evictable_pages):
-            if other is not self and self.pages.num_free_pages < num_pages:
-                other.cache.evict(min(num_pages - self.pages.num_free_pages, other.cache.num_evictable_pages))
-
-    def table(self, pages: SequencePages, group: Homes) -> Int32[np.ndarray, "tp pages"]:
-        """Return the rows of a sequence's block table for one page group: page ids on the ranks of the lane's home
-        there.
-
-        Args:
-            group: key of `Placement.page_groups`. Layers whose attention has the same homes share page ids.
-        """
-        return pages.table[self.ranks[group]]
+    def table(self, pages: SequencePages, home: Home) -> Int32[np.ndarray, "tp pages"]:
+        """Return the rows of a sequence's block table for one home: page ids on the ranks of the home."""
+        return pages.table[self.ranks[home]]
 
     def live_pages(self) -> Int32[np.ndarray, "rows pages"]:
         """Return each page that a sequence or the cache holds, in the order of their ids on rank 0."""

@@ -31,12 +31,13 @@ class Pace:
 
     Attributes:
         taken_at: time of the latest result, by the caller's clock, in seconds; 0 before the first.
+        busy_s: seconds of all steps so far.
     """
 
     def __init__(self) -> None:
         self._decodes: deque[tuple[float, int]] = deque(maxlen=_NUM_STEPS)  # seconds, rows
         self._prompts: deque[_PromptStep] = deque(maxlen=_NUM_STEPS)
-        self.taken_at = 0.0
+        self.taken_at = self.busy_s = 0.0
 
     def take(
         self,
@@ -57,6 +58,7 @@ class Pace:
             num_rows: sequences of the step.
         """
         seconds = taken_at - max(launched_at, self.taken_at)
+        self.busy_s += seconds
         if decodes:
             self._decodes.append((seconds, num_rows))
         elif prompt_tokens:

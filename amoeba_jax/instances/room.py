@@ -26,20 +26,26 @@ class Room:
         The sibling needs a slot and one page, for its copy of the prompt's last page.
         """
         leader = sequence.leader
-        if leader is None or sequence.num_generated or leader.slot < 0 or leader.num_computed < len(leader.prompt):
+        if (
+            leader is None
+            or sequence.host_pages is not None
+            or sequence.num_generated
+            or leader.slot < 0
+            or leader.num_computed < len(leader.prompt)
+        ):
             return None
         home = self.home(leader)
         if home not in self._cluster.instances:
             return None  # it is paused
         lane = home.lane_of(leader)
-        return home if lane.has_free_slot and lane.cache.num_available_pages > 0 else None
+        return home if home.num_free_slots and lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
     def reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of the pages that a sequence may take from the cache.
 
         The last token is left out, because a step must compute it to sample the next token.
         """
-        if sequence.needs_prompt_logits:
+        if sequence.needs_prompt_logits or sequence.host_pages is not None:
             return []
         assert sequence.page_keys is not None
         sequence.page_keys.extend(sequence.tokens(sequence.page_keys.num_tokens, sequence.num_known))
@@ -58,7 +64,8 @@ class Room:
         fitting = [
             lane
             for lane in instance.lanes
-            if lane.has_free_slot
+            if instance.num_free_slots
+            and lane.has_free_slot
             and sequence.max_total_tokens <= lane.capacity_tokens
             and lane.cache.fits(keys, sequence.num_known)
         ]
@@ -75,7 +82,11 @@ class Room:
         keys = self.reusable_keys(sequence)
         best: tuple[tuple[int, int, int], Instance, Lane] | None = None
         for instance, number, lane in self._suitable(sequence):
-            if lane.has_free_slot and lane.cache.fits(keys, self._tokens_needed(lane, sequence)):
+            if (
+                instance.num_free_slots
+                and lane.has_free_slot
+                and lane.cache.fits(keys, self._tokens_needed(lane, sequence))
+            ):
                 new = sequence.num_known - lane.cache.num_cached(keys) * self._page_size
                 backlog = sum(s.num_uncomputed_tokens for s in lane.running)
                 cost = new + backlog + _DECODE_COST * len(lane.running), instance.id, number

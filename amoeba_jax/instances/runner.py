@@ -16,10 +16,10 @@ from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
 from amoeba_jax.programs.work import Blocks, Compute, Transfer, Work, work_list, work_specs
 from sharding.mesh import SubMesh, assemble, disassemble
-from sharding.placement import Home, Homes, Placement
+from sharding.placement import Home, Placement
 
-BatchAt = Callable[[Home, Homes | None, Blocks | None, BatchShape], StepBatch]
-"""Makes the batch of a home, for the tables of a page group and the blocks of some microbatches."""
+BatchAt = Callable[[Home, Blocks | None, BatchShape], StepBatch]
+"""Makes the batch of a home, for the blocks of some microbatches."""
 
 
 class StepSwitch(Protocol):
@@ -133,14 +133,13 @@ class Runner:
             microbatch: microbatch of the step; None for a step of all microbatches.
             batch_at: makes the batch of a home.
         """
-        batches: dict[tuple[Home, Homes | None, Blocks | None], tuple[jax.Array, jax.Array]] = {}
+        batches: dict[tuple[Home, Blocks | None], tuple[jax.Array, jax.Array]] = {}
 
-        def put(home: Home, group: Homes | None, blocks: Blocks | None, at: BatchShape) -> tuple[jax.Array, jax.Array]:
-            key = home, group, blocks
-            if key not in batches:
-                batch = batch_at(home, group, blocks, at)
-                batches[key] = jax.device_put((batch.packed, batch.rows), self.sites[home].group.sharded)
-            return batches[key]
+        def put(home: Home, blocks: Blocks | None, at: BatchShape) -> tuple[jax.Array, jax.Array]:
+            if (home, blocks) not in batches:
+                batch = batch_at(home, blocks, at)
+                batches[home, blocks] = jax.device_put((batch.packed, batch.rows), self.sites[home].group.sharded)
+            return batches[home, blocks]
 
         num_microbatches = self.placement.num_microbatches
         work: list[PreparedCompute | PreparedTransfer] = []
@@ -151,14 +150,11 @@ class Runner:
             at = item.shape(shape, num_microbatches)
             programs = self.sites[item.home].programs(item.segments, at)
             needs_batch = item.segments[0].module != "ffn"
-            packed = put(item.home, item.group, item.blocks, at)[0] if needs_batch else None
+            packed = put(item.home, item.blocks, at)[0] if needs_batch else None
             work.append(PreparedCompute(item, programs, packed))
         head_spec = self._head_spec(shape, logits_of)
-        group, last = None, work[-1]
         blocks = tuple(range(num_microbatches)) if microbatch is None and num_microbatches > 1 else None
-        if isinstance(last, PreparedCompute) and last.work.home == self.placement.head and last.packed is not None:
-            group, blocks = last.work.group, last.work.blocks  # the same batch
-        _, rows = put(self.placement.head, group, blocks, shape)
+        _, rows = put(self.placement.head, blocks, shape)
         return StepInputs(tuple(work), rows, self._executables.get(head_spec), shape if microbatch is None else None)
 
     # The step

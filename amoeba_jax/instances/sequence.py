@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from amoeba_jax.instances.offloaded import HostPages
 from amoeba_jax.outputs import FinishReason, Logprob
 from amoeba_jax.sampling.rows import SamplingRow, TokenLogprobs, logprob_entry
 from amoeba_jax.sampling_params import SamplingParams
@@ -14,9 +15,12 @@ from kvcache.prefix_cache import PageKeys
 
 
 class SequenceState(StrEnum):
-    """State of a sequence. A waiting sequence is in the queue, or waits for the first sample of its request."""
+    """State of a sequence. A waiting sequence is in the queue, or waits for the first sample of its request. An
+    offloaded sequence is in the queue, and its KV cache is in host memory.
+    """
 
     WAITING = "waiting"
+    OFFLOADED = "offloaded"
     RUNNING = "running"
     PAUSED = "paused"
     FINISHED = "finished"
@@ -85,6 +89,7 @@ class Sequence:
         beyond_share: whether it exceeds its client's share; see `mark_beyond_share`.
         slot: its index in the sampling state of its instance; -1 while it waits and after its end.
         paused: whether its instance is paused.
+        host_pages: its KV cache in host memory while it waits, after `Engine.offload`.
         page_keys: keys of its known tokens, set when it is queued.
     """
 
@@ -116,6 +121,7 @@ class Sequence:
     slot: int = -1
     paused: bool = False
     pages: SequencePages | None = None
+    host_pages: HostPages | None = None
     page_keys: PageKeys | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -132,7 +138,7 @@ class Sequence:
         if self.finished:
             return SequenceState.FINISHED
         if self.slot < 0:
-            return SequenceState.WAITING
+            return SequenceState.WAITING if self.host_pages is None else SequenceState.OFFLOADED
         return SequenceState.PAUSED if self.paused else SequenceState.RUNNING
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.step_program import LogitsOf
 from amoeba_jax.programs.work import Blocks
-from sharding.placement import Home, Homes
+from sharding.placement import Home
 
 
 class StepNotLaunchedError(RuntimeError):
@@ -43,6 +43,7 @@ def clear_in_flight(sampled: Iterable[Row]) -> None:
     """
     for row in sampled:
         row.sequence.num_in_flight = 0
+        row.sequence.host_pages = None  # they may count the lost token as known
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,6 @@ def step_batch(
     plan: StepPlan,
     lanes: SequenceOf[Lane],
     home: Home,
-    group: Homes | None,
     blocks: Blocks | None,
     shape: BatchShape,
 ) -> StepBatch:
@@ -112,7 +112,6 @@ def step_batch(
 
     Args:
         lanes: lanes of the instance. They have the block tables.
-        group: page group of the block tables; None without attention.
         blocks: microbatches whose rows the home computes, side by side; None for all rows of the plan.
         shape: shape of these rows.
     """
@@ -134,11 +133,11 @@ def step_batch(
         last_token[place] = first + length - 1
         if row.samples:
             slots[place] = sequence.slot
-        if group is not None:
+        lane = lanes[0] if len(lanes) == 1 else next(lane for lane in lanes if sequence in lane.running)
+        if home in lane.ranks:
             assert sequence.pages is not None
-            lane = lanes[0] if len(lanes) == 1 else next(lane for lane in lanes if sequence in lane.running)
             num_pages[place] = used = lane.pages.geometry.pages_for(stop)
-            batch.set_table(place, lane.table(sequence.pages, group)[:, :used])
+            batch.set_table(place, lane.table(sequence.pages, home)[:, :used])
     batch.set("tokens", tokens)
     batch.set("sources", sources)
     batch.set("positions", positions)

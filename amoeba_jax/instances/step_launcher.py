@@ -57,7 +57,8 @@ class StepLauncher:
 
     def can_launch(self, plan: StepPlan) -> bool:
         """Return whether all programs of a step are compiled."""
-        now = self._executables.version, self._runner.placement
+        extents = tuple(site.extent_pages for site in self._runner.sites.values())
+        now = self._executables.version, self._runner.placement, extents
         if self._known_at != now:
             self._known_at, self._known = now, {}
         key = plan.shape, plan.logits_of, plan.lane, sampler_kind(plan)
@@ -155,8 +156,8 @@ class StepLauncher:
         Donates the cache, layer by layer. If a copy fails, some of the cache is lost.
         """
         number = lanes.index(lane)
-        for group, layers in self._runner.placement.page_groups.items():
-            site, ranks = self._runner.sites[group[number]], lane.ranks[group]
+        for home, layers in self._runner.placement.layers_by_home(number).items():
+            site, ranks = self._runner.sites[home], lane.ranks[home]
             ids = np.stack([source[ranks], target[ranks]], axis=1).astype(np.int32)  # [tp, 2]
             program = self._executables.get(self._executables.specs.page_copy(site.group, site.extent_pages))
             columns = jax.device_put(ids, site.group.sharded)

@@ -79,7 +79,7 @@ class ModelConfig:
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
         """Return the config from a parsed `config.json`. Missing fields get the defaults of `transformers`.
 
-        Raises `CheckpointError`, with the field, for a value that is not supported.
+        Raises `CheckpointError`, with the name of the field, for a value that is not supported.
         """
         family = config.get("model_type")
         if family not in SUPPORTED_FAMILIES:
@@ -152,7 +152,7 @@ def _positive(hf: dict[str, Any], field: str) -> int:
 
 
 def _rope(hf: dict[str, Any]) -> RopeConfig:
-    """Return the rotary settings of a completed config. There, `rope_parameters` replaces all older forms."""
+    """Return the rotary settings of a config from `_completed`, which has them in `rope_parameters`."""
     rope = hf.get("rope_parameters") or {}
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise CheckpointError(

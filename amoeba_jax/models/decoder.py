@@ -28,7 +28,7 @@ from sharding.placement import ModuleKind
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention, FFN, or both, each with a residual connection. `module` selects the parts of the layer."""
+    """Pre-norm attention and FFN, each with a residual connection. `module` can select one of the two parts."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int, module: ModuleKind = "layer"):
         self.eps = dims.config.norm_eps
@@ -54,7 +54,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding. Every rank has the whole table, because it looks up all tokens.
+    """Token embedding. Every rank has the whole table, because every rank looks up all tokens.
 
     An untied table is one array `[vocabulary, D]`. A tied embedding uses the buffers of all shards of the head, each
     `[vocabulary shard, D]`.
@@ -87,7 +87,7 @@ class Embedding(nnx.Module):
 def head_spec(dims: ModelDims) -> ParamSpec:
     """Return the spec of the output projection, with shards `[vocabulary shard, D]`.
 
-    With tied embeddings, its checkpoint tensor is the embedding.
+    With tied embeddings, the checkpoint tensor of the head is the embedding.
     """
     config = dims.config
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
@@ -98,7 +98,7 @@ def head_spec(dims: ModelDims) -> ParamSpec:
 
 
 class Head(nnx.Module):
-    """Final norm and logits. Each rank computes a part of the vocabulary, and then gets the logits of all ranks."""
+    """Final norm and logits. Each rank computes the logits of a part of the vocabulary. An all-gather joins these."""
 
     def __init__(self, dims: ModelDims, tp: int):
         self.dims, self.tp = dims, tp
@@ -125,17 +125,18 @@ class Head(nnx.Module):
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Part of a model that one program computes: both modules or one module of consecutive layers, embedding, or head.
+    """Part of a model that one program computes: consecutive layers (attention, FFN or both), embedding or head.
 
-    If the devices of a segment hold the embedding, its program includes the embedding, but runs it only in the first
-    segment of a step. All segments with equal layers can therefore share one executable, and the embedding needs no
-    executable of its own.
+    If the devices of some layers also hold the embedding, the program of the layers includes the embedding. The program
+    computes the embedding only if the segment is the first of a step. All segments with equal layers can therefore
+    share one executable, and the embedding needs no executable of its own.
 
     Attributes:
         start: first layer. For the head, the number of layers.
         windows: sliding window of each layer (None: full attention). Empty for the embedding and the head.
-        module: modules of each layer (`layer`: both), or `embedding` or `head`.
-        embeds: whether the program can begin a step with the embeddings of the tokens.
+        module: computed part of each layer: `attention`, `ffn`, or `layer` for attention and FFN. Or `embedding` or
+            `head`, without layers.
+        embeds: whether the program includes the embedding, so that it can begin a step.
     """
 
     start: int
@@ -153,7 +154,7 @@ class SegmentPlan:
 
 
 class Segment(nnx.Module):
-    """Modules of one segment at degree `tp`. The parameters have shapes and dtypes, but no data."""
+    """Flax modules of one segment at degree `tp`. Their parameters have shapes and dtypes, but no data."""
 
     def __init__(self, dims: ModelDims, plan: SegmentPlan, tp: int):
         self.embedding = Embedding(dims) if plan.embeds else None
@@ -163,13 +164,13 @@ class Segment(nnx.Module):
 
 
 def leaf_variables(segment: Segment) -> list[nnx.Variable]:
-    """Return the parameters of a segment, in the order in which its program takes the weights."""
+    """Return the parameters of a segment, in the order in which the segment's program takes the weights."""
     state = nnx.split(segment)[1]
     return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def is_sharded(variable: nnx.Variable) -> bool:
-    """Return whether ranks use different shards of this parameter. False if they all use the same shard."""
+    """Return whether ranks use different shards of this parameter. False: all ranks use the same shard."""
     metadata = variable.get_metadata()
     spec: ParamSpec = metadata["spec"]
     return spec.placement == "sharded" and not metadata.get("whole", False)
@@ -191,7 +192,10 @@ def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ..
 
 
 def module_plan(dims: ModelDims, layers: range, module: ModuleKind, *, embeds: bool) -> SegmentPlan:
-    """Return the segment of the given modules of consecutive layers. Segments of FFNs never embed."""
+    """Return the segment that computes attention, FFN or both (`module`) of consecutive layers.
+
+    `embeds` becomes `SegmentPlan.embeds`. For an FFN, `embeds` is ignored, because an FFN never begins a step.
+    """
     windows = dims.config.sliding_windows[layers.start : layers.stop]
     return SegmentPlan(layers.start, windows, module, embeds and module != "ffn")
 

@@ -36,12 +36,12 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Elements of a KV page, for FFN shards. None if they never become KV cache, because `max_tp` is 1."""
+        """Elements of the KV pages to which FFN shards are padded. None if FFN shards never become KV cache."""
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Elements of a KV page, for attention shards. None if they never become KV cache."""
+        """Elements of the KV pages to which attention shards are padded. None if these never become KV cache."""
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property

@@ -23,7 +23,7 @@ def hidden_tokens(config: EngineConfig, width: int) -> int:
     """Return the number of tokens of the largest step, rounded up to a multiple of 16.
 
     Args:
-        width: factor of `max_num_seqs` in the largest instance (`EnginePlan.width`).
+        width: number of sequences of the largest instance, divided by `max_num_seqs` (`EnginePlan.width`).
     """
     largest = config.max_num_batched_tokens + config.max_num_seqs * width - 1
     return -(-largest // 16) * 16
@@ -94,11 +94,15 @@ class Buckets:
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
-        """Return the number of prompts to compute in a step, from 1 to 4. `waiting` prompts wait, at least one.
+        """Return the number of prompts to compute in a step, from 1 to 4.
 
-        The step also decodes `num_decodes` sequences, and `chunk` is the size of its prompt chunks. More than one
-        prompt is computed only if at least three prompts wait, steps of four prompts exist for this chunk size, and
-        their rows suffice.
+        More than one prompt is computed only if at least three prompts wait, steps of four prompts exist for this chunk
+        size, and such a step has enough rows.
+
+        Args:
+            num_decodes: number of sequences that the step also decodes.
+            waiting: number of prompts that wait, at least 1.
+            chunk: size of the prompt chunks, in tokens.
         """
         several = self.chunk_rows(chunk)[-1]
         if several > 1 and waiting + 1 >= several and num_decodes + several <= self.max_num_seqs:

@@ -1,19 +1,20 @@
 """Lists of all programs that serving can need. They depend only on sizes, not on weights, buffers or devices."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from amoeba_jax.models.decoder import SegmentPlan, embedding_plan, module_plan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.plan import EnginePlan
+from amoeba_jax.programs.plan import EXTRA_SHARES, EnginePlan
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.start_placement import home_pages, placement_width
 from amoeba_jax.programs.step_program import LogitsOf
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.programs.work import work_list, work_specs
+from amoeba_jax.programs.work import copied_columns, work_list, work_specs
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from sharding.mesh import SubMesh
-from sharding.placement import Placement
+from sharding.placement import Home, ModuleKind, Placement
 
 
 def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
@@ -65,6 +66,55 @@ def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int,
     return list(found.values())
 
 
+def placement_programs(plan: EnginePlan, executables: Executables) -> list[ProgramSpec]:
+    """Return the programs of all placements that replicated and migrated layers of TP1 instances can lead to.
+
+    Their number depends on the lengths of segments and the step shapes, not on the number of placements. Some of them
+    are also in `enumerate_programs`.
+    """
+    if plan.placement is not None:
+        return []
+    specs, buckets, width = executables.specs, plan.buckets(1), plan.hidden_tokens
+    base = plan.memory.num_pages
+    extents = [(base,), *((base, pages) for share in EXTRA_SHARES if (pages := int(base * share)))]
+    alone = [*buckets.all(), *(buckets.step(0, 1, chunk) for chunk in buckets.chunk_sizes)]
+    blocks = {size * count for size in buckets.decode_sizes for count in range(1, plan.width + 1)}
+    blocks = {rows for rows in blocks if rows <= plan.buckets(plan.width).max_num_seqs}
+    shapes = {*alone, *(BatchShape(((rows, 1),), buckets.table_width) for rows in blocks)}
+    columns = {copied_columns(shape.num_tokens, width) for shape in alone} | {min(rows, width) for rows in blocks}
+    kinds = list(dict.fromkeys(_segment_kinds(plan)))
+    prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
+    found: list[ProgramSpec] = []
+    for group in plan.sub_meshes.groups(1):
+        found += [plan.head_spec(specs, group, shape, "all") for shape in prompts]
+        for shape in shapes:
+            found += [plan.layers_spec(specs, group, kind, shape, pages) for kind in kinds for pages in extents]
+            found.append(plan.head_spec(specs, group, shape))
+        found += _samplers(plan, executables, group, {shape.num_rows for shape in shapes})
+        found += [make(group, n, width) for n in sorted(columns) for make in (specs.take_columns, specs.put_columns)]
+        for pages in extents:
+            found += [make(group, pages, plan.transfer_pages) for make in (specs.page_read, specs.page_write)]
+            found.append(specs.page_copy(group, pages))
+    return list({spec.key: spec for spec in found}.values())
+
+
+def _segment_kinds(plan: EnginePlan) -> Iterator[SegmentPlan]:
+    """Yield a segment of each kind that `SegmentCutter` cuts, with and without the embedding."""
+    whole = {segment.windows: segment.layers for segment in plan.segments}.values()
+    windows = plan.dims.config.sliding_windows
+    single = {window: range(layer, layer + 1) for layer, window in enumerate(windows)}.values()
+    modules: tuple[tuple[ModuleKind, Collection[range]], ...] = (
+        ("layer", [*whole, *single]),
+        ("attention", single),
+        ("ffn", single),
+    )
+    yield embedding_plan()
+    for module, of in modules:
+        for layers in of:
+            for embeds in (True, False):
+                yield module_plan(plan.dims, layers, module, embeds=embeds)
+
+
 class StepKind(NamedTuple):
     """A step that an instance with a start placement may run.
 
@@ -96,6 +146,67 @@ def steps_of(plan: EnginePlan, placement: Placement) -> list[StepKind]:
     return found
 
 
+def relocation_specs(
+    plan: EnginePlan,
+    executables: Executables,
+    placement: Placement,
+    width: int,
+    extents: Mapping[Home, tuple[int, ...]],
+    kinds: Collection[SamplerKind],
+) -> list[ProgramSpec]:
+    """Return the fewest programs with which an instance can serve at a placement: two steps of each microbatch, and a
+    step of all microbatches.
+
+    Args:
+        width: the instance runs `max_num_seqs * width` sequences.
+        extents: pages of each extent of a layer, by home.
+        kinds: kinds of samplers that the requests need.
+    """
+    count = placement.num_microbatches
+    buckets = plan.buckets(max(1, width // count))
+    rows = next(size for size in buckets.decode_sizes if size * count >= plan.buckets(width).max_num_seqs)
+    prompt = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
+    steps = [StepKind(buckets.step(rows), "last", 0), StepKind(prompt, "last", 0)]
+    if count > 1:
+        steps = [s._replace(microbatch=number) for s in steps for number in range(count)]
+        steps.append(StepKind(BatchShape(((rows * count, 1),), buckets.table_width), "last", None))
+    else:
+        mixed = buckets.step(buckets.mixed_rows[-1] - 1, 1, prompt.groups[-1][1])
+        steps = [s._replace(microbatch=None) for s in (*steps, StepKind(mixed, "last", None))]
+    head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
+    found = list(_steps_at(plan, executables, placement, extents, steps))
+    for num_rows in {shape.num_rows for shape, *_ in steps}:
+        found += _samplers_of(plan, executables, head, num_rows, kinds)
+    return found
+
+
+def _samplers_of(
+    plan: EnginePlan, executables: Executables, group: SubMesh, rows: int, kinds: Collection[SamplerKind]
+) -> Iterator[ProgramSpec]:
+    """Yield the samplers of a number of rows. For "greedy", the programs of the head suffice."""
+    specs, slots = executables.specs, plan.num_slots
+    if set(kinds) - {"greedy"}:
+        yield specs.sample(group, rows, slots, packed_size(rows))
+    if "full" in kinds:
+        yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
+        yield specs.set_state(group, slots)
+
+
+def _steps_at(
+    plan: EnginePlan,
+    executables: Executables,
+    placement: Placement,
+    extents: Mapping[Home, tuple[int, ...]],
+    steps: Iterable[StepKind],
+) -> Iterator[ProgramSpec]:
+    """Yield the programs of steps at a placement. `extents`: pages of each extent of a layer, by home."""
+    head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
+    for shape, logits_of, microbatch in steps:
+        for work in work_list(placement, microbatch, plan.cutter):
+            yield from work_specs(plan, executables.specs, work, shape, placement.num_microbatches, extents)
+        yield plan.head_spec(executables.specs, head, shape, logits_of)
+
+
 def _placed(plan: EnginePlan, executables: Executables, placement: Placement) -> Iterator[ProgramSpec]:
     """Yield the programs of an instance with a start placement."""
     specs, pages = executables.specs, home_pages(placement, plan.device_plans)
@@ -103,10 +214,7 @@ def _placed(plan: EnginePlan, executables: Executables, placement: Placement) ->
     extents = {home: (pages.get(home, 0),) for home in homes}
     head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
     steps = steps_of(plan, placement)
-    for shape, logits_of, microbatch in steps:
-        for work in work_list(placement, microbatch, plan.cutter):
-            yield from work_specs(plan, specs, work, shape, placement.num_microbatches, extents)
-        yield plan.head_spec(specs, head, shape, logits_of)
+    yield from _steps_at(plan, executables, placement, extents, steps)
     yield from _samplers(plan, executables, head, {shape.num_rows for shape, *_ in steps})
     for home in pages:
         yield specs.page_copy(plan.sub_meshes.group(home.start, home.degree), extents[home])
@@ -141,16 +249,11 @@ def least_specs(
         released: degree for which weights are released to the KV cache (`WeightLayout.released`).
         kinds: kinds of samplers that the requests need. For "greedy", the programs of the head suffice.
     """
-    buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
+    buckets = plan.buckets(group.tp)
     prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
     for shape in (buckets.step(buckets.max_num_seqs), prompts):
-        yield from plan.step_specs(specs, group, shape, plan.extent_pages(released))
-        rows = shape.num_rows
-        if set(kinds) - {"greedy"}:
-            yield specs.sample(group, rows, slots, packed_size(rows))
-        if "full" in kinds:
-            yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
-            yield specs.set_state(group, slots)
+        yield from plan.step_specs(executables.specs, group, shape, plan.extent_pages(released))
+        yield from _samplers_of(plan, executables, group, shape.num_rows, kinds)
 
 
 def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramSpec]:

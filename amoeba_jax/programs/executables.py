@@ -101,7 +101,10 @@ class Executables:
         return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether `get` would return or raise without compiling, for every program. True without `beside`."""
+        """Return whether `get` would return or raise without a compilation, for each of the programs.
+
+        If `beside` is False, return True.
+        """
         return not self._beside or not self._absent(specs)
 
     @property
@@ -114,9 +117,9 @@ class Executables:
         return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether all programs are `available`. If not, start to compile missing programs in the background.
+        """Start to compile missing programs in the background. Return whether all programs were already `available`.
 
-        They are compiled before the programs of `compile_later`.
+        Requested programs are compiled before the programs of `compile_later`.
         """
         if not self._beside or not (absent := self._absent(specs)):
             return True
@@ -125,11 +128,11 @@ class Executables:
         return False
 
     def num_missing(self, specs: Iterable[ProgramSpec]) -> int:
-        """Return the number of programs that `request` would compile, whether `beside` is set or not."""
+        """Return the number of programs that `request` would compile if `beside` were True."""
         return len(self._with_originals(self._absent(specs)))
 
     def estimate_compile_s(self, num_programs: int) -> float | None:
-        """Return the expected seconds to compile `num_programs` programs, or None without any compiled program."""
+        """Return the expected seconds to compile `num_programs` programs, or None if the registry is empty."""
         seconds = [executable.info.compile_s for executable in self]
         return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 

@@ -149,7 +149,7 @@ def fixed_bytes(dims: ModelDims, config: EngineConfig, width: int, weight_bytes:
     Args:
         dims: sizes of the model.
         config: settings of the engine.
-        width: factor of `max_num_seqs` in the largest instance (`EnginePlan.width`).
+        width: number of sequences of the largest instance, divided by `max_num_seqs` (`EnginePlan.width`).
         weight_bytes: bytes of the whole model.
         platform: platform of the devices. In a dry run it may differ from the platform of this process.
     """

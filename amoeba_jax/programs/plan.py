@@ -34,6 +34,10 @@ from amoeba_jax.weights.layout import WeightLayout
 from sharding.mesh import SubMesh, SubMeshPool
 from sharding.placement import Placement
 
+EXTRA_SHARES = (0.25, 1, 4)
+"""Sizes of an extra KV extent, relative to the first extent of a layer. Layers that stay on a device get one when
+others migrate away (`transform/extra_extents.py`). Few sizes need few programs."""
+
 
 class EnginePlan:
     """Sizes that the programs of an engine depend on. The engine and `enumerate_programs` use the same plan.
@@ -48,6 +52,7 @@ class EnginePlan:
 
     Attributes:
         placement: start placement of the only instance. None if the engine has instances that merge and split.
+        start_devices: devices that hold modules at the start. The others are empty.
         segments: runs of consecutive layers that cover the model. Each is compiled as one program.
         cutter: cuts runs of layers of a placement into segments.
         head: segment of the final norm and the output head.
@@ -79,6 +84,9 @@ class EnginePlan:
         self.sub_meshes = SubMeshPool(devices, config.max_tp)
         self._platform = platform or devices[0].platform
         self.placement = self._start_placement(devices[0])
+        self.start_devices = tuple(range(len(devices))) if self.placement is None else self.placement.devices
+        if self.placement is not None and (home := self.placement.home) is not None and home.degree == 1:
+            self.placement = None  # an instance as any other; the other devices are empty
         self.memory = memory or self._plan_memory(devices[0])
         self.segments = plan_segments(
             dims, config.segment_layers or segment_layers(devices[0].platform, dims.config.num_layers)
@@ -113,6 +121,13 @@ class EnginePlan:
         budget, fixed = device_budget(self.config, devices[0]), self._fixed_bytes(self.width)
         return plan_devices(self.weights, self.placement, budget, fixed, self.config.kv_cache_tokens)
 
+    def start_shards(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Return the indices of the shards that each device holds at the start, by device and parameter."""
+        if self.placement is not None:
+            return self.weights.shards_at(self.placement)
+        whole = {name: tuple(range(spec.num_shards)) for name, spec in self.weights.specs.items()}
+        return dict.fromkeys(self.start_devices, whole)
+
     def _fixed_bytes(self, width: int) -> FixedBytes:
         return fixed_bytes(self.dims, self.config, width, self.weights.num_bytes, self._platform)
 
@@ -124,12 +139,17 @@ class EnginePlan:
 
     @property
     def width(self) -> int:
-        """Factor of `max_num_seqs` in the largest instance: `max_num_seqs * width` sequences may run at once.
+        """Maximum number of running sequences of the largest instance, divided by `max_num_seqs`.
 
         This is the largest degree, or `placement_width` if that is greater.
         """
         width = 1 if self.placement is None else placement_width(self.placement)
         return max(self.config.max_tp, width)
+
+    @property
+    def transfer_pages(self) -> int:
+        """Number of pages that move to another device at once when a placement changes."""
+        return self.memory.phase_pages or 8
 
     @property
     def degrees(self) -> tuple[int, ...]:

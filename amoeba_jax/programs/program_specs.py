@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from amoeba_jax.cpu_cache import few_kernels, step_options
 from amoeba_jax.models.decoder import SegmentPlan, head_plan
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.programs.page_copy import compile_page_copy
+from amoeba_jax.programs.page_copy import compile_page_copy, compile_page_read, compile_page_write
 from amoeba_jax.programs.restore import compile_restore
 from amoeba_jax.programs.step_program import (
     HeadKey,
@@ -339,6 +339,19 @@ class ProgramSpecs:
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramSpec(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
+
+    @_of_any_group
+    def page_read(self, group: SubMesh, extent_pages: tuple[int, ...], num_pages: int) -> ProgramSpec:
+        """Return the spec of the program that `compile_page_read` compiles."""
+        key = ProgramKey("page_read", group.device_indices, (extent_pages, num_pages))
+        return ProgramSpec(key, lambda: compile_page_read(self.dims, group, extent_pages, num_pages))
+
+    @_of_any_group
+    def page_write(self, group: SubMesh, extent_pages: tuple[int, ...], num_pages: int) -> ProgramSpec:
+        """Return the spec of the program that `compile_page_write` compiles."""
+        key = ProgramKey("page_write", group.device_indices, (extent_pages, num_pages))
+        donated = sum(extent_pages) * self._page_bytes
+        return ProgramSpec(key, lambda: compile_page_write(self.dims, group, extent_pages, num_pages), donated)
 
     @_of_any_group
     def exchange(

@@ -76,9 +76,9 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return for each home of attention the number of pages of a layer's extent there.
+    """Return the number of pages of one layer's extent on each home that computes attention.
 
-    The device of the home with the fewest pages in `plans` (by device) sets the number.
+    This is the smallest number in the memory plans of the home's devices. `plans` has the memory plan of each device.
     """
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
@@ -87,12 +87,10 @@ def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Ho
 def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_size: int) -> int:
     """Return the length, in tokens, of the longest sequence that fits in an empty instance.
 
-    This is the capacity of the microbatch with the most pages. The capacity of a microbatch is the minimum over its
-    page groups (`Placement.page_groups`).
+    This is the capacity of the microbatch with the most pages. The home with the fewest pages limits a microbatch.
     """
-    groups = placement.page_groups
     return max(
-        min(pages[homes[number]] * homes[number].degree for homes in groups) * page_size
+        min(pages[home] * home.degree for home in placement.layers_by_home(number)) * page_size
         for number in range(placement.num_microbatches)
     )
 

@@ -66,7 +66,7 @@ class TransitionPrograms:
         self.memory_first = memory_first
         before, after = self.old_extents, self.new_extents
         self.low_extents, self.high_extents = (before, after) if up else (after, before)
-        """Extents at the lower degree, before a merge or after a split, and at the higher degree."""
+        """Extents at the lower and at the higher degree. A merge starts with `low_extents`, a split ends with them."""
         self._read, self._written = (self.high_extents,) * 2 if memory_first else (before, after)
         table_width = plan.buckets(lower).table_width
         self.low_shape = BatchShape(((rows, 1),), table_width)
@@ -116,7 +116,7 @@ class TransitionPrograms:
         return [*needed, self._split_spec, self._join_spec, *self._column_copies(self.low_shape)]
 
     def _module_specs(self, shape: BatchShape, low_shape: BatchShape) -> list[ProgramSpec]:
-        """Return the programs of layers with their attention at the lower and their FFN at the higher degree."""
+        """Return the programs of steps that compute attention at the lower degree and FFNs at the higher degree."""
         specs, plan, layers = self._executables.specs, self.plan, range(self.num_layers)
         attention, ffn = plan.cutter.cut(layers, "attention", embeds=True), plan.cutter.cut(layers, "ffn", embeds=True)
         needed = [
@@ -140,7 +140,7 @@ class TransitionPrograms:
         """Return all programs of `step_with_exchange`.
 
         There is one program for each combination of a shape of a segment, a number of layers whose pages move, and a
-        distance of a phase (`kvcache.migration.Phase`) other than 0.
+        kind of phase: a general phase, or a phase with a distance other than 0 (`kvcache.migration.Phase`).
         """
         pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
@@ -174,7 +174,7 @@ class TransitionPrograms:
         return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
-        """Return the programs of steps with one prompt, for one chunk size. It suffices for prompts of any length."""
+        """Return the programs of steps with one prompt, and one chunk size, which suffices for any prompt length."""
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))

@@ -40,15 +40,14 @@ class Compute:
     Attributes:
         home: devices that compute.
         segments: segments to compute, in order.
-        blocks: microbatches whose blocks the home computes. None in a step of one microbatch: all rows of the step.
-        group: key of the page group (`Placement.page_groups`) of the attention. None if no segment has attention.
+        blocks: microbatches whose rows the home computes. If it is None, the step has only one microbatch, and the home
+            computes all of its rows.
         begins: whether the first segment begins the step, with the embeddings of the tokens.
     """
 
     home: Home
     segments: tuple[SegmentPlan, ...]
     blocks: Blocks | None
-    group: Homes | None
     begins: bool = False
 
     def shape(self, step: BatchShape, num_microbatches: int) -> BatchShape:
@@ -124,13 +123,12 @@ class _WorkList:
         begins = all(placement.head.contains(home) for home in first)
         if not begins:
             self._at = self._arranged((placement.head,) * placement.num_microbatches)
-            self._compute(placement.head, (embedding_plan(),), None, begins=True)
+            self._compute(placement.head, (embedding_plan(),), begins=True)
         for run in placement.runs:
             self._move_to(self._arranged(run.homes))
-            group = run.homes if run.module != "ffn" else None
             for home in self._at:
                 segments = self._cutter.cut(run.layers, run.module, embeds=placement.head.contains(home))
-                self._compute(home, segments, group, begins=begins and run is placement.runs[0])
+                self._compute(home, segments, begins=begins and run is placement.runs[0])
         self._move_to(self._arranged((placement.head,) * placement.num_microbatches))
         return tuple(self._work)
 
@@ -139,9 +137,9 @@ class _WorkList:
             return {homes[self._microbatch]: (self._microbatch,)}
         return {home: tuple(m for m, other in enumerate(homes) if other == home) for home in sorted(set(homes))}
 
-    def _compute(self, home: Home, segments: tuple[SegmentPlan, ...], group: Homes | None, *, begins: bool) -> None:
+    def _compute(self, home: Home, segments: tuple[SegmentPlan, ...], *, begins: bool) -> None:
         blocks = self._at[home] if self._microbatch is None else None
-        self._work.append(Compute(home, segments, blocks, group, begins))
+        self._work.append(Compute(home, segments, blocks, begins))
 
     def _move_to(self, wanted: dict[Home, Blocks]) -> None:
         """Append the transfer of the hidden states to the homes `wanted`, if a transfer is needed."""

@@ -42,8 +42,8 @@ _OPTIONS = FIELDS.index("options")
 MAX_BAD_WORD_PAIRS = 256
 """Pairs per row of `sample_full`, and limit of a request's bad words of several tokens.
 
-The number is fixed, so that one program serves all requests. With 32 rows of SmolLM2 on CPU, a greedy sample with bad
-words takes 2.3 ms. 64 pairs take as long, and 1,024 pairs take 0.2 ms longer. A step sends 2 KiB of pairs per row.
+The number is fixed, so that one program serves all requests. A smaller number would save no time on CPU. A step sends
+2 KiB of pairs per row.
 """
 
 # Text before a word while it is encoded. No vocabulary has a token with a newline and a letter.
@@ -78,7 +78,7 @@ class SamplingRow:
         bad_words: bad words of several tokens, at most `MAX_BAD_WORD_PAIRS`.
         two_tokens: bad words of two tokens, as pairs.
         endings: bad words of more than two tokens.
-        settings: values of `FIELDS` from `options` on, floats as their bits.
+        settings: i32 values of the fields in `FIELDS` from `options` on. Floats are stored as their bits.
     """
 
     params: SamplingParams
@@ -106,7 +106,7 @@ class StepRow(NamedTuple):
     Attributes:
         row: settings of the sequence.
         slot: index of the sequence in the arrays of sampling state, or `NO_SLOT`.
-        position: index in the sequence of the token to choose. The random key depends on it.
+        position: index, in the sequence, of the token to choose. The random key depends on this index.
         generated: number of tokens generated so far, including tokens that the host has not read yet.
         pairs: result of `bad_word_pairs`.
     """
@@ -152,8 +152,8 @@ def sampling_row(
 ) -> SamplingRow:
     """Return the sampling settings of a sequence. Sequences of one request differ only in their seeds (`with_seed`).
 
-    As in vLLM, `min_tokens` bans end-of-sequence tokens even with `ignore_eos`, because text should not continue after
-    such a token.
+    As in vLLM, `min_tokens` bans end-of-sequence tokens even with `ignore_eos`, because no text should follow an
+    end-of-sequence token.
 
     Args:
         params: settings of the request.
@@ -245,11 +245,11 @@ def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
-    """Return the token ids of each word in two forms, without and with a space before it. Equal forms appear once.
+    """Return the token ids of each word in two forms: without and with a leading space. Equal forms appear once.
 
-    Each form is encoded after a newline, and the tokens of the newline are cut off. At the start of a text,
-    SentencePiece vocabularies would add a space before the word. vLLM omits the form with a space if it has another
-    number of tokens. Here both forms are banned.
+    SentencePiece vocabularies add a space at the start of a text. To avoid this space, each form is encoded after a
+    newline, and the tokens of the newline are cut off. vLLM bans the form with a space only if the two forms have
+    equally many tokens. This function always returns both forms.
 
     Raises `RequestError` for a word that has no tokens, or that the tokenizer cannot encode.
     """
@@ -274,8 +274,8 @@ def state_rows(
 ) -> tuple[Int32[np.ndarray, " V"], Float[np.ndarray, " V"]]:
     """Return `(flags, bias)` for the slot of a sequence that has generated `output`. `set_state` writes them.
 
-    `flags` has, for each token, whether it is in the prompt (bit 0), whether it is a stop token (bit 1), and how often
-    it was generated (from bit 2). `bias` is added to the logits, and is -inf for banned tokens.
+    An entry of `flags` tells whether the token is in the prompt (bit 0), whether it is a stop token (bit 1), and how
+    often it was generated (from bit 2). `bias` is added to the logits, and is -inf for banned tokens.
     """
     flags = np.zeros(row.vocab_size, np.int32)
     np.add.at(flags, np.asarray(output, np.int64), ONE_OUTPUT)
@@ -296,15 +296,15 @@ def state_rows(
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
     """Return the bad words that the next token may complete: for each word, a pair of its last two tokens.
 
-    Bad words of two tokens are always candidates. A longer word is a candidate if its tokens before the last two
+    A bad word of two tokens is always a candidate. A longer word is a candidate if all its tokens but the last two
     directly precede the last token of the sequence.
 
     Args:
         row: settings of the sequence.
         output_known: generated tokens that the host has read.
-        in_flight: whether the last token of the sequence was sampled but not read by the host. If so, all candidates
-            are returned, and the device compares the first token of each pair with that token. If not, the host
-            compares, and only the matches are returned, with `ANY_TOKEN` as first token.
+        in_flight: whether the last token of the sequence was sampled but not read by the host. If so, the pairs of all
+            candidates are returned, and the device compares the first token of each pair with the last token. If not,
+            the host compares these tokens, and only matching pairs are returned, with `ANY_TOKEN` as first token.
     """
     end = len(output_known) if in_flight else len(output_known) - 1
     if not row.bad_words or end < 0:
@@ -334,8 +334,8 @@ def packed_size(num_rows: int, *, full: bool = False) -> int:
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
     """Pack the settings of a step into one i32 array: each field for all rows, then the pairs.
 
-    Floats are stored as their bits. Rows after the given `rows` are padding: their greedy tokens are not recorded.
-    Pairs are included only if `full` is true, for `sample_full`. Their shape is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
+    Floats are stored as their bits. The rows after `rows` are padding, whose tokens are not recorded. Pairs are
+    included only if `full` is true, for `sample_full`. The shape of the pairs is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
     Each row uses its first `num_pairs` pairs.
     """
     size = len(FIELDS) * num_rows
@@ -369,7 +369,7 @@ def unpack_logprobs(packed: Int32[np.ndarray, "positions columns"]) -> TokenLogp
 
 
 def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> dict[int, Logprob]:
-    """Return one position's log-probabilities by token id: of its token and of the `k` most probable tokens.
+    """Return log-probabilities at one position, by token id: of `token` and of the `k` most probable tokens.
 
     Args:
         logprobs: log-probabilities of all positions.

@@ -1,19 +1,19 @@
 """Choice of the next tokens on the device, in the order of vLLM's sampler.
 
 First masks (allowed tokens, bad words, stop tokens before `min_tokens`), biases and penalties change the logits. With
-temperature 0 the most probable token is taken. Otherwise temperature, min-p, top-k and top-p are applied in this order,
-and a token is drawn. A filter also keeps all tokens that are exactly as probable as the last token that it must keep.
+temperature 0, the most probable token is then taken. At any other temperature, the temperature, min-p, top-k and top-p
+are applied in this order, and a token is drawn. A filter also keeps all tokens that are exactly as probable as the last
+token that the filter must keep.
 
-The token of a row depends only on its logits, settings and state, never on other rows. Its noise comes from the key
-`fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
+The token of a row depends only on the row's logits, settings and state, never on other rows. The noise of a row comes
+from the key `fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
 
 Logits are `[V, R]`, as a step returns them, and are never transposed as a whole. Times in comments are for XLA on CPU
 with 49,152 tokens and 32 rows, on two cores.
 
-If the largest logit of a row is not finite, the device takes an arbitrary token, and the host gets `NO_TOKEN`. A NaN in
-a hidden state makes all logits of the row NaN. A single NaN among finite logits comes from a damaged row of the head.
-XLA's maximum on CPU may ignore such a NaN. Its token is then never chosen, and the host gets a normal token: a check
-would be one more pass over all logits.
+If the largest logit of a row is not finite, the device takes an arbitrary token, and the host gets `NO_TOKEN`. If the
+hidden state of a row has a NaN, all logits of the row are NaN. Damaged weights of the head can make a single logit NaN.
+On CPU, XLA's maximum may ignore this NaN. The token of this logit is then never chosen, and no error is reported.
 """
 
 import math
@@ -80,7 +80,8 @@ def sample_full(
     """Choose the tokens of rows of any kind, with log-probabilities. Returns updated `(last_tokens, flags, result)`.
 
     Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
-    `logits` before any masks. If a row's masks, biases and bad words together leave no token, the row uses `logits`.
+    `logits` before any masks. If a row's masks, biases and bad words together leave no token, the row's logits are not
+    changed.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -149,8 +150,7 @@ def _with_state(
     bias: Float[Array, "slots V"],
     fields: dict[str, jax.Array],
 ) -> Float[Array, "V R"]:
-    """Apply masks, biases and penalties to rows with the option `USES_STATE`: rows whose settings have penalties,
-    biases, masks or `min_tokens`. Other rows are returned unchanged."""
+    """Apply masks, biases and penalties to rows with the option `USES_STATE`. Other rows are returned unchanged."""
     row_flags = flags.at[fields["slot"]].get(mode="clip").T
     processed = logits + bias.at[fields["slot"]].get(mode="clip").T
     held_back = (fields["options"] & BELOW_MIN_TOKENS > 0) & (row_flags & STOPS > 0)
@@ -174,7 +174,8 @@ def for_host(tokens: Int32[Array, " R"], max_logit: Float[Array, " R"]) -> Int32
 def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
     """Return the chosen token and the largest logit of each row.
 
-    At temperature 0 the token is the most probable token (the lowest id of equals). Otherwise it is drawn.
+    If a row's temperature is 0, the token is the most probable token, or the first of several equally probable tokens.
+    If the temperature is higher, the token is drawn.
     """
     greedy, max_logit = argmax(logits)
     draws = fields["temperature"] > 0
@@ -188,11 +189,11 @@ def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[
 def _draw(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Int32[Array, " R"]:
-    """Draw a token of each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
+    """Draw a token for each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
 
-    Top-p needs no sort. If the token with the best score is inside the top p, it is the result. Otherwise all equally
-    and less probable tokens are outside too, and the best of the more probable tokens is tried next. The first try
-    succeeds with probability p or more. The expected number of tries grows at most with log(V).
+    The score of a token is its scaled logit plus noise. Top-p needs no sort. If the token with the best score is inside
+    the top p, this token is drawn. If this token is outside, the token with the best score among the more probable
+    tokens is tried next. The first try succeeds with probability p or more.
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -238,7 +239,10 @@ def _scaled(
 def _top_k_floor(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, " R"]:
-    """Return each row's `top_k`-th largest scaled logit, or -inf if `top_k` is below 1. All branches agree exactly."""
+    """Return each row's `top_k`-th largest scaled logit, or -inf if `top_k` is below 1.
+
+    The largest `top_k` of all rows selects the algorithm. All algorithms return the same bits.
+    """
     vocab_size, rows = logits.shape
     few = min(_SMALL_TOP_K, vocab_size)
     k = jnp.minimum(fields["top_k"], vocab_size)
@@ -255,7 +259,7 @@ def _top_k_floor(
 def _gumbel(seeds: Int32[Array, " R"], positions: Int32[Array, " R"], size: int) -> Float[Array, "V R"]:
     """Return `jax.random.gumbel(fold_in(key(seed), position), [size])` for each row.
 
-    XLA on CPU fuses these operations: 4 ms, in place of 14 ms with `jax.random`.
+    On CPU, this function takes 4 ms, and `jax.random` takes 14 ms.
     """
 
     def key(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -269,7 +273,7 @@ def _gumbel(seeds: Int32[Array, " R"], positions: Int32[Array, " R"], size: int)
 
 
 def _threefry(keys: UInt32[Array, "R 2"], counts: UInt32[Array, "V 1"]) -> tuple[UInt32[Array, "V R"], ...]:
-    """Return both halves of Threefry-2x32 with 20 rounds, for the inputs `(0, count)` (Salmon et al. 2011)."""
+    """Return the two output words of Threefry-2x32 with 20 rounds, for the inputs `(0, count)` (Salmon et al. 2011)."""
     schedule = (keys[:, 0], keys[:, 1], keys[:, 0] ^ keys[:, 1] ^ _KEY_PARITY)
     high, low = schedule[0], counts + schedule[1]
     for group in range(5):
@@ -294,8 +298,8 @@ def _block_maxima(x: Float[Array, "V R"], most: int) -> tuple[int, Float[Array, 
 def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
     """Return the first token with the largest value of each row, and the value. With NaN the token is arbitrary.
 
-    Find the block of tokens with the largest value first, then the token in it. On CPU this takes 0.7 ms.
-    `jnp.argmax` takes 4 ms, because XLA does not vectorize it there.
+    Find the block of tokens with the largest value first, then the token in this block. On CPU this takes 0.7 ms.
+    `jnp.argmax` takes 4 ms, because XLA on CPU does not vectorize it.
     """
     last = x.shape[0] - 1
     size, maxima = _block_maxima(x, _ARGMAX_BLOCK)
@@ -308,10 +312,9 @@ def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R
 
 
 def _largest(x: Float[Array, "V R"], k: int) -> tuple[Float[Array, "R k"], Int32[Array, "R k"]]:
-    """Return the k largest values of each row and their tokens, like `lax.top_k(x.T, k)`: lower ids first among equals.
+    """Return the k largest values of each row and their tokens, in the order of `lax.top_k(x.T, k)`.
 
-    Only the k blocks with the largest maxima are searched, because they contain all results. For k = 20 this takes 1 ms
-    instead of 3 ms.
+    Only the k blocks with the largest maxima are searched, because they contain all results.
     """
     size, maxima = _block_maxima(x, _LARGEST_BLOCK)
     if len(maxima) <= k:

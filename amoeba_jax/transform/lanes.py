@@ -5,7 +5,7 @@ no pages are free, the least recently used prefixes are dropped.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from kvcache.assignment import assign_down
 from kvcache.pages import PagePool, SequencePages
 from kvcache.prefix_cache import CachedPage, PrefixCache
 from kvcache.relayout import staying_pieces
-from sharding.placement import Homes
+from sharding.placement import Home
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,21 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
             parts[index].append(sequence)
     cached = _deal_prefixes(lane.cache.pages(), parts, room)
     return [LanePages.of(part, own, lane.pages.tp) for part, own in zip(parts, cached, strict=True)]
+
+
+def dealt(lane: Lane, count: int) -> list[LanePages]:
+    """Divide the content of a lane into parts whose numbers of sequences differ by at most one.
+
+    A cached page goes to all parts whose sequences use it. The first part also gets those that no sequence uses.
+    """
+    parts: list[list[Sequence]] = [[] for _ in range(count)]
+    pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
+    for sequence in sorted(lane.running, key=lambda s: -pages[s]):
+        min(parts, key=lambda part: (len(part), sum(pages[s] for s in part))).append(sequence)
+    used = [len({page for s in part if s.pages for page in s.pages.table[0].tolist()}) for part in parts]
+    cached = lane.cache.pages()
+    given = _deal_prefixes(cached, parts, [used[0] + len(cached), *used[1:]])
+    return [LanePages.of(part, own, lane.pages.tp) for part, own in zip(parts, given, strict=True)]
 
 
 def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: list[int]) -> list[list[CachedPage]]:
@@ -135,62 +150,80 @@ def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[Lan
     pool.share(_table(again, pool.tp))
 
 
-def joined_lane(
+def lane_at(
     part: LanePages,
-    low: tuple[Homes, PagePool, Int32[np.ndarray, "a pages"]],
-    high: tuple[Homes, PagePool, Int32[np.ndarray, "b pages"]],
+    places: Mapping[Home, tuple[PagePool, Int32[np.ndarray, "ranks pages"]]],
     *,
     enabled: bool,
     max_running: int,
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
-    """Return a lane with pages in both layouts, without sequences, and the sequences with their pages.
+    """Return a lane with pages at several homes, without sequences, and the sequences with their pages.
 
     Args:
-        low: page group of the lower layout, its pool, and the place of each page of `part` there.
-        high: the same for the higher layout.
+        places: for each home, its pool and the place of each page of `part` there.
         enabled: whether prefixes are cached.
         max_running: maximum number of sequences of the lane.
     """
-    pool = PagePool.joined([low[1], high[1]])
-    table = np.concatenate([low[2], high[2]])
+    pools = [pool for pool, _ in places.values()]
+    pool = pools[0] if len(pools) == 1 else PagePool.joined(pools)
+    table = np.concatenate([rows for _, rows in places.values()])
+    ends = np.cumsum([own.tp for own in pools]).tolist()
+    ranks = {home: slice(end - own.tp, end) for home, own, end in zip(places, pools, ends, strict=True)}
     cache = PrefixCache(pool, enabled)
-    places = part.columns(np.array([page.column[0] for page in part.cached], np.int32))
-    columns = table[:, places].T.tolist()
+    found = part.columns(np.array([page.column[0] for page in part.cached], np.int32))
+    columns = table[:, found].T.tolist()
     cache.adopt(page._replace(column=tuple(column)) for page, column in zip(part.cached, columns, strict=True))
-    ranks = {low[0]: slice(0, low[1].tp), high[0]: slice(low[1].tp, pool.tp)}
-    lane = Lane(pool, cache, ranks, max_running)
     pages = [
         (s, SequencePages(pool, table[:, part.columns(s.pages.table[0])]))
         for s in part.sequences
         if s.pages is not None
     ]
-    return lane, pages
+    return Lane(pool, cache, ranks, max_running), pages
 
 
-def move_into(target: Lane, lanes: list[Lane], group: Homes) -> list[tuple[Sequence, SequencePages]]:
-    """Give the cached pages of lanes in one page group and their references to a lane of that group alone.
+def move_into(target: Lane, lanes: list[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
+    """Give the cached pages of lanes at one home, and their references, to a lane of that home alone.
 
-    Return the sequences with their pages in that group.
+    Return the sequences with their pages at that home.
     """
-    adopt_prefixes(target, lanes, group)
-    return pages_at(target.pages, lanes, group)
+    adopt_prefixes(target, lanes, home)
+    return pages_at(target.pages, lanes, home)
 
 
-def pages_at(pool: PagePool, lanes: Iterable[Lane], group: Homes) -> list[tuple[Sequence, SequencePages]]:
-    """Return the sequences of lanes with their pages in one page group, whose pool is given. Changes nothing."""
+def pages_at(pool: PagePool, lanes: Iterable[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
+    """Return the sequences of lanes with their pages at one home, whose pool is given. Changes nothing."""
     return [
-        (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[group]]))
+        (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[home]]))
         for lane in lanes
         for sequence in lane.running
         if sequence.pages is not None
     ]
 
 
-def adopt_prefixes(target: Lane, lanes: Iterable[Lane], group: Homes) -> None:
-    """Add the cached pages of lanes in one page group, and their references, to a lane of that group."""
+def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
+    """Add the cached pages of lanes at one home, and their references, to a lane of that home."""
     for lane in lanes:
-        rows = lane.ranks[group]
+        rows = lane.ranks[home]
         target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())
+
+
+def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool]) -> None:
+    """Give the sequences and the cached pages of lanes to a lane that has some of their homes, and free the rest.
+
+    Args:
+        pools: pool of every home of `lanes`.
+    """
+    for lane in lanes:
+        kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])
+        tables = [s.pages.table.copy() for s in lane.running if s.pages is not None]
+        for home in lane.ranks.keys() - target.ranks.keys():
+            for table in (*tables, lane.cache.table()):
+                pools[home].free(table[lane.ranks[home]])
+        for sequence, table in zip(lane.running, tables, strict=True):
+            sequence.pages = SequencePages(target.pages, table[kept])
+            target.running.append(sequence)
+        target.cache.adopt(p._replace(column=tuple(p.column[row] for row in kept)) for p in lane.cache.pages())
+        lane.running = []
 
 
 def _table(columns: list[tuple[int, ...]], tp: int) -> Int32[np.ndarray, "tp pages"]:

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from amoeba_jax.errors import MemoryBudgetError, RequestError
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.factory import Scratch
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.transform.lanes import LanePages, deal, joined_lane, settle_references
+from amoeba_jax.transform.lanes import LanePages, deal, lane_at, settle_references
 from amoeba_jax.transform.movers import InPlaceMover
 from amoeba_jax.transform.needs import GroupChange, reserve_staging, sampler_kinds, transition_programs
 from amoeba_jax.transform.options import TransformOptions
@@ -44,16 +43,16 @@ def merge(cluster: Cluster, options: TransformOptions, old: list[Instance], requ
         if instance.released < before:
             cluster.release_more(instance, before)
     members = [instance.site for instance in old]
-    scratch = Scratch.joined([cluster.factory.scratch_of(instance) for instance in old])
-    new = cluster.factory.new_instance(group, allocators, [[] for _ in members[0].kv], after, scratch)
+    tokens = [buffer for instance in old for buffer in cluster.factory.last_tokens_of(instance)]
+    new = cluster.factory.new_instance(group, allocators, [[] for _ in members[0].kv], after, tokens)
     pool, homes = new.lane.pages, tuple(site.group.home for site in members)
     # Without pages, all layers switch at once, and no sequence may start before that.
     limit = cluster.buckets(change.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
     lanes: list[Lane] = []
     views: list[tuple[Instance, Lane, Sequence, SequencePages]] = []
-    for instance, part, table in zip(old, parts, tables, strict=True):
-        low, high = (homes, instance.lane.pages, part.table), ((group.home,) * len(old), pool, table)
-        lane, pages = joined_lane(part, low, high, enabled=cluster.config.prefix_caching, max_running=limit)
+    for home, instance, part, table in zip(homes, old, parts, tables, strict=True):
+        places = {home: (instance.lane.pages, part.table), group.home: (pool, table)}
+        lane, pages = lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit)
         lanes.append(lane)
         views += [(new, lane, sequence, own) for sequence, own in pages]
     new.lanes, new.lane_buckets = lanes, cluster.buckets(change.lower)
@@ -90,9 +89,9 @@ def split(cluster: Cluster, options: TransformOptions, instance: Instance) -> Tr
     members = [cluster.factory.new_site(member, [[] for _ in range(num_layers)], after) for member in programs.members]
     lanes: list[Lane] = []
     for index, (part, table, limit) in enumerate(zip(parts, tables, limits, strict=True)):
-        low = homes, PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp), table
-        high = (group.home,) * len(parts), lane.pages, part.table
-        new, pages = joined_lane(part, low, high, enabled=cluster.config.prefix_caching, max_running=limit)
+        pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
+        places = {homes[index]: (pool, table), group.home: (lane.pages, part.table)}
+        new, pages = lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit)
         for sequence, own in pages:
             sequence.pages = own
             new.running.append(sequence)

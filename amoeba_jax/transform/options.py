@@ -15,6 +15,34 @@ RunningRequests = Literal["migrate", "pause", "wait"]
 """Treatment of running requests. See `LLM.transform`."""
 
 
+PlacementKind = Literal["replicate", "evict", "migrate", "scale_out", "scale_in"]
+"""Change of an instance's placement. See the methods of `LLM` with these names."""
+
+PlacementModules = Literal["layer", "attention", "ffn", "kv"]
+"""Modules of a layer that change. `kv`: the KV cache with the attention; the weights also stay where they were."""
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """Arguments of `LLM.replicate`, `evict`, `migrate`, `scale_out` and `scale_in`.
+
+    Attributes:
+        kind: the method.
+        device: device that gets modules, or gives them up (`evict`, `scale_in`).
+        instance: id of the instance. In `scale_in`, the instance that takes over the sequences.
+        layers: layers that change. None: all layers.
+        modules: modules of these layers.
+        move_kv: whether the KV cache of migrated layers, and so their attention, moves too.
+    """
+
+    kind: PlacementKind
+    device: int
+    instance: int = 0
+    layers: range | None = None
+    modules: PlacementModules = "layer"
+    move_kv: bool = True
+
+
 @dataclass(frozen=True)
 class TransformOptions:
     """Arguments of `LLM.transform`, with devices."""

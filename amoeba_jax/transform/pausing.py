@@ -6,15 +6,13 @@ instance uses the pages and slots that are free. Steps in flight end as usual.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.factory import Scratch
-from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.site import KvBuffers, Site
@@ -38,8 +36,7 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     # No program donates the last tokens, so the members keep the tokens of their slots.
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
-    hidden = [buffer for member in members for buffer in member.runner.hidden.release(check=False).values()]
-    instance = _joined(cluster, group, members, Scratch(last_tokens, hidden))
+    instance = _joined(cluster, group, members, last_tokens)
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
     return instance
@@ -54,17 +51,9 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
     members = instance.drop_paused()
     for member, kv in zip(members, _divided(instance.site, [member.group for member in members]), strict=True):
         member.site.kv[:] = kv
-    give_hidden(members, list(instance.runner.hidden.release(check=False).values()))
     instance.site.kv.clear()
     cluster.replace([instance], list(members))
     return members
-
-
-def give_hidden(members: Sequence[Instance], buffers: list[jax.Array]) -> None:
-    """Give buffers of hidden states, in the order of ranks, to paused instances that resume."""
-    for member in members:
-        own, buffers = buffers[: member.tp], buffers[member.tp :]
-        member.runner.hidden = HiddenStates(dict(zip(member.group.device_indices, own, strict=True)))
 
 
 def forget(instance: Instance) -> None:
@@ -85,7 +74,7 @@ def drop_prefixes(members: Iterable[Instance]) -> bool:
     return True
 
 
-def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: Scratch) -> Instance:
+def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_tokens: list[jax.Array]) -> Instance:
     """Return an instance over a group. It takes the extents of the members, `[tp * pages, page_elems]` each, uncopied.
 
     If it cannot be made, the members still have their extents.
@@ -98,7 +87,7 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], scratch: 
 
     layers = zip(*(site.kv for site in sites), strict=True)
     kv: KvBuffers = [[whole(extents) for extents in zip(*layer, strict=True)] for layer in layers]
-    instance = factory.new_instance(group, factory.allocators_of(group), kv, members[0].released, scratch)
+    instance = factory.new_instance(group, factory.allocators_of(group), kv, members[0].released, last_tokens)
     for site in sites:
         site.kv[:] = [[] for _ in kv]
     return instance

@@ -101,6 +101,37 @@ class GroupTransform:
 
 
 @dataclass(frozen=True)
+class PlacementReport:
+    """Result of `LLM.replicate`, `evict`, `migrate`, `scale_out` and `scale_in`.
+
+    Attributes:
+        kind: name of the method.
+        instance: id of the instance.
+        device: device that got or gave up modules.
+        layers: first layer and end of the layers.
+        seconds: time from the begin of the change until all copies have arrived.
+        copied_bytes: bytes of weights copied from device to device.
+        shared_bytes: bytes of weights that the new home already held, because it serves another instance.
+        kv_moved_bytes: bytes of KV cache copied from device to device.
+        device_bytes_delta: change of the live bytes of each device.
+        steps: number of steps that the instance launched during the change.
+        recomputed: number of times that a sequence lost its pages during the change.
+    """
+
+    kind: str
+    instance: int
+    device: int
+    layers: tuple[int, int]
+    seconds: float
+    copied_bytes: int
+    shared_bytes: int
+    kv_moved_bytes: int
+    device_bytes_delta: tuple[int, ...]
+    steps: int
+    recomputed: int
+
+
+@dataclass(frozen=True)
 class TransformReport:
     """Result of `LLM.transform`. Prints as a table.
 

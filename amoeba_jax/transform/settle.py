@@ -11,7 +11,6 @@ from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.lanes import adopt_prefixes, move_into, pages_at
 from amoeba_jax.transform.merge_split import Requeue, hand_over
-from amoeba_jax.transform.pausing import give_hidden
 from amoeba_jax.transform.transition import Transition
 from kvcache.pages import PagePool, SequencePages
 from sharding.placement import Placement
@@ -25,14 +24,14 @@ def settle_high(cluster: Cluster, transition: Transition) -> None:
 
 
 def _serve_high(cluster: Cluster, instance: Instance, pool: PagePool) -> None:
-    home, group = instance.group.home, (instance.group.home,) * len(instance.lanes)
+    home = instance.group.home
     lane = cluster.factory.new_lane(pool, instance.group)
-    for sequence, own in move_into(lane, instance.lanes, group):
+    for sequence, own in move_into(lane, instance.lanes, home):
         sequence.pages = own
         lane.running.append(sequence)
     instance.lanes, instance.lane_buckets, instance.transition = [lane], instance.buckets, None
     instance.enter(Phase.SERVING)
-    instance.runner.sites = {home: instance.site}
+    instance.runner.sites, instance.allocators = {home: instance.site}, {home: pool.allocators}
     instance.runner.place(Placement.uniform(home, cluster.dims.config.num_layers))
     if instance.paused:
         instance.take_the_place_of(instance.paused)
@@ -44,23 +43,22 @@ def settle_low(cluster: Cluster, transition: Transition, requeue: Requeue) -> No
     Paused instances resume. If there are none, new instances are made.
     """
     instance, programs, factory = transition.instance, transition.programs, cluster.factory
-    scratch = factory.scratch_of(instance).split(programs.lower)
+    tokens, tp = factory.last_tokens_of(instance), programs.lower
     new, views = list(instance.paused), list[tuple[Instance, Lane, Sequence, SequencePages]]()
     for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
         if not instance.paused:
             allocators = factory.allocators_of(site.group)
-            new.append(factory.new_instance(site.group, allocators, site.kv, programs.released[1], scratch[index]))
-        own = new[index].lane
-        views += [(new[index], own, *pages) for pages in pages_at(own.pages, [lane], transition.low_group)]
+            own = tokens[index * tp : (index + 1) * tp]
+            new.append(factory.new_instance(site.group, allocators, site.kv, programs.released[1], own))
+        target = new[index].lane
+        views += [(new[index], target, *pages) for pages in pages_at(target.pages, [lane], site.group.home)]
     hand_over([instance], views, requeue)  # may fail: nothing has changed before
     if transition.kept is not None:
         transition.kept.settle()
     factory.settle_allocators(instance.group, transition.allocators)
-    for home, lane in zip(new, instance.lanes, strict=True):
-        adopt_prefixes(home.lane, [lane], transition.low_group)
-    if members := instance.drop_paused():
-        give_hidden(members, [buffer for part in scratch for buffer in part.hidden])
-    for member, site in zip(members, transition.members, strict=False):
+    for own, lane in zip(new, instance.lanes, strict=True):
+        adopt_prefixes(own.lane, [lane], own.group.home)
+    for member, site in zip(instance.drop_paused(), transition.members, strict=False):
         member.site.kv[:] = site.kv
     cluster.replace([instance], new)
 
@@ -73,13 +71,13 @@ def abort(cluster: Cluster, transition: Transition) -> None:
         return
     instance.transition = None
     instance.sampler.state.replace_lost()  # the old instances write the rows of their sequences again
-    scratch = factory.scratch_of(instance).split(transition.programs.lower)
+    tokens, tp = factory.last_tokens_of(instance), transition.programs.lower
     old, views = list[Instance](), list[tuple[Instance, Lane, Sequence, SequencePages]]()
-    parts = zip(transition.old, transition.members, instance.lanes, scratch, strict=True)
-    for before, site, lane, buffers in parts:
-        allocators = factory.allocators_of(site.group)
-        old.append(factory.new_instance(site.group, allocators, site.kv, before.released, buffers))
-        views += [(old[-1], old[-1].lane, *own) for own in move_into(old[-1].lane, [lane], transition.low_group)]
+    parts = zip(transition.old, transition.members, instance.lanes, strict=True)
+    for index, (before, site, lane) in enumerate(parts):
+        allocators, own = factory.allocators_of(site.group), tokens[index * tp : (index + 1) * tp]
+        old.append(factory.new_instance(site.group, allocators, site.kv, before.released, own))
+        views += [(old[-1], old[-1].lane, *own) for own in move_into(old[-1].lane, [lane], site.group.home)]
     for lane in instance.lanes:
         lane.running = []
     for new, lane, sequence, pages in views:
@@ -97,5 +95,6 @@ def recover(cluster: Cluster, transition: Transition, requeue: Requeue) -> None:
     released = max(transition.programs.released)
     empty = [factory.new_allocator(released) for _ in instance.group.devices]
     allocators = factory.settle_allocators(instance.group, empty)
-    scratch = factory.scratch_of(instance)
-    cluster.replace([instance], [factory.new_instance(instance.group, allocators, kv, released, scratch)])
+    factory.hidden.replace_lost(instance.group.device_indices)
+    tokens = factory.last_tokens_of(instance)
+    cluster.replace([instance], [factory.new_instance(instance.group, allocators, kv, released, tokens)])

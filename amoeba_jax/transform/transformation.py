@@ -156,7 +156,7 @@ def check_options(options: TransformOptions, cluster: Cluster, present: Iterable
     Raises `LayoutError` if the devices make up no instances of the degree. Raises `RequestError` if options exclude
     each other, or if another transformation in `present` changes the same devices.
     """
-    tp, devices = options.tensor_parallel_size, options.devices
+    tp, devices, chosen = options.tensor_parallel_size, options.devices, set(options.devices)
     meshes = cluster.sub_meshes
     meshes.check_degree(tp)
     if not devices or sorted(set(devices)) != list(devices) or devices[0] < 0 or devices[-1] >= len(meshes.devices):
@@ -172,12 +172,19 @@ def check_options(options: TransformOptions, cluster: Cluster, present: Iterable
         raise RequestError(
             "order='memory_first' needs transform_attention=False: attention weights change together with their pages"
         )
-    placed = [instance for instance in cluster.instances if instance.is_placed]
-    if placed:
-        raise LayoutError(
-            f"instance {placed[0].id} has a placement of its own ({placed[0].runner.placement}): only instances whose "
-            "layers are all on the same devices merge and split"
-        )
+    for instance in cluster.instances:
+        placement = instance.runner.placement
+        if chosen.isdisjoint(instance.devices):
+            continue
+        if instance.transition is not None and not instance.transition.changes_degree:
+            raise RequestError(f"instance {instance.id} is changing its placement: wait until it is done")
+        if cluster.plan.placement is not None or instance.is_spread:
+            raise LayoutError(
+                f"instance {instance.id} has a placement of its own ({placement}): only instances whose layers are all "
+                "on the same devices merge and split. Evict its replicas and migrate its layers back first"
+            )
+    if empty := chosen.intersection(cluster.empty_devices):
+        raise LayoutError(f"devices {sorted(empty)} are empty: they need an instance first (LLM.scale_out)")
     for other in present:
         if not set(other.options.devices).isdisjoint(devices):
             raise RequestError(f"devices {list(other.options.devices)} are being transformed: wait until they are done")

@@ -104,6 +104,10 @@ class Transformations:
             released = max(released, tp)
         return self._cluster.capacity_tokens(tp, released), tp
 
+    def names(self, devices: Iterable[int]) -> bool:
+        """Return whether a transformation that has not ended names one of these devices."""
+        return any(not set(devices).isdisjoint(one.options.devices) for one in self._present)
+
     def is_about_to_change(self, instance: Instance) -> bool:
         """Whether an instance changes when its steps in flight have run."""
         return any(instance in one.draining for one in self._present)
@@ -215,6 +219,7 @@ class Transformations:
         one.prepare_s += transition.prepared.seconds
         one.transitions.append(transition)
         transition.instance.transition = transition
+        cluster.link_lanes()
         transition.instance.enter(Phase.CHANGING)
         one.enter(TransformState.SWITCHING)
 

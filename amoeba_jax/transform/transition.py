@@ -23,7 +23,6 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.site import ExchangePart, Site
 from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.models.decoder import SegmentPlan
@@ -91,11 +90,12 @@ class Transition:
         kept: KeptPages | None = None,
     ):
         self.instance, self.high, self.members = instance, high, members
+        self.changes_degree = True
         self.prepared, self.allocators, self.old, self.kept = prepared, allocators, old, kept
         self.programs = programs = prepared.programs
         self.up = programs.up
-        self.low_group = tuple(site.group.home for site in members)
-        self.high_group = (high.group.home,) * len(members)
+        self._low_homes = tuple(site.group.home for site in members)
+        self._high_homes = (high.group.home,) * len(members)
         self.num_switched = self.steps = self.tokens = self.recomputed = 0
         self.started = False
         self.restored: list[jax.Array] = []
@@ -255,7 +255,7 @@ class Transition:
         """Let later steps compute consecutive segments at their new homes."""
         if switched:
             layers = range(switched[0].layers.start, switched[-1].layers.stop)
-            runner, homes = self.instance.runner, self.high_group if self.up else self.low_group
+            runner, homes = self.instance.runner, self._high_homes if self.up else self._low_homes
             runner.place(runner.placement.with_modules(layers, "attention" if self._ffn_last else "layer", homes))
 
     def _wait(self, arrays: list[Any]) -> None:
@@ -265,10 +265,10 @@ class Transition:
     def _plan_moves(self) -> None:
         """Plan the moves of all live pages. The plan is valid for every layer until a page is allocated or freed."""
         high, low = [], []
-        for lane in self.instance.lanes:
+        for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
             pages = lane.live_pages()
-            high.append(pages[lane.ranks[self.high_group]])
-            low.append(pages[lane.ranks[self.low_group]])
+            high.append(pages[lane.ranks[self.high.group.home]])
+            low.append(pages[lane.ranks[home]])
         tables = [*high, *low]
         if self._plan_of is None or not all(map(np.array_equal, tables, self._plan_of)):
             self._plan = self._mover.plan(*((low, high) if self.up else (high, low)))
@@ -287,13 +287,14 @@ class Transition:
             self._append_low(layer, self.high.kv[layer])
             self.high.kv[layer] = []
         new = programs.high_extents[len(programs.low_extents) :]
-        allocators = {allocator for lane in self.instance.lanes for allocator in self._low_allocators(lane)}
+        lanes = zip(self.instance.lanes, self._low_homes, strict=True)
+        allocators = {allocator for lane, home in lanes for allocator in lane.pages.allocators[lane.ranks[home]]}
         for allocator in allocators:
             for num_pages in new:
                 allocator.add_extent(num_pages)
         for site in self.members:
             site.extent_pages = programs.high_extents
-        runner.place(runner.placement.with_modules(layers, "ffn", self.high_group))
+        runner.place(runner.placement.with_modules(layers, "ffn", self._high_homes))
         self._ffn_first = False
 
     def _restore_ffns(self) -> None:
@@ -309,11 +310,8 @@ class Transition:
             self.high.kv[layer] = []
         for site in self.members:
             site.extent_pages = programs.low_extents
-        runner.place(runner.placement.with_modules(layers, "ffn", self.low_group))
+        runner.place(runner.placement.with_modules(layers, "ffn", self._low_homes))
         self._ffn_last = False
-
-    def _low_allocators(self, lane: Lane) -> tuple[BuddyAllocator, ...]:
-        return lane.pages.allocators[lane.ranks[self.low_group]]
 
     # Extents
 

@@ -1,6 +1,6 @@
 """Weight shards of one device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 import jax
 
@@ -11,7 +11,7 @@ ReleaseKey = tuple[int, int]
 """Layer and degree: key of all shards of this layer that become KV cache when an instance reaches this degree."""
 
 
-class DeviceShards(Mapping[ShardKey, jax.Array]):
+class DeviceShards(MutableMapping[ShardKey, jax.Array]):
     """Weight shards of one device, each in its own buffer.
 
     Shards that are released together (see `sharding.release`) are stored together, so that `take` removes them all at
@@ -30,6 +30,9 @@ class DeviceShards(Mapping[ShardKey, jax.Array]):
 
     def __setitem__(self, key: ShardKey, shard: jax.Array) -> None:
         self._shards.setdefault(self._releases.get(key), {})[key] = shard
+
+    def __delitem__(self, key: ShardKey) -> None:
+        del self._shards[self._releases.get(key)][key]
 
     def __iter__(self) -> Iterator[ShardKey]:
         for shards in self._shards.values():

@@ -1,7 +1,7 @@
 """Cache of weight arrays over the devices of a group.
 
-Such an array (a *view*) combines the buffers of weight shards on several devices without a copy. Assembling a view
-takes time, so it is kept until a buffer of it changes.
+A *view* is such an array: it combines the buffers of weight shards on several devices without a copy. Assembling a view
+takes time, so a view is kept until one of its buffers changes.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ class GroupViews:
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the cache of a group's weight arguments, by segment. The caller adds missing entries to it."""
+        """Return the cache of weight arguments on a group, by segment. The caller adds missing entries to it."""
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
@@ -49,9 +49,11 @@ class GroupViews:
         """Drop all views of shards that are released or restored on the devices of a group.
 
         Args:
-            group: devices of the shards. layer: layer of the shards. places: indices of the shards in the order of
-            release. degrees: degree at which the shards are released, by parameter name. Groups of this degree or a
-            higher degree do not compute with the shards, so the views of the parameter on these groups stay.
+            group: devices of the shards.
+            layer: layer of the shards.
+            places: indices of the shards in the order of release.
+            degrees: lowest degree at which all of these shards of a parameter are released, by parameter name. Groups
+                of this degree or a higher degree do not compute with the shards, so their views of the parameter stay.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -66,17 +68,31 @@ class GroupViews:
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
         """Drop all views of a parameter on the devices of a group.
 
-        `layer` is None if the parameter belongs to no layer. The arguments of all segments are dropped then.
+        If the parameter belongs to no layer, `layer` is None, and the cached arguments of all segments are dropped.
         """
         for _, views in _over(group, self._parameters):
             views.pop(name, None)
         self._forget_segments(group, layer)
 
+    def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
+        """Drop all views of a parameter with a buffer of one device, also its views as extents."""
+        for (start, tp), views in self._parameters.items():
+            if start <= device < start + tp:
+                views.pop(name, None)
+        for (start, tp), segments in self._segments.items():
+            if start <= device < start + tp:
+                for plan in [plan for plan in segments if layer is None or layer in plan.layers]:
+                    del segments[plan]
+        if layer is not None:
+            for (start, tp), layers in self._extents.items():
+                if start <= device < start + tp:
+                    layers.pop(layer, None)
+
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
         """Drop the cached weight arguments of the segments that contain `layer` (None: of all segments).
 
-        Only groups that share a device with `group` are affected. If `below` is given, their degree must be lower than
-        `below`.
+        Only groups that share a device with `group` are affected. If `below` is given, groups of this degree or a
+        higher degree are not affected.
         """
         for (_, tp), segments in _over(group, self._segments):
             if below is None or tp < below:

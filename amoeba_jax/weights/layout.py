@@ -57,7 +57,7 @@ class WeightLayout:
 
         Each rank of a home needs its shards of the home's modules (`ParamSpec.shard_indices`). The devices of
         `Placement.head` also need the embedding, the final norm and the head. With tied embeddings, these devices need
-        all shards of the head, because each rank looks up the embeddings of all tokens in them.
+        all shards of the head, because each rank looks up the embeddings of all tokens in these shards.
         """
         found: dict[int, dict[str, set[int]]] = {device: defaultdict(set) for device in placement.devices}
         for name, spec in self.specs.items():
@@ -71,7 +71,7 @@ class WeightLayout:
         }
 
     def _homes(self, spec: ParamSpec, placement: Placement) -> set[tuple[Home, bool]]:
-        """Return pairs of a home that computes with a parameter, and whether each rank of it needs all shards."""
+        """Return each home that computes with a parameter, with True if each of its ranks needs all shards."""
         if spec.layer is None:
             return {(placement.head, spec.owner is Owner.HEAD and self.dims.config.tied_embeddings)}
         modules = placement.attention if spec.kind.startswith("attention") else placement.ffn
@@ -89,10 +89,10 @@ class WeightLayout:
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
         """Return the shards of a layer that are KV cache at `degree`, in the order of release.
 
-        They include the shards that lower degrees release.
+        Shards that lower degrees release are included.
         """
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the number of pages of each shard that `released` returns. It is the same for all layers."""
+        """Return the number of pages of each shard that `released` returns. The numbers are equal for all layers."""
         return tuple(shard.num_pages for shard in self.released(0, degree))

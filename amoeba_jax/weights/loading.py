@@ -46,7 +46,7 @@ def default_threads() -> int:
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
     """Yield each parameter with all its shards, in order, while threads read the next parameters.
 
-    The shards are valid until the next parameter is requested. Their memory is then used again. Parameters are read
+    The shards are valid until the next parameter is requested. Their memory is then reused. Parameters are read
     into `reader.threads + 1` buffers of `slot_bytes` each. A larger parameter gets temporary memory.
 
     Errors of `reader.fill` are raised here. Close the iterator if you leave it early, so that it waits for its threads.
@@ -103,9 +103,8 @@ def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
     """Return arrays for the shards of a parameter, in their stored shapes, as misaligned views of `memory` (bytes).
 
-    On CPU, `device_put` of JAX 0.10 to 0.12 uses aligned NumPy memory without a copy, even with `may_alias=False`. Such
-    memory could not be used again, and a donation would copy it. Misaligned memory is always copied once;
-    `jnp.array(copy=True)` may copy twice.
+    On CPU, `device_put` of JAX 0.10 to 0.12 copies misaligned memory. It would use aligned memory without a copy, even
+    with `may_alias=False`, and `memory` could then not be used again.
     """
     size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]

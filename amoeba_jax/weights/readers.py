@@ -22,8 +22,8 @@ _COMPARED_ROWS = 1 << 12
 def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
     """Return `config`, with `tie_word_embeddings` off if the stored head differs from the stored embedding.
 
-    Both tensors are read, but only if the config ties them and both are stored. A difference is logged. `transformers`
-    5 does the same.
+    The tensors are compared only if the config ties them and the checkpoint stores both tensors. A difference is
+    logged. `transformers` 5 does the same.
     """
     if not config.get("tie_word_embeddings") or not checkpoint.names() >= {EMBEDDING, HEAD}:
         return config

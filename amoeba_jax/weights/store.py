@@ -1,7 +1,7 @@
 """Weights on all devices: each shard of a device is in its own buffer."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from sharding.ledger import Ledger
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.owners import Owner
 from sharding.params import ParamSpec
-from sharding.placement import Placement
+from sharding.placement import ModuleKind
 from sharding.release import ReleasedShard
 
 
@@ -32,7 +32,7 @@ class _Change:
         keys: keys of the shards on each rank, in the order of `places`.
         releases: release keys of the shards (`DeviceShards.take`).
         sizes: bytes of the shards on each device, by owner.
-        degrees: highest degree at which these shards are released, by parameter.
+        degrees: lowest degree at which all of these shards of a parameter are released, by parameter name.
     """
 
     places: tuple[int, ...]
@@ -71,21 +71,19 @@ class WeightStore(WeightLayout):
         reader: WeightReader,
         ledgers: list[Ledger],
         on_load: Callable[[str], None],
-        placement: Placement | None = None,
+        wanted: Mapping[int, Mapping[str, Collection[int]]] | None = None,
     ) -> None:
         """Copy every parameter to its devices, and add its bytes to their ledgers.
 
-        With a placement, each device gets the shards of `shards_at`. Otherwise, every device gets all shards. If
-        reading or `on_load` fails, all shards are dropped again.
+        If reading or `on_load` fails, all shards are dropped again.
 
         Args:
             reader: source of the weights.
             ledgers: ledger of each device. The store keeps them for later changes.
             on_load: function that is called with the name of each parameter when it is on its devices.
-            placement: start placement, or None.
+            wanted: indices of the shards of each device, by device and parameter. Default: all shards on all devices.
         """
         self._ledgers = ledgers
-        wanted = None if placement is None else self.shards_at(placement)
         try:
             with closing(self._read(reader)) as parameters:
                 for spec, shards in parameters:
@@ -114,8 +112,8 @@ class WeightStore(WeightLayout):
     def _read(self, reader: WeightReader) -> Parameters:
         """Yield every parameter with its shards, which are valid until the next parameter is requested.
 
-        Parameters that belong to no layer come first, in descending order of size. They are larger than the buffers of
-        `read_ahead` and need extra host memory, which is still free while the devices hold few weights.
+        Parameters that belong to no layer come first, in descending order of size. They may need extra host memory,
+        which is still free while the devices hold few weights.
         """
         dtype = jnp.dtype(self.dims.dtype)
         order = sorted(self.specs.values(), key=lambda it: 0 if it.layer is not None else -it.num_elements)
@@ -131,7 +129,7 @@ class WeightStore(WeightLayout):
         Args:
             reader: source of the weights.
             group: devices to read for.
-            degrees: degree for which weights are released on each rank (`released`).
+            degrees: for each rank, the degree for which its weights are released (`released`).
         """
         back: list[dict[ShardKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:
@@ -179,7 +177,7 @@ class WeightStore(WeightLayout):
         return arrays
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
-        """Return one array over the group with a shard of each rank, without a copy.
+        """Return one array over the group that joins one shard of each rank, without a copy.
 
         `place` is the index of the shard among the shards that a rank computes with.
         """
@@ -194,9 +192,9 @@ class WeightStore(WeightLayout):
         return views[key]
 
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
-        """Return a tuple for each weight argument of a segment, in order.
+        """Return `(spec, index, is_sharded)` for each weight argument of a segment, in order.
 
-        It has the spec of the parameter, the index among the shards of a rank, and whether ranks have different shards.
+        `index` is the shard's index among the shards of a rank. `is_sharded` tells whether ranks have different shards.
         """
         if (plan, tp) not in self._leaves:
             leaves = []
@@ -205,6 +203,70 @@ class WeightStore(WeightLayout):
                 leaves.append((metadata["spec"], metadata["shard"], is_sharded(variable)))
             self._leaves[plan, tp] = leaves
         return self._leaves[plan, tp]
+
+    # Modules that move between devices
+
+    def specs_of(self, layer: int | None, module: ModuleKind = "layer") -> list[ParamSpec]:
+        """Return the parameters of a layer's modules. With `layer` None, those of the embedding and the head."""
+        return [
+            spec
+            for spec in self.specs.values()
+            if spec.layer == layer
+            and (layer is None or module == "layer" or spec.kind.startswith("attention") == (module == "attention"))
+        ]
+
+    def bytes_to_copy(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
+        """Return the bytes of the shards of modules that a device lacks, to compute them alone."""
+        return sum(
+            self.any_shard(spec.name, index).nbytes
+            for spec in self.specs_of(layer, module)
+            for index in range(spec.num_shards)
+            if (spec.name, index) not in self._shards[device]
+        )
+
+    def held_bytes(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
+        """Return the bytes of the shards of modules that a device holds."""
+        return sum(
+            self._shards[device][spec.name, index].nbytes
+            for spec in self.specs_of(layer, module)
+            for index in range(spec.num_shards)
+            if (spec.name, index) in self._shards[device]
+        )
+
+    def copy_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> list[jax.Array]:
+        """Copy the shards of modules that a device lacks from other devices. Return the new buffers.
+
+        The copies may still run. Raises `MemoryBudgetError`, with nothing changed, if they do not fit.
+        """
+        copies: list[jax.Array] = []
+        for spec in self.specs_of(layer, module):
+            for index in range(spec.num_shards):
+                key = spec.name, index
+                if key in self._shards[device]:
+                    continue
+                source = self.any_shard(*key)
+                self._ledgers[device].add(spec.owner, source.nbytes, layer)
+                try:
+                    self._shards[device][key] = copy = jax.device_put(source, self.devices[device])
+                except BaseException:
+                    self._ledgers[device].remove(spec.owner, source.nbytes, layer)
+                    raise
+                copies.append(copy)
+            self._forget_on(device, spec)
+        return copies
+
+    def drop_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> None:
+        """Drop the shards of modules on a device."""
+        for spec in self.specs_of(layer, module):
+            for index in range(spec.num_shards):
+                if (spec.name, index) in self._shards[device]:
+                    self._ledgers[device].remove(spec.owner, self._shards[device][spec.name, index].nbytes, layer)
+                    del self._shards[device][spec.name, index]
+            self._forget_on(device, spec)
+
+    def _forget_on(self, device: int, spec: ParamSpec) -> None:
+        """Drop all views of a parameter that contain a buffer of a device."""
+        self._views.forget_parameter_on(device, spec.layer, spec.name)
 
     # Shards that are KV extents at higher degrees
 
@@ -232,7 +294,7 @@ class WeightStore(WeightLayout):
             before: degree for which shards of this layer are already released.
             degree: degree to release for, at least `before` and at most the degree of `group`.
             spent: list to which the arrays of the released shards are appended. The caller drops them later, because
-                this takes time.
+                dropping takes time.
         """
         change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
         extents = [

@@ -58,8 +58,15 @@ def smallest_memory(llm: LLM, num_pages: int) -> int:
     return fixed + num_pages * plan.page_bytes * llm.dims.config.num_layers
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize(
+    ("prefix_caching", "params"),
+    [
+        pytest.param(False, GREEDY, id="False-greedy"),
+        pytest.param(False, SEEDED, id="False-seeded", marks=pytest.mark.slow),
+        pytest.param(True, GREEDY, id="True-greedy", marks=pytest.mark.slow),
+        pytest.param(True, SEEDED, id="True-seeded"),
+    ],
+)
 def test_preemption_changes_no_tokens(
     llm: LLM, directory: Path, settings: dict, params: SamplingParams, prefix_caching
 ):

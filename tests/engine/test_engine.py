@@ -56,7 +56,10 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
     "params",
     [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
-        SamplingParams(temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=11, max_tokens=9, ignore_eos=True),
+        pytest.param(
+            SamplingParams(temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=11, max_tokens=9, ignore_eos=True),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["greedy", "seeded"],
 )

@@ -109,6 +109,7 @@ def test_with_cached_prefixes(reference: Reference):
     reference.check(reference.llm, outputs)
 
 
+@pytest.mark.slow
 def test_in_chunks_of_another_size(reference: Reference):
     larger: dict[str, Any] = {**reference.settings, "max_num_batched_tokens": 64}
     with LLM(reference.directory, **larger) as llm:

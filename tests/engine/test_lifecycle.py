@@ -254,6 +254,7 @@ print(json.dumps({"added": present - before, "left": resident() - before}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read as Linux reports it")
 def test_close_returns_memory_to_the_system(directory: Path, settings: dict):
     figures = run_script(_RESIDENT, json.dumps([str(directory), settings]))

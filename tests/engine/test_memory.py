@@ -63,6 +63,7 @@ def test_every_live_byte_has_an_owner_in_every_layout(directory: Path, compile_c
     assert live_bytes() == before, "close() leaves device buffers behind"
 
 
+@pytest.mark.slow
 def test_report_has_what_a_transformation_takes_on_its_devices_alone(
     directory: Path, compile_cache: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -28,7 +28,7 @@ KINDS = {
 GOOD = [[5, 6, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["TP1", "TP2"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
     """One instance."""
     with LLM(

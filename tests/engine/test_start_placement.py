@@ -66,7 +66,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "homes of two devices": {"head": [0, 1], "stages": [stage(0, 3, [0, 1]), stage(3, 6, [2, 3])]},
     "embedding and head apart from all layers": {"head": [3], "stages": [stage(0, 6, [1])]},
 }
-OFTEN = ("spread over three devices, in any order", "layers replicated")
+OFTEN = ("layers replicated",)
+ASKED = requests(4, max_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def one_device(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(one_device: LLM) -> list[list[tuple[int, ...]]]:
-    return tokens(one_device.generate(*requests(8, max_tokens=16)))
+    return tokens(one_device.generate(*ASKED))
 
 
 def placed(directory: Path, compile_cache: str, placement: Any, **changes: Any) -> LLM:
@@ -99,7 +100,7 @@ def test_tokens_logits_and_bytes(
 ):
     prompt = list(range(3, 40))
     with placed(directory, compile_cache, PLACEMENTS[name]) as llm:
-        assert tokens(llm.generate(*requests(8, max_tokens=16))) == expected
+        assert tokens(llm.generate(*ASKED)) == expected
         np.testing.assert_allclose(llm.logits(prompt, 20), one_device.logits(prompt, 20), atol=1e-4, rtol=0)
         check_bytes(llm, PLACEMENTS[name])
         check_idle(llm)
@@ -171,7 +172,7 @@ def test_warmed_up_placement_compiles_nothing_more(
 ):
     with placed(directory, compile_cache, PLACEMENTS["layers replicated"], strict_compile=True) as llm:
         llm.warmup()
-        assert tokens(llm.generate(*requests(8, max_tokens=16))) == expected
+        assert tokens(llm.generate(*ASKED)) == expected
         assert llm.stats.late_programs == 0
 
 
@@ -190,7 +191,7 @@ def test_a_step_that_fails_loses_no_request(
 
     with placed(directory, compile_cache, PLACEMENTS["layers replicated"]) as llm:
         monkeypatch.setattr(Runner, "run", failing)
-        assert tokens(llm.generate(*requests(8, max_tokens=16))) == expected
+        assert tokens(llm.generate(*ASKED)) == expected
         monkeypatch.undo()
         assert llm.stats.failed_steps == 1
         check_idle(llm)

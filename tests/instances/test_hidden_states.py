@@ -18,8 +18,13 @@ def pool() -> SubMeshPool:
 
 def numbered(group: SubMesh) -> HiddenStates:
     """Rank `r` has `r` everywhere."""
-    devices = zip(group.device_indices, group.devices, strict=True)
-    return HiddenStates({index: jnp.full(SHAPE, index, jnp.float32, device=device) for index, device in devices})
+    hidden = HiddenStates(SHAPE, "float32")
+    for index, device in zip(group.device_indices, group.devices, strict=True):
+        hidden.add(index, device)
+    whole = [jnp.full(SHAPE, index, jnp.float32, device=d) for index, d in enumerate(group.devices)]
+    hidden.take(group, replicated=False)
+    hidden.put(group, assemble(group, whole), replicated=False)
+    return hidden
 
 
 def ranks(hidden: HiddenStates, group: SubMesh) -> list[float]:
@@ -53,18 +58,41 @@ def test_whole_array_stays_whole_and_can_be_taken_apart(pool: SubMeshPool):
     assert ranks(hidden, group) == [7, 7]
 
 
+def test_groups_of_two_instances_share_the_buffers(pool: SubMeshPool):
+    hidden = numbered(pool.group(0, 4))
+    for group in (pool.group(0, 2), pool.group(2, 2), pool.group(1, 1), pool.group(0, 4)):
+        states = hidden.take(group)
+        assert states.shape == SHAPE
+        hidden.put(group, jax.device_put(np.full(SHAPE, group.tp, np.float32), group.replicated))
+    assert ranks(hidden, pool.group(0, 4)) == [4] * 4
+
+
 def test_lost_buffers_are_recreated_and_the_others_kept(pool: SubMeshPool):
-    group = pool.group(0, 4)
+    group, devices = pool.group(0, 4), range(4)
     hidden = numbered(group)
-    assert not hidden.is_lost
+    assert not hidden.are_lost(devices)
     hidden.take(pool.group(1, 1)).delete()
-    assert hidden.is_lost
-    hidden.replace_lost()
-    assert not hidden.is_lost
+    assert hidden.are_lost(devices)
+    assert not hidden.are_lost([0, 2])
+    hidden.replace_lost(devices)
+    assert not hidden.are_lost(devices)
     assert ranks(hidden, group) == [0, 0, 2, 3]
     hidden.put(group, hidden.take(group))
     whole = hidden.take(group)
     hidden.put(group, whole)
     whole.delete()
-    assert hidden.is_lost
-    assert [buffer.shape for buffer in hidden.release().values()] == [SHAPE] * 4
+    assert hidden.are_lost([2])
+    hidden.replace_lost([2])
+    assert hidden.are_lost([3])
+    assert not hidden.are_lost([2])
+    hidden.replace_lost(devices)
+    assert ranks(hidden, group) == [0] * 4
+
+
+def test_a_dropped_buffer_is_gone_and_the_others_stay(pool: SubMeshPool):
+    group = pool.group(0, 2)
+    hidden = numbered(group)
+    hidden.put(group, jax.device_put(np.full(SHAPE, 7, np.float32), group.replicated))
+    hidden.drop(1)
+    assert not hidden.are_lost(range(2))
+    assert ranks(hidden, pool.group(0, 1)) == [7]

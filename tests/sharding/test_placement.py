@@ -37,10 +37,11 @@ def test_devices_are_those_of_any_home(placement: Placement):
 
 
 @given(placements())
-def test_layers_of_a_page_group_have_the_same_attention_homes(placement: Placement):
-    groups = placement.page_groups
-    assert sorted(layer for layers in groups.values() for layer in layers) == list(range(placement.num_layers))
-    assert all(placement.attention[layer] == homes for homes, layers in groups.items() for layer in layers)
+def test_each_layer_is_at_one_home_of_a_microbatch(placement: Placement):
+    for number in range(placement.num_microbatches):
+        layers = placement.layers_by_home(number)
+        assert sorted(layer for of in layers.values() for layer in of) == list(range(placement.num_layers))
+        assert all(placement.attention[layer][number] == home for home, of in layers.items() for layer in of)
 
 
 @given(placements())
@@ -69,7 +70,7 @@ def test_placements_of_the_three_papers():
     four = (D0, D1, D2, D3)
     merge = Placement.uniform(Q, 5, 4).with_modules(range(3), "layer", four)
     assert str(merge) == "0-2: TP1[0], TP1[1], TP1[2], TP1[3]   3-4: TP4[0-3]"
-    assert merge.page_groups == {four: (0, 1, 2), (Q,) * 4: (3, 4)}
+    assert merge.layers_by_home(1) == {D1: (0, 1, 2), Q: (3, 4)}
     replicated = Placement.uniform(D0, 20, 2).with_modules(range(5, 15), "layer", (D0, D1))
     assert replicated.parallelism() == [1] * 5 + [2] * 10 + [1] * 5
     beside = Placement.uniform(P0, 2, 2).with_modules(range(2), "attention", (D0, D1))

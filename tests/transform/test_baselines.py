@@ -32,7 +32,7 @@ def by(variant: str, llm: LLM, degree: int, **options: Any) -> TransformReport:
 @pytest.mark.parametrize(
     "chain", [[4, 1], pytest.param([2, 4, 2], marks=pytest.mark.slow)], ids=lambda chain: "-".join(map(str, chain))
 )
-@pytest.mark.parametrize("variant", ["basic", "host_memory"])
+@pytest.mark.parametrize("variant", [pytest.param("basic", marks=pytest.mark.slow), "host_memory"])
 def test_tokens_do_not_depend_on_the_variant(idle: LLM, variant: str, chain: list[int]):
     running, expected = decoding(idle, 4, requests(8))
     reports = [by(variant, idle, tp) for tp in chain]
@@ -42,8 +42,9 @@ def test_tokens_do_not_depend_on_the_variant(idle: LLM, variant: str, chain: lis
     assert all(report.tokens > 0 for report in reports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["basic", "host_memory"])
-@pytest.mark.parametrize("layers_per_step", [pytest.param(1, marks=pytest.mark.slow), 100])
+@pytest.mark.parametrize("layers_per_step", [1, 100])
 def test_kv_is_the_same_after_a_round_trip(idle: LLM, variant: str, layers_per_step: int):
     prompts, _ = requests(6)
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -94,6 +95,7 @@ def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPa
         assert total_live_bytes() <= num_bytes
 
 
+@pytest.mark.slow
 def test_without_release(idle: LLM):
     prompts, params = requests(8, max_tokens=32)
     expected = tokens(idle.generate(prompts, params))
@@ -107,6 +109,7 @@ def test_without_release(idle: LLM):
         assert tokens(running.result()) == expected
 
 
+@pytest.mark.slow
 def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
     """What `basic` needs for one layer is more than its cache; the staging buffer in place is a small part of that."""
     prompts, params = requests(8)
@@ -124,6 +127,7 @@ def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
     assert extra["host_memory"] == shard
 
 
+@pytest.mark.slow
 def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):
     with make(directory, compile_cache, **SHARED | {"device_memory": "2316KiB"}) as llm:
         running, expected = decoding(llm, 2, requests(4))

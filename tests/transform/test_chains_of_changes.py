@@ -122,7 +122,7 @@ def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
     return [{token: it.logprob for token, it in entries.items()} for entries in every if entries is not None]
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 24))])
 def test_logits_in_the_middle_of_chains(
     llm: LLM, undisturbed: list[RequestOutput], expected: list[tuple[list[int], np.ndarray]], seed: int
 ):

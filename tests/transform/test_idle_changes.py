@@ -37,12 +37,13 @@ def failing(owner: Any, name: str, number: int) -> Iterator[None]:
     assert count >= number
 
 
-def test_nothing_moves_and_answers_are_the_same(idle: LLM):
-    """At every degree in turn, with every byte where it was."""
+@pytest.mark.parametrize("degrees", [(4, 1), pytest.param((4, 2, 1), marks=pytest.mark.slow)], ids=str)
+def test_nothing_moves_and_answers_are_the_same(idle: LLM, degrees: tuple[int, ...]):
+    """At these degrees in turn, with every byte where it was."""
     prompts, params = requests(8)
     expected = tokens(idle.generate(prompts, params))
     before = ledger_entries(idle)
-    for degree in (4, 2, 1):
+    for degree in degrees:
         forget_prefixes(idle)
         report = idle.transform(degree, release_weights=False)
         assert report.steps == report.moved_bytes == report.extra_bytes == 0
@@ -94,7 +95,7 @@ def test_weights_are_released_and_come_back(idle: LLM):
     assert tokens(idle.generate(prompts, params)) == expected
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_release_that_fails_leaves_an_instance_of_the_degree(idle: LLM, number: int):
     """With the weights of all layers released, also of those that had not released theirs."""
     prompts, params = requests(8)

@@ -16,7 +16,7 @@ from kvcache.prefix_cache import PageKeys, PrefixCache
 from sharding.placement import Home
 
 GEOMETRY = PageGeometry(kv_heads=4, page_size=4, head_dim=2)
-GROUP = (Home(0, 4),)
+HOME = Home(0, 4)
 
 
 def greedy(pages: SequencePages) -> Sequence:
@@ -34,7 +34,7 @@ def lane_with(prefixes: list[list[int]], running: list[int], pages: int = 40) ->
         allocators.append(BuddyAllocator(4))
         allocators[-1].add_extent(pages // 4)
     cache = PrefixCache(PagePool(GEOMETRY, allocators, 4))
-    lane = Lane(cache.pool, cache, {GROUP: slice(0, 4)}, max_running=16)
+    lane = Lane(cache.pool, cache, {HOME: slice(0, 4)}, max_running=16)
     for tokens in prefixes:
         keys = PageKeys(4)
         keys.extend(tokens)
@@ -109,7 +109,7 @@ def test_lanes_of_one_home_share_what_both_have_cached():
     twin = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
     twin.cache.adopt(pages)
     merged = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
-    assert move_into(merged, [lane, twin], GROUP) == []
+    assert move_into(merged, [lane, twin], HOME) == []
     assert [page.key for page in merged.cache.pages()] == [page.key for page in pages]
     np.testing.assert_array_equal(lane.pages.references(merged.cache.table()), 1)
     assert merged.cache.num_evictable_pages == 3

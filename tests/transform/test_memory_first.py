@@ -19,7 +19,8 @@ from sharding.owners import Owner
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("quick_steps")]
 
 
-@pytest.mark.parametrize("chain", [[4, 1], pytest.param([2, 4, 2, 1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", [[4, 1], [2, 4, 2, 1]], ids=str)
 def test_tokens_are_those_of_an_undisturbed_run(idle: LLM, chain: list[int]):
     running, expected = decoding(idle, 8, requests(12, max_tokens=90))
     reports = [idle.transform(tp, order="memory_first", layers_per_step=1) for tp in chain]
@@ -33,7 +34,7 @@ def kv_bytes(report: MemoryReport) -> dict[int | None, int]:
     return {e.layer: e.num_bytes for e in report.entries if e.device == 0 and e.owner == Owner.KV_CACHE}
 
 
-@pytest.mark.parametrize("order", ["layer", "memory_first"])
+@pytest.mark.parametrize("order", [pytest.param("layer", marks=pytest.mark.slow), "memory_first"])
 def test_a_merge_gives_room_before_the_first_page_moves(idle: LLM, monkeypatch: pytest.MonkeyPatch, order: Any):
     """With `memory_first`, all layers have their memory, and each lane has more free pages."""
     seen: list[tuple[dict[int | None, int], list[int]]] = []
@@ -41,9 +42,8 @@ def test_a_merge_gives_room_before_the_first_page_moves(idle: LLM, monkeypatch: 
 
     def watched(mover: InPlaceMover, extents: list[jax.Array]) -> list[jax.Array]:
         instances = [instance for instance in engine_of(idle).instances if instance.transition is not None]
-        lanes = [lane for instance in instances for lane in instance.lanes]
-        low = [lane.ranks[instance.transition.low_group] for instance in instances for lane in instance.lanes]
-        totals = [min(lane.pages.total_by_rank()[rows]) for lane, rows in zip(lanes, low, strict=True)]
+        sites = [(site, lane) for i in instances for site, lane in zip(i.transition.members, i.lanes, strict=True)]
+        totals = [min(lane.pages.total_by_rank()[lane.ranks[site.group.home]]) for site, lane in sites]
         seen.append((kv_bytes(memory_report(engine_of(idle))), totals))
         return move(mover, extents)
 
@@ -80,7 +80,7 @@ def test_scarce_pages(directory: Path, compile_cache: str):
 @pytest.mark.parametrize(
     "where", ["_release_ffns", "_append_low", "take_extents", "hand_over", "_restore_ffns", "_restore"]
 )
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_failure_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch, where: str, after: int):
     running, expected = decoding(idle, 6, requests(8, max_tokens=80))
     method, calls, failed = getattr(Transition, where), [0], []

@@ -75,7 +75,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("layers_per_step", [1, 4, "auto"])
+@pytest.mark.parametrize(
+    "layers_per_step", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_tokens_and_pages_are_those_of_an_undisturbed_run(
     idle: LLM, begun: list[tuple[int, int]], layers_per_step: Any
 ):
@@ -165,7 +167,7 @@ def test_prompts_that_come_meanwhile(idle: LLM, begun: list[tuple[int, int]], mo
     assert begun
 
 
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
+@pytest.mark.parametrize("up", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["merge", "split"])
 def test_a_step_that_cannot_be_launched(
     idle: LLM, begun: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, up: bool
 ):
@@ -198,8 +200,17 @@ def test_a_step_that_cannot_be_launched(
     assert errors == 1
 
 
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-@pytest.mark.parametrize("where", ["begin", "program", "end"])
+@pytest.mark.parametrize(
+    ("where", "up"),
+    [
+        pytest.param("begin", True, id="begin-merge"),
+        pytest.param("begin", False, id="begin-split", marks=pytest.mark.slow),
+        pytest.param("program", True, id="program-merge", marks=pytest.mark.slow),
+        pytest.param("program", False, id="program-split"),
+        pytest.param("end", True, id="end-merge"),
+        pytest.param("end", False, id="end-split", marks=pytest.mark.slow),
+    ],
+)
 def test_failures(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, where: str):
     """The group ends at the higher degree, and computes its requests again."""
     running, expected = decoding(idle, 6, requests(6, max_tokens=60), tp=1 if up else top(idle))

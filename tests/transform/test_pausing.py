@@ -57,7 +57,9 @@ def idle(llm: LLM) -> Iterator[LLM]:
     check_idle(llm)
 
 
-@pytest.mark.parametrize("pause_after", [1, 5, 20], ids=lambda count: f"{count} tokens")
+@pytest.mark.parametrize(
+    "pause_after", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 20))], ids=lambda count: f"{count} tokens"
+)
 def test_paused_requests_go_on_where_they_were(idle: LLM, pause_after: int):
     """Requests of every kind, also in the middle of their prompts, while another request runs on all devices."""
     expected, urgent_expected = expected_of(idle, KINDS), expected_of(idle, [URGENT])

@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[list[int], SamplingParams]] = {
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_new_requests_start_while_layers_change(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, at: int):
     """Every kind, at the start, in the middle and at the end: tokens are those of an undisturbed run."""
     asked = list(KINDS.values())
@@ -139,7 +139,7 @@ def test_prompts_that_are_half_computed_go_on(idle: LLM):
     idle._registry.end(requests)
 
 
-@pytest.mark.parametrize("running", [0, 3])
+@pytest.mark.parametrize("running", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_cached_prefixes_survive_merges_and_splits(idle: LLM, running: int):
     """All of them, where there is room, with the right keys and values."""
     shared = [prompt(6 * PAGE, 40 + i) for i in range(5)]

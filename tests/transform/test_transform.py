@@ -176,7 +176,7 @@ def test_kv_of_tokens_that_come_on_the_way(tmp_path: Path, compile_cache: str):
                     np.testing.assert_allclose(values, layer[: len(values)], atol=1e-4)
 
 
-@pytest.mark.parametrize("running", [1, 3], ids=lambda count: f"{count}-a-device")
+@pytest.mark.parametrize("running", [pytest.param(1, marks=pytest.mark.slow), 3], ids=lambda count: f"{count}-a-device")
 def test_steps_on_the_way_have_as_few_rows_as_those_before(idle: LLM, monkeypatch: pytest.MonkeyPatch, running: int):
     """Those of the decodes of each instance, up to the next power of two: not those of steps with prompts."""
     rows = {1: 1, 3: 4}[running]

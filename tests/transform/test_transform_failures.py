@@ -57,10 +57,22 @@ def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.Monke
 
 # Failures
 
+UP = {True: "merge", False: "split"}
 
-@pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
-@pytest.mark.parametrize("layers_done", [0, 1])
-@pytest.mark.parametrize("where", ["plan", "extents", "exchange", "step"])
+
+def failures_on_the_way() -> list[Any]:
+    """Where, after how many layers, and whether in a merge. By default every place in a merge and in a split once some
+    layers are through, and the one place and moment at which all is as it was.
+    """
+    every = [(where, layers, up) for where in ("plan", "extents", "exchange", "step") for layers in (0, 1) for up in UP]
+    often = {("plan", 0, True), *(case for case in every if case[1])}
+    return [
+        pytest.param(*case, marks=() if case in often else pytest.mark.slow, id=f"{case[0]}-{case[1]}-{UP[case[2]]}")
+        for case in every
+    ]
+
+
+@pytest.mark.parametrize(("where", "layers_done", "up"), failures_on_the_way())
 def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, layers_done: int, where: str):
     """Before the first layer: as it was. After it: at the higher degree, and requests are computed again.
 
@@ -95,7 +107,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
     assert tokens(idle.generate(*running.asked)) == expected
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [pytest.param(rank, marks=[pytest.mark.slow] * (rank != 2)) for rank in range(4)])
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, rank: int):
     """A program that fails may have taken the extents of one device with it, whichever that is."""

@@ -136,7 +136,7 @@ class Machine(RuleBasedStateMachine):
                 assert len(instance.lanes) == len(transition.members)
             paused = {member.group.home: [member.lane] for member in instance.paused}
             for home, allocators in views.items():
-                lanes = {home: [lane for number, lane in enumerate(instance.lanes) if at_home(lane, number, home)]}
+                lanes = {home: [lane for lane in instance.lanes if home in lane.ranks]}
                 # In the layout to come, what paused sequences have given up since is still theirs.
                 at_most = bool(instance.paused) and home != instance.group.home
                 check_live(allocators, home, lanes | within(paused, home), at_most=at_most)
@@ -203,16 +203,6 @@ def within(paused: dict[Home, list[Lane]], home: Home) -> dict[Home, list[Lane]]
     return {other: lanes for other, lanes in paused.items() if set(other.devices) & set(home.devices)}
 
 
-def at_home(lane: Lane, number: int, home: Home) -> bool:
-    """Return whether a lane has pages at a home. `number` is its place among the lanes of its instance."""
-    return any(group[number if len(group) > 1 else 0] == home for group in lane.ranks)
-
-
-def rows_at(lane: Lane, home: Home) -> slice:
-    """Return the rows of a lane's tables that belong to a home of the lane."""
-    return next(rows for group, rows in lane.ranks.items() if home in group)
-
-
 def check_live(
     allocators: list[BuddyAllocator], home: Home, lanes_at: dict[Home, list[Lane]], *, at_most: bool = False
 ) -> None:
@@ -227,7 +217,7 @@ def check_live(
             for lane in lanes:
                 tables = [s.pages.table for s in lane.running] + [lane.cache.table()]
                 for table in tables:
-                    used.update(unit * units for unit in table[rows_at(lane, at)][rank].tolist())
+                    used.update(unit * units for unit in table[lane.ranks[at]][rank].tolist())
         live = Counter({block[0]: allocator.references(block[0]) for block in allocator.live_blocks()})
         assert used <= live if at_most else used == live
 

@@ -95,6 +95,7 @@ def test_waiting_request_that_no_instance_would_hold(scarce: LLM):
     running.result()
 
 
+@pytest.mark.slow
 def test_waiting_request_and_weights_that_were_not_released(scarce: LLM):
     """A split releases nothing: what comes is smaller than instances of that degree are otherwise."""
     scarce.transform(4, release_weights=False)

@@ -22,6 +22,13 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
     SERVER_STATE_DEAD: _ClassVar[ServerState]
 
+class PlacementModules(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLACEMENT_MODULES_LAYER: _ClassVar[PlacementModules]
+    PLACEMENT_MODULES_ATTENTION: _ClassVar[PlacementModules]
+    PLACEMENT_MODULES_FFN: _ClassVar[PlacementModules]
+    PLACEMENT_MODULES_KV: _ClassVar[PlacementModules]
+
 class TransformVariant(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TRANSFORM_VARIANT_UNSPECIFIED: _ClassVar[TransformVariant]
@@ -47,6 +54,10 @@ SERVER_STATE_LOADING: ServerState
 SERVER_STATE_READY: ServerState
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_DEAD: ServerState
+PLACEMENT_MODULES_LAYER: PlacementModules
+PLACEMENT_MODULES_ATTENTION: PlacementModules
+PLACEMENT_MODULES_FFN: PlacementModules
+PLACEMENT_MODULES_KV: PlacementModules
 TRANSFORM_VARIANT_UNSPECIFIED: TransformVariant
 TRANSFORM_VARIANT_IN_PLACE_OVERLAPPED: TransformVariant
 TRANSFORM_VARIANT_IN_PLACE: TransformVariant
@@ -311,7 +322,7 @@ class WatchClusterRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class Instance(_message.Message):
-    __slots__ = ("id", "devices", "tensor_parallel_size", "running", "kv_used_pages", "kv_total_pages", "kv_cached_pages", "paused", "paused_degree", "phase")
+    __slots__ = ("id", "devices", "tensor_parallel_size", "running", "kv_used_pages", "kv_total_pages", "kv_cached_pages", "paused", "paused_degree", "phase", "placement")
     ID_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +333,7 @@ class Instance(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_DEGREE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     devices: _containers.RepeatedScalarFieldContainer[int]
     tensor_parallel_size: int
@@ -332,7 +344,8 @@ class Instance(_message.Message):
     paused: int
     paused_degree: int
     phase: str
-    def __init__(self, id: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., tensor_parallel_size: _Optional[int] = ..., running: _Optional[int] = ..., kv_used_pages: _Optional[int] = ..., kv_total_pages: _Optional[int] = ..., kv_cached_pages: _Optional[int] = ..., paused: _Optional[int] = ..., paused_degree: _Optional[int] = ..., phase: _Optional[str] = ...) -> None: ...
+    placement: Placement
+    def __init__(self, id: _Optional[int] = ..., devices: _Optional[_Iterable[int]] = ..., tensor_parallel_size: _Optional[int] = ..., running: _Optional[int] = ..., kv_used_pages: _Optional[int] = ..., kv_total_pages: _Optional[int] = ..., kv_cached_pages: _Optional[int] = ..., paused: _Optional[int] = ..., paused_degree: _Optional[int] = ..., phase: _Optional[str] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("device", "budget_bytes", "weight_bytes", "kv_bytes", "kv_used_bytes")
@@ -349,7 +362,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, device: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("state", "instances", "devices", "waiting", "accepted", "degrees", "transformations")
+    __slots__ = ("state", "instances", "devices", "waiting", "accepted", "degrees", "transformations", "placements")
     STATE_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +370,7 @@ class Cluster(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DEGREES_FIELD_NUMBER: _ClassVar[int]
     TRANSFORMATIONS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     instances: _containers.RepeatedCompositeFieldContainer[Instance]
     devices: _containers.RepeatedCompositeFieldContainer[DeviceMemory]
@@ -364,7 +378,56 @@ class Cluster(_message.Message):
     accepted: int
     degrees: _containers.RepeatedCompositeFieldContainer[DegreePrograms]
     transformations: _containers.RepeatedCompositeFieldContainer[TransformStatus]
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceMemory, _Mapping]]] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., degrees: _Optional[_Iterable[_Union[DegreePrograms, _Mapping]]] = ..., transformations: _Optional[_Iterable[_Union[TransformStatus, _Mapping]]] = ...) -> None: ...
+    placements: _containers.RepeatedCompositeFieldContainer[PlacementStatus]
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ..., devices: _Optional[_Iterable[_Union[DeviceMemory, _Mapping]]] = ..., waiting: _Optional[int] = ..., accepted: _Optional[int] = ..., degrees: _Optional[_Iterable[_Union[DegreePrograms, _Mapping]]] = ..., transformations: _Optional[_Iterable[_Union[TransformStatus, _Mapping]]] = ..., placements: _Optional[_Iterable[_Union[PlacementStatus, _Mapping]]] = ...) -> None: ...
+
+class LayerRange(_message.Message):
+    __slots__ = ("first", "end")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    end: int
+    def __init__(self, first: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Home(_message.Message):
+    __slots__ = ("devices",)
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, devices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlacementStage(_message.Message):
+    __slots__ = ("layers", "modules", "homes")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MODULES_FIELD_NUMBER: _ClassVar[int]
+    HOMES_FIELD_NUMBER: _ClassVar[int]
+    layers: LayerRange
+    modules: PlacementModules
+    homes: _containers.RepeatedCompositeFieldContainer[Home]
+    def __init__(self, layers: _Optional[_Union[LayerRange, _Mapping]] = ..., modules: _Optional[_Union[PlacementModules, str]] = ..., homes: _Optional[_Iterable[_Union[Home, _Mapping]]] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("head", "stages")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    head: Home
+    stages: _containers.RepeatedCompositeFieldContainer[PlacementStage]
+    def __init__(self, head: _Optional[_Union[Home, _Mapping]] = ..., stages: _Optional[_Iterable[_Union[PlacementStage, _Mapping]]] = ...) -> None: ...
+
+class PlacementStatus(_message.Message):
+    __slots__ = ("kind", "instance", "device", "layers", "state", "layers_switched")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    instance: int
+    device: int
+    layers: LayerRange
+    state: str
+    layers_switched: int
+    def __init__(self, kind: _Optional[str] = ..., instance: _Optional[int] = ..., device: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., state: _Optional[str] = ..., layers_switched: _Optional[int] = ...) -> None: ...
 
 class TransformStatus(_message.Message):
     __slots__ = ("tensor_parallel_size", "devices", "state", "programs_left", "estimated_s", "layers_switched", "num_layers")
@@ -443,6 +506,92 @@ class TransformResponse(_message.Message):
     awaited_programs: int
     waited_s: float
     def __init__(self, tensor_parallel_size: _Optional[int] = ..., variant: _Optional[_Union[TransformVariant, str]] = ..., seconds: _Optional[float] = ..., prepare_s: _Optional[float] = ..., moved_bytes: _Optional[int] = ..., extra_bytes: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., paused: _Optional[int] = ..., resumed: _Optional[int] = ..., awaited_programs: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
+
+class GetPlacementRequest(_message.Message):
+    __slots__ = ("instance",)
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    instance: int
+    def __init__(self, instance: _Optional[int] = ...) -> None: ...
+
+class ReplicateRequest(_message.Message):
+    __slots__ = ("layers", "device", "instance", "modules")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    MODULES_FIELD_NUMBER: _ClassVar[int]
+    layers: LayerRange
+    device: int
+    instance: int
+    modules: PlacementModules
+    def __init__(self, layers: _Optional[_Union[LayerRange, _Mapping]] = ..., device: _Optional[int] = ..., instance: _Optional[int] = ..., modules: _Optional[_Union[PlacementModules, str]] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("layers", "device", "instance", "modules")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    MODULES_FIELD_NUMBER: _ClassVar[int]
+    layers: LayerRange
+    device: int
+    instance: int
+    modules: PlacementModules
+    def __init__(self, layers: _Optional[_Union[LayerRange, _Mapping]] = ..., device: _Optional[int] = ..., instance: _Optional[int] = ..., modules: _Optional[_Union[PlacementModules, str]] = ...) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("layers", "device", "instance", "modules", "move_kv")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    MODULES_FIELD_NUMBER: _ClassVar[int]
+    MOVE_KV_FIELD_NUMBER: _ClassVar[int]
+    layers: LayerRange
+    device: int
+    instance: int
+    modules: PlacementModules
+    move_kv: bool
+    def __init__(self, layers: _Optional[_Union[LayerRange, _Mapping]] = ..., device: _Optional[int] = ..., instance: _Optional[int] = ..., modules: _Optional[_Union[PlacementModules, str]] = ..., move_kv: _Optional[bool] = ...) -> None: ...
+
+class ScaleOutRequest(_message.Message):
+    __slots__ = ("device", "instance")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    instance: int
+    def __init__(self, device: _Optional[int] = ..., instance: _Optional[int] = ...) -> None: ...
+
+class ScaleInRequest(_message.Message):
+    __slots__ = ("device", "instance")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    instance: int
+    def __init__(self, device: _Optional[int] = ..., instance: _Optional[int] = ...) -> None: ...
+
+class PlacementReport(_message.Message):
+    __slots__ = ("kind", "instance", "device", "layers", "seconds", "copied_bytes", "shared_bytes", "kv_moved_bytes", "device_bytes_delta", "steps", "recomputed")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_DELTA_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    instance: int
+    device: int
+    layers: LayerRange
+    seconds: float
+    copied_bytes: int
+    shared_bytes: int
+    kv_moved_bytes: int
+    device_bytes_delta: _containers.RepeatedScalarFieldContainer[int]
+    steps: int
+    recomputed: int
+    def __init__(self, kind: _Optional[str] = ..., instance: _Optional[int] = ..., device: _Optional[int] = ..., layers: _Optional[_Union[LayerRange, _Mapping]] = ..., seconds: _Optional[float] = ..., copied_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., kv_moved_bytes: _Optional[int] = ..., device_bytes_delta: _Optional[_Iterable[int]] = ..., steps: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

@@ -305,6 +305,36 @@ class AdminServiceStub:
                 request_serializer=amoeba_dot_v1_dot_inference__pb2.TransformRequest.SerializeToString,
                 response_deserializer=amoeba_dot_v1_dot_inference__pb2.TransformResponse.FromString,
                 _registered_method=True)
+        self.GetPlacement = channel.unary_unary(
+                '/amoeba.v1.AdminService/GetPlacement',
+                request_serializer=amoeba_dot_v1_dot_inference__pb2.GetPlacementRequest.SerializeToString,
+                response_deserializer=amoeba_dot_v1_dot_inference__pb2.Placement.FromString,
+                _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/amoeba.v1.AdminService/Replicate',
+                request_serializer=amoeba_dot_v1_dot_inference__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/amoeba.v1.AdminService/Evict',
+                request_serializer=amoeba_dot_v1_dot_inference__pb2.EvictRequest.SerializeToString,
+                response_deserializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+                _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/amoeba.v1.AdminService/Migrate',
+                request_serializer=amoeba_dot_v1_dot_inference__pb2.MigrateRequest.SerializeToString,
+                response_deserializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+                _registered_method=True)
+        self.ScaleOut = channel.unary_unary(
+                '/amoeba.v1.AdminService/ScaleOut',
+                request_serializer=amoeba_dot_v1_dot_inference__pb2.ScaleOutRequest.SerializeToString,
+                response_deserializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+                _registered_method=True)
+        self.ScaleIn = channel.unary_unary(
+                '/amoeba.v1.AdminService/ScaleIn',
+                request_serializer=amoeba_dot_v1_dot_inference__pb2.ScaleInRequest.SerializeToString,
+                response_deserializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/amoeba.v1.AdminService/Drain',
                 request_serializer=amoeba_dot_v1_dot_inference__pb2.DrainRequest.SerializeToString,
@@ -343,6 +373,50 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPlacement(self, request, context):
+        """Returns the placement of an instance: the devices that compute each of its layers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Replicate(self, request, context):
+        """Replicates layers of an instance on another device while requests run. The running requests are then divided among
+        the devices. Like Transform, this call and the next four answer when the change has ended, and the change continues
+        if the client disconnects. FAILED_PRECONDITION: the change is not possible now, and nothing was changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Removes the replicas of layers from a device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Migrate(self, request, context):
+        """Moves layers, or parts of them, to another device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleOut(self, request, context):
+        """Replicates all layers of an instance on an empty device, which then becomes an instance of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleIn(self, request, context):
+        """Ends the instance on a device. Its requests continue on another instance.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Refuses new requests. Answers when the last request has ended.
         """
@@ -374,6 +448,36 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Transform,
                     request_deserializer=amoeba_dot_v1_dot_inference__pb2.TransformRequest.FromString,
                     response_serializer=amoeba_dot_v1_dot_inference__pb2.TransformResponse.SerializeToString,
+            ),
+            'GetPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlacement,
+                    request_deserializer=amoeba_dot_v1_dot_inference__pb2.GetPlacementRequest.FromString,
+                    response_serializer=amoeba_dot_v1_dot_inference__pb2.Placement.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=amoeba_dot_v1_dot_inference__pb2.ReplicateRequest.FromString,
+                    response_serializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=amoeba_dot_v1_dot_inference__pb2.EvictRequest.FromString,
+                    response_serializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.SerializeToString,
+            ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=amoeba_dot_v1_dot_inference__pb2.MigrateRequest.FromString,
+                    response_serializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.SerializeToString,
+            ),
+            'ScaleOut': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleOut,
+                    request_deserializer=amoeba_dot_v1_dot_inference__pb2.ScaleOutRequest.FromString,
+                    response_serializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.SerializeToString,
+            ),
+            'ScaleIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleIn,
+                    request_deserializer=amoeba_dot_v1_dot_inference__pb2.ScaleInRequest.FromString,
+                    response_serializer=amoeba_dot_v1_dot_inference__pb2.PlacementReport.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -468,6 +572,168 @@ class AdminService:
             '/amoeba.v1.AdminService/Transform',
             amoeba_dot_v1_dot_inference__pb2.TransformRequest.SerializeToString,
             amoeba_dot_v1_dot_inference__pb2.TransformResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/amoeba.v1.AdminService/GetPlacement',
+            amoeba_dot_v1_dot_inference__pb2.GetPlacementRequest.SerializeToString,
+            amoeba_dot_v1_dot_inference__pb2.Placement.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/amoeba.v1.AdminService/Replicate',
+            amoeba_dot_v1_dot_inference__pb2.ReplicateRequest.SerializeToString,
+            amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/amoeba.v1.AdminService/Evict',
+            amoeba_dot_v1_dot_inference__pb2.EvictRequest.SerializeToString,
+            amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/amoeba.v1.AdminService/Migrate',
+            amoeba_dot_v1_dot_inference__pb2.MigrateRequest.SerializeToString,
+            amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleOut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/amoeba.v1.AdminService/ScaleOut',
+            amoeba_dot_v1_dot_inference__pb2.ScaleOutRequest.SerializeToString,
+            amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/amoeba.v1.AdminService/ScaleIn',
+            amoeba_dot_v1_dot_inference__pb2.ScaleInRequest.SerializeToString,
+            amoeba_dot_v1_dot_inference__pb2.PlacementReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,273 @@
+"""Plan of a relocation: checks, placements before and after, memory and programs."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.instance import Instance, Phase
+from amoeba_jax.instances.site import Site
+from amoeba_jax.programs.enumeration import relocation_specs
+from amoeba_jax.programs.program_specs import ProgramSpec
+from amoeba_jax.transform.extra_extents import extra_pages
+from amoeba_jax.transform.needs import sampler_kinds
+from amoeba_jax.transform.options import PlacementOptions
+from kvcache.allocator import BuddyAllocator
+from sharding.ledger import format_bytes
+from sharding.placement import Home, ModuleKind, Placement
+
+Module = tuple[int, int | None, ModuleKind]
+"""Device, layer and module. The layer None stands for the embedding and the head."""
+
+
+@dataclass(frozen=True)
+class RelocationPlan:
+    """Contents of a relocation, before anything has changed.
+
+    Attributes:
+        before, after: placements with equally many microbatches.
+        chunks: layers that switch together, in order.
+        extents: pages of each extent of a layer at each home, when all layers have switched.
+        joining: instance that ends and whose sequences become a microbatch (`scale_in`).
+    """
+
+    options: PlacementOptions
+    instance: Instance
+    before: Placement
+    after: Placement
+    chunks: tuple[range, ...]
+    extents: dict[Home, tuple[int, ...]]
+    joining: Instance | None = None
+
+    @property
+    def new_homes(self) -> list[Home]:
+        """Homes that the instance did not have before."""
+        return [home for home in homes_of(self.after) if home not in self.instance.runner.sites]
+
+    @property
+    def device_indices(self) -> set[int]:
+        """Devices of both placements."""
+        return {*self.before.devices, *self.after.devices}
+
+
+def homes_of(placement: Placement) -> list[Home]:
+    """Return all homes of a placement, the home of the head first."""
+    modules = (*placement.attention, *placement.ffn)
+    return list(dict.fromkeys([placement.head, *(home for homes in modules for home in homes)]))
+
+
+def plan_relocation(cluster: Cluster, options: PlacementOptions) -> RelocationPlan:
+    """Check a change of a placement and return its plan. Changes nothing.
+
+    Raises `LayoutError` or `RequestError` with the reason if it is impossible.
+    """
+    instance = _instance(cluster, options.instance)
+    num_devices, home = len(cluster.sub_meshes.devices), Home(max(options.device, 0), 1)
+    if not 0 <= options.device < num_devices:
+        raise LayoutError(f"device {options.device} does not exist: there are devices 0 to {num_devices - 1}")
+    placement, num_layers = instance.runner.placement, cluster.dims.config.num_layers
+    layers = range(num_layers) if options.layers is None else options.layers
+    module: ModuleKind = "attention" if options.modules == "kv" else options.modules
+    if options.kind == "migrate" and not options.move_kv:
+        if module != "layer":
+            raise RequestError(
+                f"move_kv=False does not fit modules={options.modules!r}: it leaves the attention in place"
+            )
+        module = "ffn"
+    joining = None
+    if options.kind in ("scale_out", "scale_in") and (instance.is_spread or instance.tp > 1):
+        raise LayoutError(f"instance {instance.id} ({placement}) must have all layers on one device")
+    if options.kind == "scale_out" and options.device not in cluster.empty_devices:
+        raise LayoutError(f"device {options.device} is not empty: an instance scales out to an empty device")
+    if options.kind in ("replicate", "scale_out"):
+        after = placement.replicated(layers, module, home)
+    elif options.kind == "evict":
+        after = placement.evicted(layers, module, home)
+    elif options.kind == "migrate":
+        after = placement.migrated(layers, module, home)
+    else:
+        joining = _joining(cluster, instance, options.device)
+        after = Placement.uniform(placement.head, num_layers, 2)
+    before = placement.with_microbatches(after.num_microbatches)
+    if joining is not None:
+        before = before.with_modules(layers, "layer", (placement.head, home))
+    changed = [n for n in range(num_layers) if _homes_at(before, n) != _homes_at(after, n)]
+    _check(cluster, instance, before, after, changed)
+    chunks = tuple(
+        range(found[0], found[-1] + 1)
+        for segment in cluster.plan.segments
+        if (found := [layer for layer in segment.layers if layer in changed])
+    )
+    plan = RelocationPlan(options, instance, before, after, chunks, {}, joining)
+    plan.extents.update(_extents(cluster, plan))
+    return plan
+
+
+def _instance(cluster: Cluster, number: int) -> Instance:
+    found = next((instance for instance in cluster.instances if instance.id == number), None)
+    if found is None:
+        raise RequestError(f"there is no instance {number}: there are {[each.id for each in cluster.instances]}")
+    return found
+
+
+def _joining(cluster: Cluster, instance: Instance, device: int) -> Instance:
+    other = next((i for i in cluster.instances if i.group.device_indices == (device,)), None)
+    if other is None or other is instance or other.is_spread:
+        raise LayoutError(f"device {device} has no other instance with all of its layers: nothing can scale in")
+    if cluster.sharing(other) != [other]:
+        raise LayoutError(f"device {device} has layers of other instances: evict or migrate them first")
+    total = len(instance.running) + len(other.running)
+    if total > instance.max_running:
+        raise RequestError(f"instance {instance.id} runs at most {instance.max_running} requests, and {total} run")
+    return other
+
+
+def _homes_at(placement: Placement, layer: int) -> tuple[tuple[Home, ...], tuple[Home, ...]]:
+    return placement.attention[layer], placement.ffn[layer]
+
+
+def _check(cluster: Cluster, instance: Instance, before: Placement, after: Placement, changed: list[int]) -> None:
+    most = cluster.plan.width
+    if after.num_microbatches > most:
+        raise LayoutError(f"a layer on {after.num_microbatches} devices is not supported here: at most {most}")
+    large = {h for layer in changed for p in (before, after) for homes in _homes_at(p, layer) for h in homes} - {
+        Home(device, 1) for device in range(len(cluster.sub_meshes.devices))
+    }
+    if large:
+        raise LayoutError(
+            f"layers at {min(large)} do not replicate or migrate: only layers on one device do. Split the instance "
+            "first"
+        )
+    devices = {*before.devices, *after.devices}
+    cluster.check_in_service(devices)
+    for other in cluster.instances:
+        if devices.isdisjoint(other.devices):
+            continue
+        if other.transition is not None or other.phase is not Phase.SERVING:
+            raise RequestError(f"instance {other.id} on these devices is changing: wait until it is done")
+        if other.paused:
+            raise RequestError(f"requests are paused on the devices of instance {other.id}: they must resume first")
+        if other.tp > 1 and other is not instance:
+            raise LayoutError(f"instance {other.id} computes on {other.group} together: split it first")
+
+
+def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ...]]:
+    """Return the pages of each extent of a layer at each home of the new placement.
+
+    Raises `MemoryBudgetError` if a device has no room for new modules.
+    """
+    found: dict[Home, tuple[int, ...]] = {}
+    page_bytes = cluster.memory_plan.page_bytes
+    source = plan.instance.runner.sites[plan.before.attention[plan.chunks[0].start if plan.chunks else 0][0]]
+    for home in homes_of(plan.after):
+        site = site_at(cluster, home)
+        extents = source.extent_pages[:1] if site is None else site.extent_pages
+        if home.degree > 1:
+            found[home] = extents
+            continue
+        device, free = home.start, cluster.ledgers[home.start].free_bytes
+        gained = [m for m in _modules(plan.after, device) if m not in _modules(plan.before, device)]
+        lost = [m for m in _modules(plan.before, device) if m not in _modules(plan.after, device)]
+        lost = [m for m in lost if not is_used(cluster, m, plan.instance)]
+        layers = {layer for layer, extent in enumerate([] if site is None else site.kv) if extent}
+        new = {layer for _, layer, module in gained if module == "attention" and layer not in layers}
+        if gained and len(extents) > 1:
+            free += sum(extents[1:]) * page_bytes * len(layers)
+            extents = extents[:1]
+        if new and not sum(extents):
+            raise LayoutError(f"device {device} has no KV cache: it cannot compute attention")
+        needed = sum(cluster.weights.bytes_to_copy(*module) for module in gained)
+        needed += sum(extents) * page_bytes * len(new) + (_fixed_bytes(cluster, plan) if site is None else 0)
+        if needed > free:
+            raise MemoryBudgetError(
+                f"device {device} has {format_bytes(free)} left, and {format_bytes(needed)} are needed for "
+                f"{len(new)} layers of KV cache and the missing weights: use fewer layers or a smaller kv_cache_tokens"
+            )
+        if lost and not gained and len(extents) == 1:
+            gone = {layer for _, layer, module in lost if module == "attention"}
+            free += sum(cluster.weights.held_bytes(*m) for m in lost if plan.options.modules != "kv")
+            free += sum(extents) * page_bytes * len(gone)
+            extents += extra_pages(extents[0], free, (len(layers) - len(gone)) * page_bytes)
+        found[home] = extents
+    return found
+
+
+def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
+    """Return the bytes that an empty device needs before it computes, and those of an instance of its own."""
+    memory, weights = cluster.memory_plan, cluster.weights
+    fixed = memory.hidden_bytes + memory.staging_bytes + cluster.activation_bytes
+    if plan.options.kind == "scale_out":
+        fixed += memory.sampling_bytes + weights.bytes_to_copy(plan.options.device, None)
+    return fixed
+
+
+def _modules(placement: Placement, device: int) -> list[Module]:
+    """Return the attention and FFN modules that a device computes, with their layers."""
+    kinds: list[tuple[ModuleKind, tuple[tuple[Home, ...], ...]]] = [
+        ("attention", placement.attention),
+        ("ffn", placement.ffn),
+    ]
+    return [
+        (device, layer, kind)
+        for kind, of in kinds
+        for layer, homes in enumerate(of)
+        if any(device in home.devices for home in homes)
+    ]
+
+
+def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
+    """Return whether another instance computes with a module on its device."""
+    device = module[0]
+    return any(module in _modules(i.runner.placement, device) for i in cluster.instances if i is not but)
+
+
+def site_at(cluster: Cluster, home: Home) -> Site | None:
+    return next((i.runner.sites[home] for i in cluster.instances if home in i.runner.sites), None)
+
+
+def in_use(cluster: Cluster, home: Home) -> bool:
+    """Return whether an instance has a home of any degree on the devices of `home`."""
+    return any(home.overlaps(other) for instance in cluster.instances for other in instance.runner.sites)
+
+
+def allocators_at(cluster: Cluster, home: Home) -> SequenceOf[BuddyAllocator] | None:
+    return next((i.allocators[home] for i in cluster.instances if home in i.allocators), None)
+
+
+def needed_programs(cluster: Cluster, plan: RelocationPlan) -> list[ProgramSpec]:
+    """Return the programs of steps during and after a relocation, and of the copies of pages."""
+    placements = [plan.before]
+    for chunk in plan.chunks:
+        placements.append(placements[-1].with_layers(chunk, plan.after))
+    placements.append(plan.after.joined()[0])
+    extents = {home: site.extent_pages for home, site in plan.instance.runner.sites.items()}
+    if plan.joining is not None:
+        extents |= {home: site.extent_pages for home, site in plan.joining.runner.sites.items()}
+    during = extents | {home: pages[: len(extents.get(home, pages[:1]))] for home, pages in plan.extents.items()}
+    kinds, width = sampler_kinds([plan.instance, *([plan.joining] if plan.joining else [])]), plan.instance.width
+    specs = [
+        s for p in placements for s in relocation_specs(cluster.plan, cluster.executables, p, width, during, kinds)
+    ]
+    last = during | plan.extents
+    specs += relocation_specs(cluster.plan, cluster.executables, placements[-1], width, last, kinds)
+    for home in {home for p in (plan.before, plan.after) for homes in p.attention for home in homes}:
+        group, make = cluster.sub_meshes.group(home.start, home.degree), cluster.executables.specs
+        sizes = during[home], cluster.plan.transfer_pages
+        specs += [make.page_read(group, *sizes), make.page_write(group, *sizes)]
+        if home in extents and during[home] != extents[home]:
+            specs.append(make.page_copy(group, extents[home]))
+    return list({spec.key: spec for spec in specs}.values())
+
+
+def difference(one: Placement, other: Placement, layer: int) -> list[Module]:
+    """Return the modules of a layer that devices compute in `one`, but not in `other`."""
+    found: list[Module] = []
+    kinds: list[tuple[ModuleKind, tuple[Home, ...], tuple[Home, ...]]] = [
+        ("attention", one.attention[layer], other.attention[layer]),
+        ("ffn", one.ffn[layer], other.ffn[layer]),
+    ]
+    for kind, homes, others in kinds:
+        present = {device for home in others for device in home.devices}
+        devices = {device for home in homes for device in home.devices}
+        found.extend((device, layer, kind) for device in sorted(devices - present))
+    return found
