@@ -1,10 +1,11 @@
-"""Longest context in a memory budget: fixed degrees, and instances that merge on demand.
+"""Longest context in a memory budget, with fixed degrees and with instances that merge on demand.
 
     python benchmarks/context.py [--device-memory 640MiB] [--json context.json]
 
-Measures the tokens that the largest instance holds, and the longest prompt that it answers, with random weights of
-SmolLM2's shape on four virtual CPU devices. "TP4 alone" is computed: a server that loads a quarter of all matrices on
-each device. The merging case starts as 4 x TP1 and runs short requests throughout.
+The model has SmolLM2's shape and random weights, and runs on four virtual CPU devices. For each case, the benchmark
+measures the tokens that the largest instance holds, and the longest prompt that this instance answers. The case
+"changing" starts as 4 x TP1, serves short requests all the time, and merges. "TP4 alone" is computed, not measured: it
+is a server that loads only a quarter of all matrices on each device.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def longest(llm: LLM) -> int:
 
 
 def answered(llm: LLM, num_tokens: int) -> int:
-    """Serve a request of `num_tokens` tokens, prompt and answer together, and return the length of its prompt."""
+    """Serve a request whose prompt and answer have `num_tokens` tokens together, and return the prompt's length."""
     prompt = np.random.default_rng(0).integers(0, llm.dims.config.vocab_size, num_tokens - NEW_TOKENS).tolist()
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == NEW_TOKENS

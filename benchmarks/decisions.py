@@ -2,10 +2,10 @@
 
     python benchmarks/decisions.py [--waiting 16 128 1024] [--running 32] [--repeats 101] [--json decisions.json]
 
-Four TP1 instances run the maximum number of requests, so that nothing is dispatched: a tick takes a snapshot of the
-engine, and the policy reads the whole queue. "snapshot" and "decide" are the times of these two parts. In the last
-column, one in 20 waiting requests is too long for one device; these requests exist only in a copy of the snapshot, and
-decisions about them are not applied.
+Four TP1 instances run the maximum number of requests, so that a tick dispatches nothing. The table has the time of a
+tick and of its two parts. In "snapshot", the scheduler takes a snapshot of the engine. In "decide", the policy reads
+the whole queue. In the last column, one in 20 waiting requests is too long for one device. These long requests exist
+only in a copy of the snapshot.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def sequences(llm: LLM, count: int) -> list[Sequence]:
 
 
 def with_long(view: ClusterView) -> ClusterView:
-    """Return a snapshot in which some waiting requests are too long for one device."""
+    """Return a copy of a snapshot in which one in 20 waiting requests is too long for one device."""
     size = view.limits[2].capacity_tokens
     queue = tuple(
         replace(request, max_total_tokens=size) if index % LONG_EVERY == 0 else request
@@ -73,7 +73,7 @@ def with_long(view: ClusterView) -> ClusterView:
 
 
 def measure(engine: Engine, name: str, running: list[Sequence], waiting: list[Sequence], repeats: int) -> Decision:
-    """Time the decisions of a policy. Call it in the dispatcher thread, which launches no step meanwhile."""
+    """Time the decisions of a policy. Call this function in the dispatcher thread."""
     executor = JaxExecutor(engine, 1, lambda action, future: None)
     scheduler = Scheduler(make_policy(name), executor)
     engine.submit(running)

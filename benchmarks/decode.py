@@ -1,9 +1,9 @@
-"""One decode step at TP1: time, share of memory bandwidth and of the machine's FLOP rate.
+"""One decode step at TP1: its time, and its shares of the machine's memory bandwidth and FLOP rate.
 
     python benchmarks/decode.py [--batch 1 8 32] [--context 128] [--json decode.json]
 
-Weights are random. A step reads every weight and the KV cache of its sequences once; the bandwidth for comparison is
-measured in the same run.
+Weights are random. A step reads every weight once, and the KV cache of its sequences once. The machine's bandwidth and
+FLOP rate are measured in the same run.
 """
 
 import argparse
@@ -63,19 +63,22 @@ def launch(instance: Instance, step: StepBatch) -> HeadOutput:
 
 
 def read_elements(dims: ModelDims) -> int:
-    """Return the elements of the weights that a step reads, without padding. An untied embedding is a lookup."""
+    """Return the number of weight elements that a step reads, without padding.
+
+    An untied embedding does not count, because a step reads only a few of its rows.
+    """
     config = dims.config
     return num_parameters(dims) - (0 if config.tied_embeddings else config.vocab_size * config.hidden_size)
 
 
 def kv_elements(dims: ModelDims, tokens: int) -> int:
-    """Return the elements of the keys and values of `tokens` tokens in all layers."""
+    """Return the number of elements of the keys and values of `tokens` tokens in all layers."""
     config = dims.config
     return 2 * tokens * config.num_kv_heads * config.head_dim * config.num_layers
 
 
 def measure(llm: LLM, batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Return the median seconds of a decode step, and the bytes and floating-point operations that it needs."""
+    """Return the median seconds of a decode step, and the bytes and floating-point operations that the step needs."""
     engine = llm._engine
     instance = engine.instances[0]
     shape = instance.buckets.step(batch)

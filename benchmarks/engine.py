@@ -1,10 +1,10 @@
-"""Decode and prefill of amoeba-jax, transformers and other engines: f32, greedy, on all cores, one after the other.
+"""Speed of decode and prefill of amoeba-jax, transformers and other engines, which run one after the other.
 
     python benchmarks/engine.py [--engines amoeba transformers vllm llama.cpp openvino] [--json engine.json]
 
-Every engine runs in its own process and loads the same checkpoint. `peers/timing.py` defines the measurements. Engines
-other than amoeba and transformers are installed into virtual environments in the cache directory on first use; an
-engine that cannot be installed is left out.
+All engines compute in f32, greedily and on all cores. Each engine runs in its own process and loads the same
+checkpoint. `peers/timing.py` defines the measurements. On first use, engines other than amoeba and transformers are
+installed into virtual environments in the cache directory. If an engine cannot be installed, it is left out.
 """
 
 import argparse
@@ -120,7 +120,10 @@ def leave_out(report: dict[str, Any], engine: str, reason: str, say: Say) -> Non
 
 
 def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dict[str, Any]:
-    """Return the job of an engine with a model. Writes the checkpoint if the weights are random."""
+    """Return the job for a runner, which describes a model and the requests to run.
+
+    If the weights of the model are random, write a checkpoint with them first.
+    """
     directory = scratch / model
     if config := MODELS[model]:
         write_random_llama(config, directory, SEED)
@@ -150,8 +153,10 @@ def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dic
 
 
 def run_engine(engine: str, python: Path, job: dict[str, Any], about: dict[str, Any], say: Say) -> list[dict[str, Any]]:
-    """Return the measurements of an engine and a model, one dict for each batch size. The versions of the engine are
-    added to `about`. Raises `PeerError` if the engine fails."""
+    """Measure an engine with a model, and return one dict for each batch size.
+
+    Also add the versions of the engine to `about`. Raises `PeerError` if the engine fails.
+    """
     bandwidth, others = read_bandwidth(), busy_cores()
     say(f"{job['model']}, {engine}: loading ({bandwidth / 1e9:.1f} GB/s read bandwidth)")
     if others > QUIET:
@@ -179,7 +184,7 @@ def run_engine(engine: str, python: Path, job: dict[str, Any], about: dict[str, 
 
 
 def figures(cell: dict[str, Any], job: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """Return medians and samples of one batch size. `cell`: result of `peers.timing.measure`."""
+    """Return medians and samples of the measurements of one batch size. `cell`: result of `peers.timing.measure`."""
     batch, steps = cell["batch"], job["new_tokens"] - 1
     decode_s = median(cell["total_s"]) - median(cell["first_s"])
     # A step reads the weights once, and the cache of its sequences, on average with half of their output.
@@ -200,9 +205,10 @@ def figures(cell: dict[str, Any], job: dict[str, Any], bandwidth: float) -> dict
 
 @contextmanager
 def results_of(python: Path, runner: Path, job: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield the lines of JSON that a runner writes. At the end of the block, end the process and its children.
+    """Start a runner, and yield an iterator over the results that the runner writes.
 
-    Raises `PeerError` with the end of the log if the runner fails.
+    At the end of the block, the runner and its children are killed. Raises `PeerError` with the end of the log if the
+    runner fails.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -240,7 +246,7 @@ def read_bandwidth() -> float:
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """Return the number of cores that other processes use during `seconds`; 0 if the system does not report it."""
+    """Return the mean number of cores that other processes use in the next `seconds`; 0 if the number is unknown."""
 
     def busy_s() -> float:
         try:
@@ -255,8 +261,11 @@ def busy_cores(seconds: float = 1.0) -> float:
 
 
 def add_agreement(report: dict[str, Any], say: Say) -> None:
-    """Replace the tokens of each result by their agreement with transformers: `equal_tokens`, the share of equal tokens
-    of each request, and `equal_requests`, the number of requests with equal tokens."""
+    """Replace the tokens of each result by its agreement with transformers.
+
+    `equal_tokens` is the share of equal tokens in each request. `equal_requests` is the number of requests in which all
+    tokens are equal.
+    """
     tokens = {(r["engine"], r["model"], r["batch"]): r.pop("tokens") for r in report["results"]}
     for result in report["results"]:
         reference = tokens.get((BASELINE, result["model"], result["batch"]))
@@ -310,7 +319,10 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def against(field: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any], dict[str, Any]], str]:
-    """Return a function that formats `field` of a result, with its ratio to the baseline."""
+    """Return a function that formats `field` of a result, and the ratio of this field to the baseline.
+
+    The field is multiplied by `scale` and formatted with `form`.
+    """
 
     def text(result: dict[str, Any], base: dict[str, Any]) -> str:
         plain = format(result[field] * scale, form)

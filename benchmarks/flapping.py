@@ -1,16 +1,21 @@
-"""Gain of changing degrees, by gap and length of long requests and by duration of a change (simulated).
+"""Simulated gain of a policy that changes degrees over fixed degrees.
 
     python benchmarks/flapping.py [--policy amoeba] [--seeds 2] [--duration 900] [--settle-s 120] [--json flapping.json]
 
 The model is Qwen2.5-32B on 8 H20. Short requests arrive faster than the devices can serve them, so that lost time shows
-in the tokens per second. A long request with `tokens` output tokens arrives every `gap` seconds. A change of degree
-takes a fixed time. The policy is compared with fixed degrees that hold the long requests.
+in the tokens per second. The cases differ in the gap between two long requests, in the output length of long requests,
+and in the duration of a change of degree. Only fixed degrees that can hold the long requests are compared.
 
-The table has the tokens per second after the first `settle_s` seconds; the ratio of the policy to the best fixed
-degree, with the 95% interval over seeds; the ratio over the whole run; and the number of changes, in all and after
-`settle_s`. For each gap and length it prints the duration of a change from which on the policy is worse than the best
-fixed degree. The exit code is 1 if the policy is more than 2% worse. Load varies in waves of a minute, so runs should
-take at least ten minutes. The default takes half an hour.
+The table has these columns for each case:
+
+- the tokens per second of the policy and of each fixed degree, after the first `--settle-s` seconds;
+- "over the best": the ratio of the policy to the best fixed degree, with the 95% interval over seeds;
+- "from the start": the same ratio, but over the whole run;
+- "changes": the number of changes in the whole run, and the number of changes after `--settle-s`.
+
+For each gap and output length, a line names the shortest duration of a change at which the policy is worse than the
+best fixed degree. The exit code is 1 if the policy is more than 2% worse in any case. Load varies in waves of a minute,
+so a run should simulate at least ten minutes. With the default options, the benchmark takes half an hour.
 """
 
 import argparse
@@ -59,7 +64,10 @@ def config_of(options: argparse.Namespace, gap_s: float, tokens: int, seed: int)
 
 
 class Found(NamedTuple):
-    """Tokens per second and changes of degree, over the whole run and after `settle_s`."""
+    """Tokens per second and number of changes of degree.
+
+    Fields with `all_` count the whole run. The other fields count only the time after `settle_s`.
+    """
 
     all_tokens: float
     tokens: float

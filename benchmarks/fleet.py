@@ -1,11 +1,14 @@
-"""Time of one scheduling decision with a long queue, without devices.
+"""Time of one scheduling decision with a long queue. The benchmark needs no devices.
 
     python benchmarks/fleet.py [--instances 8] [--waiting 1000] [--policies amoeba] [--ticks 300]
 
-All instances are full. Between two decisions one request arrives, and in the case "flow" one ends and makes room for
-another. In "full" no waiting request finds room. In "urgent" the new request may preempt all running requests. In
-"change" four instances become one between two decisions, or one becomes four. One in 20 waiting requests is too long
-for one device, and the first four devices of each 16 form a TP4 instance with a long request.
+All instances are full at the start. One in 20 waiting requests is too long for one device. Of every 16 devices, the
+first four form a TP4 instance with a long request. Between two decisions, one request arrives. The cases are
+
+- full: no waiting request fits on an instance;
+- flow: between two decisions, a request also ends, so that another request fits;
+- urgent: the new request may preempt all running requests;
+- change: between two decisions, four TP1 instances also merge, or a TP4 instance splits.
 """
 
 import argparse
@@ -58,7 +61,7 @@ class Figures:
 
 
 class Fleet:
-    """Executor without devices. It applies dispatches and preemptions, and refuses changes of instances."""
+    """Executor without devices. It applies dispatches, and refuses changes of instances."""
 
     def __init__(self, instances: int, waiting: int):
         self.now_s, self._numbers, self.queue = 1_000.0, iter(range(10**9)), {}
@@ -95,9 +98,11 @@ class Fleet:
         self.queue[f"w{number}"] = WaitingRequest(f"w{number}", total - 200, total, priority, arrival_s=self.now_s)
 
     def step(self, changed: Iterator[int], count: int, ends: bool) -> None:
-        """Generate a token on the next `count` instances. If `ends`, end a request on the first of them, if it is full.
+        """Add a token to one request on each of the next `count` instances.
 
-        `changed`: iterator over indexes in `views`.
+        If `ends` is set and the first of these instances is full, a request on that instance ends instead.
+
+        `changed`: iterator over indexes in `views`, which yields the next instances.
         """
         self.now_s += 0.02
         for index in range(count):
@@ -112,8 +117,10 @@ class Fleet:
                 self.views[place] = replace(view, running=(*view.running[:-1], grown))
 
     def change(self, place: int) -> None:
-        """Merge or split the instances on the aligned group of four devices that has the instance `views[place]`. The
-        new instances are full too."""
+        """Merge the instances of a group of four devices, or split the TP4 instance of the group.
+
+        The group is the aligned group that has the instance `views[place]`. The new instances are full.
+        """
         first = self.views[place].devices[0] // 4 * 4
         here = [view for view in self.views if first <= view.id < first + 4]
         new = [self._full(first, 4)] if len(here) > 1 else [self._full(device, 1) for device in range(first, first + 4)]

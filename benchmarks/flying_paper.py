@@ -18,14 +18,17 @@ from serving.simulator.slo import Slo
 
 POLICIES = ("static-tp8", "static-tp2", "flying", "shift")
 MAX_NUM_SEQS, PHASE_S = 64, 30.0
-"""Maximum running requests of an instance at any degree, as in vLLM, and seconds of a phase. Static TP's peak of 2,530
-tokens/s at 22 ms for each token needs 56 running requests (Table 1)."""
-BURSTS, PRIORITIES, LONGEST = (1600, 100), (1024, 600), (7900, 200)
-"""Mean prompt and output tokens of three loads. Lengths vary from 0.5 to 1.5 times the mean; the paper does not state
-the ranges (6.1.3).
+"""Maximum running requests of an instance at any degree (as in vLLM), and seconds of a phase.
 
-With these means, static DP has the peaks and the TTFT in bursts of Figures 8 and 9, and static TP and DP have the peaks
-of Table 1. `LONGEST` is the longest context of the model (6.5)."""
+64 requests are enough for static TP's peak in Table 1: 2,530 tokens/s at 22 ms for each token need 56 running requests.
+"""
+BURSTS, PRIORITIES, LONGEST = (1600, 100), (1024, 600), (7900, 200)
+"""Mean prompt tokens and mean output tokens of three loads.
+
+Lengths vary from 0.5 to 1.5 times the mean; the paper does not state the ranges (6.1.3). The means of `BURSTS` are
+fitted to static DP's peaks and burst TTFT in Figures 8 and 9. The means of `PRIORITIES` are fitted to the peaks of
+static TP and static DP in Table 1. `LONGEST` is the longest context of the model (6.5).
+"""
 FITTED = ("peak tokens/s",)
 """Rows of Table 1 to which the lengths were fitted, for static policies."""
 TEXT = {
@@ -33,8 +36,11 @@ TEXT = {
     "static-tp2": (32.0, 32.0, 166.0, 166.0, 3164.0),
     "flying": (24.0, 28.0, 74.0, 142.0, 3040.0),
 }
-"""Table 1 by policy: mean TPOT of priority requests and of all requests, mean TTFT of priority requests and of all
-requests (in ms), and peak tokens/s."""
+"""Values of Table 1 by policy.
+
+The order is mean TPOT of priority requests, mean TPOT of all requests, mean TTFT of priority requests, mean TTFT of all
+requests (times in ms), and peak tokens/s.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,11 @@ class Served:
     result: PolicyResult
 
     def ttft_ms(self, rows: np.ndarray | None = None) -> float:
-        """Return the mean TTFT in ms. `rows`: requests that count; None: all."""
+        """Return the mean TTFT in ms. `rows`: mask of the requests that count; None: all requests."""
         return float(np.nanmean(self.result.ttft_s if rows is None else self.result.ttft_s[rows])) * 1e3
 
     def tpot_ms(self, rows: np.ndarray | None = None) -> float:
-        """Return the mean TPOT in ms. `rows`: requests that count; None: all."""
+        """Return the mean TPOT in ms. `rows`: mask of the requests that count; None: all requests."""
         return float(np.nanmean(self.result.tpot_s if rows is None else self.result.tpot_s[rows])) * 1e3
 
     def urgent(self) -> np.ndarray:
@@ -58,12 +64,12 @@ class Served:
         return priority < 0
 
     def in_phase(self, kind: str) -> np.ndarray:
-        """Return whether each request arrived in a phase of `kind` (`low` or `high`)."""
+        """Return a mask of the requests that arrived in a phase of `kind` (`low` or `high`)."""
         number = self.result.requests.arrival_s // PHASE_S % 2
         return number == ("low", "high").index(kind)
 
     def peak(self, window_s: float = 5.0) -> float:
-        """Return the maximum generated tokens per second, over all windows of `window_s` seconds."""
+        """Return the maximum rate of generated tokens per second in any `window_s` seconds."""
         tally = self.result.tally
         width = max(round(window_s / tally.bin_s), 1)
         sums = np.convolve(tally.tokens_per_bin, np.ones(width), "valid")
@@ -81,12 +87,12 @@ def serve(
     duration_s: float = 300.0,
     flying: FlyingConfig | None = None,
 ) -> Served:
-    """Simulate one policy with phases of 30 s.
+    """Simulate one policy. Low and high phases of 30 s alternate.
 
     Args:
         low: range of requests per second in low phases, such as "2:5".
         high: range of requests per second in high phases.
-        lengths: mean prompt and output tokens.
+        lengths: mean prompt tokens and mean output tokens.
         urgent_share: share of requests with priority -1.
     """
     load = WorkloadConfig(
@@ -107,7 +113,10 @@ def serve(
 
 
 def table_1(model: ModelShape, policy: str, seeds: int) -> tuple[float, ...]:
-    """Return the values of Table 1 for one policy: means over seeds. Urgent requests get half of the devices."""
+    """Return the values of Table 1 for one policy, in the order of `TEXT`, as means over seeds.
+
+    With the policy `flying`, urgent requests get half of the devices.
+    """
     flying, found = FlyingConfig(urgent_degree=4), []
     for seed in range(seeds):
         served = serve(model, policy, "3:5", "3:5", PRIORITIES, 0.2, seed, flying=flying)
@@ -118,15 +127,19 @@ def table_1(model: ModelShape, policy: str, seeds: int) -> tuple[float, ...]:
 
 
 def figure_8(model: ModelShape, policy: str, seeds: int) -> tuple[float, float]:
-    """Return the mean TTFT in bursts in seconds, and the peak tokens/s."""
+    """Return the mean TTFT of requests in high phases, in seconds, and the peak tokens per second."""
     runs = [serve(model, policy, "2:5", "10:30", BURSTS, seed=seed) for seed in range(seeds)]
     bursts = [run.ttft_ms(run.in_phase("high")) / 1e3 for run in runs]
     return float(np.mean(bursts)), float(np.mean([run.peak() for run in runs]))
 
 
 def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Return the mean TTFT and TPOT in ms of requests that arrive after the first 15 s. `rate`: range of requests per
-    second, or one number; `lengths`: mean prompt and output tokens."""
+    """Return the mean TTFT and the mean TPOT in ms. Requests that arrive in the first 15 s do not count.
+
+    Args:
+        rate: range of requests per second, or one number.
+        lengths: mean prompt tokens and mean output tokens.
+    """
     found = []
     for seed in range(seeds):
         run = serve(model, policy, rate, rate, lengths, seed=seed)
@@ -137,7 +150,8 @@ def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[
 
 
 def figures(model: ModelShape, seeds: int) -> Iterator[tuple[str, str, float | None, float, bool]]:
-    """Yield rows: table or figure, name, published number, simulated number, and whether it was fitted."""
+    """Yield rows: table or figure, name, published number, simulated number, and whether the simulated number was
+    fitted."""
     names = (
         "mean TPOT, priority (ms)",
         "mean TPOT (ms)",

@@ -1,13 +1,13 @@
-"""Test of a server with damaged messages to every RPC, which it must refuse without harm.
+"""Test of a server that gets damaged messages, which it must refuse without harm.
 
     python benchmarks/fuzz.py [--count 100000] [--seed 0] [--json fuzz.json]
 
-Fields of valid messages exceed their limits, have the wrong type, are repeated, or are not UTF-8; other messages are
-cut or have wrong bytes. All RPCs except `AdminService.Drain` get some dozens of messages at a time. After every
-thousand messages, a greedy request must have the same answer as at the start.
+In some messages, fields exceed their limits, have the wrong type, are repeated, or are not UTF-8. Other messages are
+cut or have wrong bytes. The messages go to all RPCs except `AdminService.Drain`, and some dozens of messages are in
+flight at any time. After every thousand messages, a greedy test request must have the same answer as at the start.
 
-The exit code is 1 if the answer differs, if the server ends, if a status is INTERNAL (unless logits are not numbers) or
-UNKNOWN, or if the memory of the server grows by more than 5% after the first tenth.
+The exit code is 1 if this answer differs, if the server ends, if a status is INTERNAL or UNKNOWN, or if the memory of
+the server grows by more than 5% after the first tenth of the messages. Errors because of NaN logits do not count.
 """
 
 import argparse
@@ -60,10 +60,10 @@ class FuzzReport:
     """Results of all messages.
 
     Attributes:
-        statuses: number of each status by RPC.
-        findings: first message for each text of INTERNAL and UNKNOWN.
-        wrong_answers: answers of the known request that differ from its first answer.
-        rss_mib: memory of the server after each batch; empty if its process is unknown.
+        statuses: number of answers by RPC and status.
+        findings: first message for each INTERNAL or UNKNOWN error, by (RPC, status, beginning of the error text).
+        wrong_answers: answers to the test request that differ from its first answer.
+        rss_mib: memory of the server after each batch of messages; empty if it is not measured.
         warm: index in `rss_mib` of the first value after warm-up.
     """
 
@@ -77,7 +77,7 @@ class FuzzReport:
 
     @property
     def growth(self) -> float:
-        """Growth of the server's memory since warm-up, as a share; NaN if unknown."""
+        """Growth of the server's memory since warm-up, as a share; NaN if the memory is not measured."""
         return self.rss_mib[-1] / self.rss_mib[self.warm] - 1 if len(self.rss_mib) > self.warm else math.nan
 
     @property
@@ -109,10 +109,13 @@ async def fuzz(
     rss_mib: Callable[[], float] | None = None,
     on_batch: Callable[[FuzzReport], None] = lambda report: None,
 ) -> FuzzReport:
-    """Send messages in batches. `rss_mib` measures the memory of the server after each batch.
+    """Send `count` damaged messages in batches, and return the results.
 
-    The messages depend only on the seed and the name of the model. Ends early if the known request has no answer.
-    Restores instances and policy at the end. Raises `grpc.RpcError` if the server does not answer at the start.
+    The messages depend only on the seed and the name of the model. After each batch, the memory of the server is
+    measured with `rss_mib`, `on_batch` gets the results so far, and the test request is sent. If the test request
+    fails, the test ends early. At the end, merged instances are split and the default policy is restored.
+
+    Raises `grpc.RpcError` if the server does not answer at the start.
     """
     report, began = FuzzReport(), time.monotonic()
     async with AsyncClient(target) as client:
@@ -166,7 +169,7 @@ async def _send_batch(
 
 
 async def _set_back(client: AsyncClient) -> None:
-    """Split merged instances, and restore the default policy if the server has one."""
+    """Split merged instances, and restore the default policy if the server has a scheduler."""
     for policy in ("static", "amoeba"):
         try:
             await client.set_policy(policy, timeout_s=60)

@@ -1,16 +1,16 @@
-"""Kernels, steps, server and changes of degree on GPUs, in one run of at most 8 minutes.
+"""Measurements of kernels, steps, the server and changes of degree on GPUs, in one run of at most 8 minutes.
 
     python benchmarks/gpu.py [--parts kernels,decode,server,changes] [--model DIRECTORY] [--minutes 8] [--json gpu.json]
     python benchmarks/gpu.py --tiny      # a tiny model on virtual CPU devices, to check that everything runs
 
-Weights are random. The model has the shape of Llama-3.1-8B, or of Llama-3.2-3B on a GPU with less than 54 GB, or of
-the config.json in `--model`. Bandwidth is the rate of adding one to a large array, and FLOP rate the rate of a large
-matrix product, both measured at the start. The bound of a step is the time in which the device reads weights and cache
-at this bandwidth, or computes at this rate, whichever is longer.
+Weights are random. By default, the model has the shape of Llama-3.1-8B, or of Llama-3.2-3B if the GPU has less than 54
+GB. `--model` names a directory with another config.json. At the start, the device's bandwidth is measured by adding one
+to a large array, and its FLOP rate by a large matrix product. The bound of a step is the longer of two times: reading
+the weights and the cache at this bandwidth, and computing at this FLOP rate.
 
-The parts share the time: a part that ends early leaves its time to the later parts. If the time of a part is used, the
-part stops with the rows that it has. If a part fails, its error is printed and the next part runs. The exit code is
-then 1.
+The parts share the time. If a part ends early, the later parts get the time that is left. If the time of a part is used
+up, the part stops and keeps the rows that it has. If a part fails, its error is printed, the next part runs, and the
+exit code is 1.
 """
 
 import argparse
@@ -82,7 +82,10 @@ TINY_MODEL = _LLAMA | {
     "tie_word_embeddings": True,
 }
 LARGE_GPU_BYTES = 40e9
-"""Minimum bytes that JAX may allocate on a GPU for the model of 8B: by default three quarters of the GPU's memory."""
+"""Minimum bytes that JAX may allocate on a GPU to use the 8B model.
+
+By default, JAX allocates three quarters of the GPU's memory.
+"""
 PART_SHARES = {"kernels": 2, "decode": 3, "server": 2, "changes": 5}
 """Parts in their order, and their shares of the time."""
 ATTENTION_MEMORY_SHARE = 8
@@ -95,18 +98,18 @@ class Sizes:
     """Amounts of work.
 
     Attributes:
-        decodes: pairs (batch size, context) of decode attention.
-        chunks: pairs (new tokens, earlier context) of prefill attention.
-        batches: batch sizes of decode steps.
-        prompt: tokens of each prompt before decode steps.
-        steps: measured decode steps.
-        prompts: lengths of prompts whose prefill is measured.
-        loads: options of `amoeba bench`, by name of the load.
-        engine: settings of the engine for `decode` and `server`.
-        max_devices: most devices for `changes`.
-        group_batches: batch sizes of decode steps at higher degrees, for each instance.
-        running: pair (requests on each device during changes, tokens of each prompt).
-        changing: settings of the engine for `changes`.
+        decodes: (batch size, context) of each measured call of decode attention.
+        chunks: (new tokens, earlier tokens) of each measured call of prefill attention.
+        batches: batch sizes of the measured decode steps on one device.
+        prompt: prompt tokens of each request before the measured decode steps.
+        steps: number of measured decode steps.
+        prompts: lengths of the prompts whose prefill is measured.
+        loads: options of `amoeba bench` for each load, by name of the load.
+        engine: arguments of `LLM` for the engine on one device.
+        max_devices: maximum number of devices whose degree changes.
+        group_batches: batch sizes of the decode steps on each instance of a higher degree.
+        running: requests on each device while degrees change, and prompt tokens of each request.
+        changing: arguments of `LLM` for the engine whose degrees change.
     """
 
     decodes: tuple[tuple[int, int], ...]
@@ -124,14 +127,16 @@ class Sizes:
 
 
 def loads(num_prompts: int, tokens: int, long_tokens: int, output: int, per_minute: int, seconds: int) -> dict:
-    """Return the options of `amoeba bench` for two loads: `num_prompts` requests that arrive all at once, and a mix of
-    `per_minute` short and `per_minute / 15` long requests a minute.
+    """Return the options of `amoeba bench` for two loads, by name.
+
+    In "all at once", `num_prompts` requests arrive at the same time. In "short and long", `per_minute` short requests
+    and `per_minute / 15` long requests arrive in each minute.
 
     Args:
-        tokens: prompt tokens of short requests, and the mean at once.
+        tokens: prompt tokens of short requests in "short and long", and mean prompt tokens in "all at once".
         long_tokens: prompt tokens of long requests.
-        output: output tokens.
-        seconds: seconds of arrivals of the mix.
+        output: output tokens of each request in "short and long", and mean output tokens in "all at once".
+        seconds: duration of the arrivals in "short and long".
     """
     return {
         "all at once": {
@@ -187,7 +192,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a program: bytes that must be read, and floating-point operations, on each device."""
+    """Work of a program on each device: bytes to read, and floating-point operations."""
 
     num_bytes: float
     flops: float
@@ -195,12 +200,12 @@ class Work:
 
 @dataclass
 class Bench:
-    """State that the parts share.
+    """State that the parts of the benchmark share.
 
     Attributes:
-        bandwidth: bytes per second of adding one to an array.
-        attention_bytes: maximum bytes of the cache for which attention is measured.
-        llm: engine on one device, which `decode` opens for `server` too.
+        bandwidth: measured memory bandwidth in bytes per second.
+        attention_bytes: maximum bytes of the cache in measurements of attention.
+        llm: engine on one device; None until `single` opens the engine.
     """
 
     sizes: Sizes
@@ -222,7 +227,10 @@ class Bench:
         return LLM(self.directory, load_format="random", progress=False, **settings)
 
     def single(self) -> LLM:
-        """Return the engine on one device, with all steps of greedy requests compiled. Open it on the first call."""
+        """Return the engine on one device.
+
+        The first call opens the engine and compiles all steps of greedy requests.
+        """
         if self.llm is None:
             self.llm = self.open(num_devices=1, **self.sizes.engine)
             compile_steps(self.llm)
@@ -246,7 +254,10 @@ class Bench:
         return times[name], name
 
     def device_text(self) -> str:
-        """Return the device with its rates, and its data sheet's rates if the simulator knows them."""
+        """Return a line with the device and its measured rates.
+
+        If the simulator knows the device, the line also has the rates of the data sheet.
+        """
         machine, kind = self.machine, self.machine.device
         text = f"{kind}: {self.bandwidth / 1e9:,.1f} GB/s, matrix product {machine.flop_rate / 1e12:,.3g} TFLOP/s"
         known = [name for name in device_names() if name.partition("-")[0] in kind.split()]
@@ -265,7 +276,10 @@ def decode_work(dims: ModelDims, batch: int, context: int, ranks: int = 1) -> Wo
 
 
 def prefill_work(dims: ModelDims, tokens: int, chunk: int) -> Work:
-    """Return the work of a prompt in chunks. Every chunk reads all weights, and computes logits of its last token."""
+    """Return the work of computing a prompt in chunks.
+
+    Every chunk reads all weights and computes one token's logits.
+    """
     config, weights, chunks = dims.config, read_elements(dims), -(-tokens // chunk)
     head = config.vocab_size * config.hidden_size
     attention_flops = 2 * tokens * (tokens + 1) * config.num_heads * config.head_dim * config.num_layers
@@ -274,7 +288,7 @@ def prefill_work(dims: ModelDims, tokens: int, chunk: int) -> Work:
 
 
 def compile_steps(llm: LLM) -> None:
-    """Compile the steps of greedy requests in parallel: `LLM.warmup` would compile samplers too."""
+    """Compile all steps of greedy requests. `LLM.warmup` would also compile samplers."""
 
     def compile_all() -> None:
         cluster = llm._engine.cluster
@@ -310,7 +324,7 @@ def kernels(run: Bench) -> Iterator[Row]:
 
 
 def decode_steps(run: Bench, llm: LLM, batch: int) -> Iterator[StepRow]:
-    """Measure decode steps with `batch` requests on each instance, if they fit into the cache."""
+    """Measure decode steps with `batch` requests on each instance, if the requests fit into the cache."""
     sizes, instances = run.sizes, llm.instances
     tp = instances[0].tensor_parallel_size
     # Prompts start four at a time, between decode steps of earlier requests.
@@ -356,7 +370,7 @@ def server(run: Bench) -> Iterator[Row]:
 
 
 def changes(run: Bench) -> Iterator[Row]:
-    """Measure steps at all degrees, and changes between TP1 and each higher degree."""
+    """Measure decode steps at each higher degree, and changes between TP1 and that degree."""
     if (count := run.num_devices) < 2:
         raise PartSkipped("it needs two GPUs")
     run.close()
@@ -373,7 +387,7 @@ def changes(run: Bench) -> Iterator[Row]:
 
 
 def round_trips(run: Bench, llm: LLM, degree: int) -> list[ChangeRow]:
-    """Merge and split, then pause and resume, while requests decode at TP1."""
+    """Return rows for a merge, a split, a pause and a resume, which run while requests decode."""
     per_device, length = run.sizes.running
     prompts = run.prompt_tokens(per_device * llm.num_devices, length)
     running = Running(llm, prompts, llm.max_model_len - length)
@@ -402,7 +416,7 @@ def wait_for_steps(llm: LLM, count: int = 4) -> None:
 
 
 def change_row(name: str, report: TransformReport) -> ChangeRow:
-    """Return the figures of a transformation. The time is without the compilation of programs."""
+    """Return the row of a transformation. Its time excludes the compilation of programs."""
     groups = report.groups
     return ChangeRow(
         name,
@@ -421,7 +435,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 
 def choose_model(options: argparse.Namespace, memory_bytes: float, scratch: Path) -> Path:
-    """Return the directory of a config.json: of the user's model, or of the largest model that fits."""
+    """Return the directory of a config.json: `--model`, or `scratch` with the largest default model that fits."""
     if options.model is not None:
         return options.model
     config = TINY_MODEL if options.tiny else LLAMA_8B if memory_bytes >= LARGE_GPU_BYTES else LLAMA_3B
@@ -430,7 +444,10 @@ def choose_model(options: argparse.Namespace, memory_bytes: float, scratch: Path
 
 
 def open_bench(options: argparse.Namespace, scratch: Path) -> Bench:
-    """Measure the device and return the state of the parts. Raises `SystemExit` without a GPU."""
+    """Measure the rates of the device, and return the state that the parts share.
+
+    Raises `SystemExit` if there is no GPU, except with `--tiny`.
+    """
     if options.tiny:
         jax.config.update("jax_platforms", "cpu")
     (device,) = serving_devices(1)
@@ -447,7 +464,7 @@ def open_bench(options: argparse.Namespace, scratch: Path) -> Bench:
 
 
 def part_names(text: str) -> list[str]:
-    """Parse names with commas between, and return them in the order of the parts."""
+    """Parse comma-separated names of parts, and return the names in the order in which the parts run."""
     names = {name.strip() for name in text.split(",")}
     if unknown := names - PARTS.keys():
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}")

@@ -14,16 +14,16 @@ from rich.table import Table
 
 
 class OutOfTime(BaseException):
-    """The time of a part is used. Not an `Exception`, so that no handler of errors takes it."""
+    """Error of a part whose time is used up. It is no `Exception`, so that `except Exception` does not catch it."""
 
 
 class PartSkipped(Exception):
-    """A part that cannot run on this machine. The message gives the reason."""
+    """Error of a part that cannot run on this machine. Its message is the reason."""
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """Time of a call of paged attention, and the shares of the device's rates."""
+    """Time of a call of paged attention, and the shares of the device's rates that the call reaches."""
 
     TITLE: ClassVar[str] = "paged attention"
     COLUMNS: ClassVar[tuple[str, ...]] = ("work", "us", "GB/s", "of bandwidth", "TFLOP/s", "of matmul")
@@ -42,11 +42,13 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """Time of decode steps or of a prompt through the engine, beside the bound of the device.
+    """Time of a decode step or of a prompt in the engine.
 
     Attributes:
         alone_s: seconds of the same programs without the engine; None for prompts.
-        tokens_per_s: tokens of all instances per second.
+        tokens_per_s: tokens per second, summed over all instances.
+        bound_s: minimum seconds that the device needs for this work.
+        bound_by: name of the rate of the device (such as bandwidth) that limits this work.
     """
 
     TITLE: ClassVar[str] = "steps of the engine"
@@ -69,7 +71,7 @@ class LoadRow:
     """Result of `amoeba bench` with one load.
 
     Attributes:
-        compiled: programs that were compiled during the run, which delayed requests.
+        compiled: number of programs compiled during the run. Compilation delays requests.
     """
 
     TITLE: ClassVar[str] = "gRPC server"
@@ -91,14 +93,14 @@ class LoadRow:
 
 @dataclass(frozen=True)
 class ChangeRow:
-    """A change of all devices while requests decode.
+    """Change of degree of all devices while requests decode.
 
     Attributes:
-        kv_bytes: bytes of pages that moved, over all devices.
-        weight_bytes: bytes of weights that came back from other devices, over all devices.
-        extra_bytes: most temporary bytes of a device.
-        steps: steps during the change, over all devices.
-        requests: requests that paused or resumed.
+        kv_bytes: bytes of KV pages that moved, summed over all devices.
+        weight_bytes: bytes of weights restored from other devices, summed over all devices.
+        extra_bytes: maximum temporary bytes on a device.
+        steps: number of steps during the change, summed over all devices.
+        requests: number of requests that paused or resumed.
     """
 
     TITLE: ClassVar[str] = "changes"
@@ -123,7 +125,10 @@ Row = KernelRow | StepRow | LoadRow | ChangeRow
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTime` in the main thread after `seconds`. A running call of XLA ends first."""
+    """Raise `OutOfTime` in the main thread after `seconds`.
+
+    If a call of XLA is running then, raise it after this call.
+    """
 
     def expire(*_: Any) -> None:
         raise OutOfTime
@@ -138,7 +143,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def run_part(part: Callable[[], Iterator[Row]], seconds: float) -> dict[str, Any]:
-    """Run a part within its time. Return its rows, its status (ok, out of time, skipped, failed) and its error."""
+    """Run a part for at most `seconds`.
+
+    Return a dict with the rows, status (ok, out of time, skipped or failed), error and seconds of the part.
+    """
     rows: list[Row] = []
     status, error = "ok", ""
     start = time.perf_counter()
@@ -161,11 +169,11 @@ def run_parts(
     seconds: float,
     done: Callable[[str, dict[str, Any]], None],
 ) -> None:
-    """Run parts in turn, and call `done` with the name and the result of each.
+    """Run parts in turn, and call `done` with the name and the result of each part.
 
     Args:
-        parts: part and its share of the time, by name.
-        seconds: time of all parts.
+        parts: (function, share of the time) of each part, by name.
+        seconds: time of all parts together.
     """
     end, left = time.perf_counter() + seconds, sum(share for _, share in parts.values())
     for name, (part, share) in parts.items():

@@ -1,9 +1,10 @@
-"""Overhead of the server: tokens per second over gRPC with many streams, beside `LLM.generate`.
+"""Overhead of the server: tokens per second over gRPC with many streams, compared with `LLM.generate`.
 
     python benchmarks/grpc_overhead.py [--model smollm2-135m] [--streams 64] [--requests 128] [--repeats 2] [--json F]
 
-Two processes have the model: one calls `LLM.generate`, the other is `amoeba serve`, whose streams this process reads,
-`--streams` at a time. Both run equal requests with 0.5 to 1.5 times `--new-tokens` output tokens. They run in turn.
+One child process calls `LLM.generate`. Another child process is `amoeba serve`, and this process reads `--streams`
+streams of that server at a time. The two child processes take turns with the same requests. Each request has 0.5 to 1.5
+times `--new-tokens` output tokens.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate_in_process(options: argparse.Namespace, prompts: Prompts, parent: Connection) -> None:
-    """Call `LLM.generate` for each message of the parent process, and return seconds and tokens."""
+    """Run `LLM.generate` once for each message from `parent`, and send back the seconds and the tokens."""
     from amoeba_jax import LLM
 
     with LLM(**settings(options), prefix_caching=False, progress=False) as llm:

@@ -3,10 +3,15 @@
     python benchmarks/hostile.py [--attacks errors,lists,...] [--seconds 10] [--json hostile.json]
 
 `amoeba serve` runs a tiny model on virtual CPU devices after a warm-up. Innocent requests arrive at a steady rate from
-another process and address: first alone, then beside each attack (at low priority for the processor), then alone again.
+a process and an address of their own: first alone, then beside each attack, then alone again. The attacking processes
+have a low priority for the processor.
 
-The exit code is 1 if an innocent request fails; if the slowest takes at least a second and more than ten times the
-median without attacks; if the server is not idle `--recover` seconds after an attack; or if the server ends.
+The exit code is 1 in these cases:
+
+- An innocent request fails.
+- The slowest innocent request takes at least a second, and more than ten times the median without attacks.
+- The server is not idle `--recover` seconds after an attack.
+- The server ends.
 """
 
 import argparse
@@ -35,17 +40,18 @@ _AGAIN = "alone again"
 
 @dataclass
 class Phase:
-    """Phase with or without an attack, and its results.
+    """Part of the run with one attack or with no attack, and its results.
 
     Attributes:
         name: name of the attack, or of the phase without an attack.
         seen: figures of the innocent requests.
         rss_before_mib: resident memory of the server before the phase.
         rss_after_mib: resident memory of the server after the phase.
-        idle_after_s: seconds from the end of the attack until the server was idle; None: not within the limit.
-        left: remaining requests and pages of the server when it was last asked.
-        tally: calls of the attack; None without an attack.
-        problems: failed criteria.
+        idle_after_s: seconds from the end of the attack until the server was idle; None: the server was still busy at
+            the limit.
+        left: last known requests and pages of the server after the attack.
+        tally: counts of the attack's calls; None if there was no attack.
+        problems: descriptions of the failed criteria.
     """
 
     name: str
@@ -74,7 +80,7 @@ def judge(phase: Phase, alone: Figures) -> None:
 
 
 def run_phase(name: str, running: server.Running, innocents: Innocents, seconds: float, recover_s: float) -> Phase:
-    """Send innocent requests beside an attack, or alone if `name` is no attack."""
+    """Send innocent requests during the attack `name`. If `name` is no attack, send only innocent requests."""
     before, tally, problems = running.rss_mib(), None, []
     try:
         siege = Siege(running.target, name, seconds) if name in ATTACKS else None
@@ -97,7 +103,7 @@ def run_phase(name: str, running: server.Running, innocents: Innocents, seconds:
 
 
 def run(options: argparse.Namespace, console: Console) -> list[Phase]:
-    """Run all phases. Ends early if the server ends or is not idle after an attack."""
+    """Run all phases, and return them. Ends early if the server ends or is not idle after an attack."""
     names = chosen(options.attacks)
     with (
         server.running_server(options) as running,

@@ -21,9 +21,11 @@ DEVICES = 4
 def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
     """Return the median host seconds of merges and splits without requests, by name.
 
-    `release`: release of all weights. `restore_1`: split that restores them. `switch_4`, `switch_1`: merge and split
-    with resident weights, in which only views of buffers change. `after_4`, `after_1`: the same right after programs.
-    `join`, `part`: see `array_seconds`.
+    - `release`: release of weights during a merge.
+    - `restore_1`: split that restores the weights.
+    - `switch_4`, `switch_1`: merge and split with kept weights, in which only views of buffers change.
+    - `after_4`, `after_1`: merge and split with kept weights right after programs have run, with cold processor caches.
+    - `join`, `part`: see `array_seconds`.
     """
 
     release, spent = WeightStore.release, [0.0]
@@ -61,14 +63,17 @@ def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
 
 
 def local_copy(llm: LLM) -> float:
-    """Return the seconds for each byte of the model's pages: see `local_copy_seconds`."""
+    """Return `local_copy_seconds` for the pages of the model."""
     plan, group = llm._engine.cluster.memory_plan, SubMesh(0, tuple(jax.devices()[:DEVICES]))
     dtype = jnp.dtype(llm.dims.dtype)
     return local_copy_seconds(group, llm.dims.pages, dtype, plan.num_pages, plan.phase_pages)
 
 
 def ffn_times(llm: LLM, tokens: int, repeats: int) -> dict[str, float]:
-    """Return the seconds of all FFNs on one device, as padded shards and as whole matrices without padding."""
+    """Return the seconds of all FFNs on one device, with padded shards and with whole matrices without padding.
+
+    The result also has the share of padding, and the bytes of the padded shards.
+    """
     dims, store = llm.dims, llm._engine.cluster.weights
     hidden, ffn = dims.config.hidden_size, dims.config.ffn_size
     device = jax.devices()[0]

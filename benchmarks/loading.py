@@ -1,11 +1,12 @@
-"""Time and memory of loading weights, with one thread and with several, by file format.
+"""Time and memory of loading weights, with one thread and with several threads, by file format.
 
     python benchmarks/loading.py [--models smollm2 random] [--devices 1 4] [--cold] [--json loading.json]
 
-Each row is a process. Its first load measures the peak of host memory, including mapped files, relative to the weights
-on all devices. The other loads alternate between one thread and several, and with a copy of as many bytes (at most 512
-MiB) into new memory by all cores, a lower bound for the time on CPU. `--cold` drops the files from the page cache
-before each load, and times a read without loading.
+Each row is measured in its own process. The first load measures the peak of host memory, including mapped files,
+relative to the weights on all devices. Then four measurements take turns: a load with one thread, a load with several
+threads, a read of the files, and a copy in host memory. The copy writes as many bytes as the weights have (at most 512
+MiB) into new memory, with all cores. On CPU, the time of the copy is a lower bound for the time of a load. With
+`--cold`, the files are dropped from the page cache before each load and before the read.
 """
 
 import argparse
@@ -61,7 +62,7 @@ TINY = RANDOM | {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size":
 
 
 def load(model: Path, devices: int, threads: int) -> tuple[WeightStore, float]:
-    """Load weights in f32 onto CPU devices, and return the store of the weights and the seconds."""
+    """Load weights in f32 onto CPU devices. Return the store of the weights, and the seconds of the load."""
     start = time.perf_counter()
     config = EngineConfig(model=str(model), num_devices=devices, load_threads=threads)
     source = ModelSource(config)
@@ -80,7 +81,7 @@ def load_once(model: Path, devices: int, threads: int) -> float:
 
 
 def copy_rate(num_bytes: int) -> float:
-    """Return the bytes per second that all cores copy into new memory of the process."""
+    """Return the bytes per second that all cores copy into newly allocated memory."""
     threads = os.cpu_count() or 1
     parts = np.array_split(np.ones(num_bytes, np.uint8), threads)
     with ThreadPoolExecutor(threads) as pool:
@@ -101,7 +102,7 @@ def drop_from_page_cache(model: Path) -> None:
 
 
 def read_rate(model: Path) -> float:
-    """Return the bytes per second of reading the files into reused memory."""
+    """Return the bytes per second of reading the files of a model."""
     buffer, num_bytes, start = bytearray(8 << 20), 0, time.perf_counter()
     for path in files_of(model):
         with path.open("rb", buffering=0) as file:
@@ -111,7 +112,7 @@ def read_rate(model: Path) -> float:
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process. `ru_maxrss` would include the peak of its parent."""
+    """Return the peak resident memory of this process in bytes."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found, "the kernel does not report VmHWM"
     return 1024 * int(found[1])

@@ -1,4 +1,4 @@
-"""Limits of this machine (bandwidth, FLOP rate, copies) for comparison with benchmarks."""
+"""Limits of this machine, for comparison with benchmarks: bandwidth, FLOP rate and copies."""
 
 import time
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def read_bandwidth(repeats: int = 7) -> float:
-    """Return the bytes per second that all cores read from memory, with NumPy threads or XLA, whichever is faster."""
+    """Return the bytes per second that all cores read from memory: the maximum of NumPy threads and XLA."""
     threads = cpu_count() or 1
     data = np.ones(_BYTES // 4, np.float32)
     parts = np.array_split(data, threads)
@@ -51,17 +51,15 @@ def flop_rate(repeats: int = 5, size: int = 2048) -> float:
 def local_copy_seconds(
     group: SubMesh, geometry: PageGeometry, dtype: jnp.dtype, num_pages: int, phase_pages: int, repeats: int = 5
 ) -> float:
-    """Return the seconds for each byte that devices gather from and scatter to their own pages, in phases like an
-    exchange.
+    """Return the seconds for each byte that devices copy between their own pages.
 
-    This is a lower bound for an exchange, which also sends the bytes.
+    The copies run in phases like an exchange, but send nothing to other devices. So the result is a lower bound for an
+    exchange.
 
     Args:
         group: devices that copy at the same time.
-        geometry: geometry of the pages.
-        dtype: element type of the pages.
         num_pages: pages of each of eight layers on each device; at least two.
-        phase_pages: pieces between two ranks in a phase.
+        phase_pages: number of pieces that each rank sends to each rank in a phase of an exchange.
     """
     phase_pages = min(phase_pages, num_pages // 2)
     pages, count, num_layers = (num_pages,), group.tp * phase_pages, 8
@@ -86,9 +84,10 @@ def local_copy_seconds(
 
 
 def array_seconds(group: SubMesh, count: int) -> dict[str, float]:
-    """Return the host seconds in which JAX assembles `count` arrays from buffers ("join") and splits them ("part").
+    """Return the host seconds in which JAX assembles `count` arrays from buffers ("join") and takes them apart
+    ("part").
 
-    These are lower bounds for a change of views.
+    Both times are lower bounds for a change of views.
     """
     buffers = [[jnp.zeros((1, 1), device=device) for device in group.devices] for _ in range(count)]
     assemble(group, buffers[0])  # JAX checks the first array of a kind.

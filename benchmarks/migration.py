@@ -2,10 +2,10 @@
 
     python benchmarks/migration.py [--pages 832] [--repeats 15]
 
-In header-centric order, the share of a rank is one contiguous run of a page. It can be exchanged in place, or copied
-into a new pool as in the variant `basic`. In page-friendly order, as in most engines, the share is `2 * page_size` runs
-with the heads of one token each. After an exchange the page would have holes, so all pages are copied, by the same
-programs. All results are compared with NumPy.
+A share is the part of a page that one rank stores at TP4. In header-centric order, a share is one contiguous run of
+memory. The benchmark exchanges the shares in place, and also copies them into a new pool (variant `basic`). Most
+engines use the page-friendly order. There, a share is `2 * page_size` runs, each with the heads of one token. Pages in
+this order are only copied, because an exchange in place would leave holes. All results are compared with NumPy.
 """
 
 import argparse
@@ -35,7 +35,7 @@ F32 = jnp.dtype("float32")
 
 @dataclass(frozen=True)
 class Figures:
-    """Median seconds of merge and split, and the maximum bytes on a device besides its pool."""
+    """Median seconds of a merge and of a split, and the maximum bytes on a device in addition to the pool."""
 
     up_s: float
     down_s: float
@@ -43,26 +43,26 @@ class Figures:
 
 
 def rows(pages: np.ndarray, share: int | None, runs: int) -> np.ndarray:
-    """Return the indexes of the runs, in the pool of a rank, that store a share of each page.
+    """Return the indexes of the runs that store one share of each page, in the pool of a rank.
 
     Args:
         pages: page ids.
-        share: rank at TP4 whose share of the pages is meant, in a pool at TP1. None: the pool is at TP4, and stores
-            only one share of each page.
-        runs: number of runs of a share.
+        share: index of the share in a page at TP1. None: the pool is at TP4, and has only one share of each page.
+        runs: number of runs in a share.
     """
     runs_of = pages[:, None] * runs + np.arange(runs)
     return (runs_of if share is None else runs_of * TP + share).reshape(-1)
 
 
 class Copied:
-    """Copies of all pages into new pools. A page at TP1 is `[runs, TP, elems]`, a share at TP4 `[runs, elems]`.
+    """Mover that copies all pages into new pools.
+
+    A page at TP1 is `[runs, TP, elems]`, and a share at TP4 is `[runs, elems]`.
 
     Args:
-        num_pages: pages in the pool of each rank.
-        pages: ids of the pages in use at TP1, for each rank: `[TP, used pages]`.
-        runs: contiguous runs of memory in a rank's share of a page: 1 in header-centric order, one for each key and
-            each value of a token in page-friendly order.
+        num_pages: number of pages in the pool of each rank.
+        pages: ids of the used pages of each rank at TP1, `[TP, used pages]`.
+        runs: number of runs in a share: 1 in header-centric order, `2 * page_size` in page-friendly order.
     """
 
     def __init__(self, group: SubMesh, num_pages: int, pages: np.ndarray, runs: int):
@@ -150,7 +150,7 @@ class InPlace:
 
 
 def measure(way: Copied | InPlace, group: SubMesh, num_pages: int, repeats: int) -> Figures:
-    """Merge and split repeatedly. Check the pages after the first merge and after the last split."""
+    """Time repeated merges and splits. Check the pages after the first merge and after the last split."""
     random = np.random.default_rng(0)
     used = way.pages.shape[1]
     shape = (TP, used, GEOMETRY.kv_heads, 2, GEOMETRY.page_size, GEOMETRY.head_dim)

@@ -1,11 +1,10 @@
-"""Overhead of the engine: time of decode steps while serving, and of the same programs alone.
+"""Overhead of the engine: time of a decode step while serving, and of the same programs without the engine.
 
     python benchmarks/overhead.py [--batch 1 8 32] [--prompt 128] [--new-tokens 64] [--json overhead.json]
 
-Both decode the same number of tokens at the same contexts on one device, in turn. "Serving" is the time between two
-launches of decode steps in `LLM.generate`; the engine is one step ahead, so launches have the pace of the device.
-"Alone" launches prepared steps one after the other, each with the token of the previous step on the device, and waits
-for the last.
+"Serving" is the time between two launches of decode steps in `LLM.generate`. "Alone" is the time of a step if prepared
+steps are launched one after the other. Both measurements decode the same number of tokens at the same contexts on one
+device, in turn.
 """
 
 import argparse
@@ -31,14 +30,17 @@ from amoeba_jax.programs.batch import StepBatch
 
 
 def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
-    """Return the median seconds between two decode steps of a whole batch while serving.
+    """Return the median seconds between two decode steps while `LLM.generate` serves the prompts.
 
-    Several instances share the prompts equally, and each of them decodes its part at the same time.
+    The instances share the prompts equally. Only steps that decode all requests of their instance count.
     """
     instances = llm._engine.instances
     batch = len(prompts) // len(instances)
     launches: list[list[tuple[int, float]]] = [[] for _ in instances]
-    """For each instance: decodes of the step, or 0 if it also computes a prompt; time of the launch."""
+    """For each step of each instance: number of decodes, and time of the launch.
+
+    The number is 0 if the step also computes a prompt.
+    """
     with ExitStack() as restored:
         for instance, own in zip(instances, launches, strict=True):
 
@@ -56,7 +58,7 @@ def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
 
 
 def alone_s(llm: LLM, batch: int, prompt: int, new_tokens: int) -> float:
-    """Return the mean seconds of a decode step of the programs alone, with growing contexts as while serving."""
+    """Return the mean seconds of a decode step without the engine. The context grows by one token in each step."""
     engine, instance = llm._engine, llm._engine.instances[0]
     pages = engine.dims.pages.pages_for(prompt + new_tokens)
     tables = [instance.lane.pages.allocate(pages) for _ in range(batch)]

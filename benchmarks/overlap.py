@@ -1,12 +1,12 @@
-"""Schedule of a step that exchanges pages, compiled by XLA for four H100 without a GPU.
+"""Schedule of a step that exchanges pages. XLA compiles the step for four H100 without a GPU.
 
     pip install jax-cuda12-plugin jax-cuda12-pjrt     # the compiler for JAX's version, no CUDA
     python benchmarks/overlap.py --config config.json [--rows 32] [--layers 4] [--phase-pages 64] [--hlo step.hlo]
 
-Compiles the decode program of a segment of a TP4 instance, together with a phase of the exchange of as many other
-layers (`EngineConfig.overlap_exchange`), for each kind of exchange. In the compiled schedule, each send of pages has a
-start and a done. The table counts the kernels between them, of which matrix products take the most time. The exit code
-is 1 if a send has no kernel between start and done.
+The compiled program is a decode step of a segment of a TP4 instance. The same program exchanges pages of as many other
+layers (`EngineConfig.overlap_exchange`). It is compiled once for each kind of exchange. In the compiled schedule, each
+send of pages has a start and a done. The table counts the kernels between start and done: matrix products, which take
+the most time, and other kernels. The exit code is 1 if a send has no kernel between start and done.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Send:
 
 
 def sends(hlo: str) -> list[Send]:
-    """Return all sends of an optimized module, in the order of its schedule."""
+    """Return all sends of a compiled module, in the order of its schedule. `hlo`: text of the module."""
     entry = hlo[hlo.index("\nENTRY ") :].splitlines()
     started: dict[str, int] = {}
     found = []

@@ -12,9 +12,9 @@ class Row:
     Attributes:
         where: table or figure of a paper.
         what: name of the number.
-        paper: published number, if there is one.
-        twin: simulated number, if there is one.
-        how: origin of the simulated number, or the reason why there is none.
+        paper: published number; None if the paper states no number.
+        twin: simulated number; None if there is no simulation.
+        how: origin of the simulated number, or the reason why there is no simulation.
     """
 
     where: str

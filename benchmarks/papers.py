@@ -1,9 +1,12 @@
-"""Tables and figures of papers beside results of the simulator.
+"""Tables and figures of papers, with results of the simulator beside the published numbers.
 
     python benchmarks/papers.py [--seeds 5] [--duration 300] [--quick] [--json papers.json] [--plot region.png]
 
-Each row names the origin of the simulated number: *exact arithmetic* (from sizes), *predicted* (cost model with
-published data of devices, nothing fitted to the paper), or *calibrated on this row* or on other rows of its table.
+Each row names the origin of the simulated number:
+
+- exact arithmetic: computed from sizes;
+- predicted: computed by a cost model with published data of devices, which is not fitted to the paper;
+- calibrated on this row, or on other rows: computed by a cost model that is fitted to numbers of the paper.
 """
 
 import argparse
@@ -14,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cocoserve_paper
 import flying_paper
 import numpy as np
 import published_mechanisms
@@ -65,15 +69,19 @@ LLAMA_70B = shape(
     "Llama-3-70B", hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
     num_hidden_layers=80, vocab_size=128256,
 )  # fmt: skip
+LLAMA_13B = shape(
+    "Llama-2-13B", hidden_size=5120, intermediate_size=13824, num_attention_heads=40, num_hidden_layers=40,
+    vocab_size=32000,
+)  # fmt: skip
 CONTEXTS = {1: 3.75, 2: 41.25, 4: 120.5}
 THROUGHPUTS = {1: 448.0, 2: 670.0, 4: 767.0}
 
 
 def fit_context(known: dict[int, float], degree: int) -> float:
-    """Fit the capacity `a * p - b` of degree p to two `known` degrees, and return its value at `degree`.
+    """Return the capacity at `degree`, computed from the capacities at two `known` degrees.
 
-    The capacity is linear, because each device keeps all weights except the FFN, and the group has the FFN once.
-    `known`: capacity by degree; the result has the same unit.
+    The capacity at degree p is `a * p - b`. `a` is the memory of a device minus its copy of the non-FFN weights. `b` is
+    the memory of the FFN, which the group stores once. `known`: capacity by degree, in the unit of the result.
     """
     (p, one), (q, two) = known.items()
     slope = (two - one) / (q - p)
@@ -81,11 +89,10 @@ def fit_context(known: dict[int, float], degree: int) -> float:
 
 
 def fit_throughput(known: dict[int, float], degree: int) -> float:
-    """Fit the tokens per second to two `known` degrees, and return the value at `degree`.
+    """Return the tokens per second at `degree`, from a cost model that is fitted to two `known` degrees.
 
-    The model is a batch that decodes contexts of 1K tokens. The size of the batch and a factor of the latencies of
-    all-reduces are fitted, because section 2.3 explains the loss at TP4 by communication. Launches and host work cost
-    nothing, as in a CUDA graph.
+    The model computes the time of a decode step of a batch with contexts of 1K tokens. The fitted values are the batch
+    size, and a factor of the latencies of all-reduces. Launches and host work cost nothing.
     """
     device = replace(find_device("H20"), launch_s=0.0)
     alone = ModelStepCost(QWEN, replace(device, all_reduce_latency_s=dict.fromkeys((1, 2, 4), 0.0)), overhead_s=0.0)
@@ -99,7 +106,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
         return base_s + factor * latencies_s + cost.context_s(tp) * batch * KILO
 
     def factor(batch: float) -> float:
-        """Return the factor of the latencies at which `batch` gives the known rate of the higher degree."""
+        """Return the factor of the latencies that gives the known tokens per second of the higher degree."""
         least_s = step_s(q, batch, 0.0)
         return (batch / two - least_s) / (step_s(q, batch, 1.0) - least_s)
 
@@ -110,7 +117,10 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
 
 
 def table_1() -> Iterable[Row]:
-    """Return rows of AMOEBA Table 1 (Gyges Table 1). Each value is fitted to the values of the two other degrees."""
+    """Return rows of AMOEBA Table 1 (Gyges Table 1).
+
+    The table has TP1, TP2 and TP4. The row of each degree is predicted from the rows of the two other degrees.
+    """
     for title, values, fit in (
         ("context (K tokens)", CONTEXTS, fit_context),
         ("tokens/s", THROUGHPUTS, fit_throughput),
@@ -198,10 +208,33 @@ def flying() -> Iterable[Row]:
 
 
 def flying_served(seeds: int) -> Iterable[Row]:
-    """Return results of policies for Flying Serving's loads, with lengths chosen by its static rows."""
+    """Return rows of policies under the loads of Flying Serving.
+
+    The lengths of requests are fitted to the paper's rows of static policies.
+    """
     for where, what, paper, twin, fitted in flying_paper.figures(LLAMA_70B, seeds):
         yield Row(where, what, paper, twin, "calibrated on static rows" if fitted else PREDICTED)
     yield Row("Flying Table 2", "live switch (ms)", 15.0, REGROUP_S * 1e3, "set: views of buffers change")
+
+
+def cocoserve(seeds: int) -> Iterable[Row]:
+    """Return rows of CoCoServe: Llama-2-13B on four A100-40. Fitted are a baseline's latency, loads and a deadline
+    (`cocoserve_paper`)."""
+    for name, paper, ideal, found in cocoserve_paper.figure_6(LLAMA_13B, seeds):
+        if math.isnan(ideal):
+            yield Row("CoCoServe Figure 6", name, paper, found, "calibrated on this row")
+            continue
+        yield Row("CoCoServe Figure 6", f"{name}, Equation 4", paper, ideal, EXACT)
+        yield Row("CoCoServe Figure 6", f"{name}, simulated", paper, found, "predicted; baseline fitted")
+    ratio = cocoserve_paper.memory_ratio(LLAMA_13B)
+    yield Row("CoCoServe 6.3", "memory of 2 instances with replicas over 2 instances", 1.0889, ratio, EXACT)
+    for load, more, found, less, saved in cocoserve_paper.figure_10(LLAMA_13B, seeds):
+        how = "predicted; load fitted to 4 instances"
+        yield Row("CoCoServe Figure 10", f"{load} load: throughput with replicas over without", more, found, how)
+        yield Row("CoCoServe Figure 10", f"{load} load: latency with replicas over without", less, saved, how)
+    for name, paper, found, is_fitted in cocoserve_paper.figure_11(LLAMA_13B):
+        how = "calibrated on this row" if is_fitted else "predicted; load and deadline fitted"
+        yield Row("CoCoServe Figure 11", name, paper, found, how)
 
 
 def comparators() -> Iterable[Row]:
@@ -236,9 +269,9 @@ class Point:
     """Results at one load, by policy.
 
     Attributes:
-        means: tokens per second, means over seeds.
-        halves: half the width of the 95% intervals of these means.
-        slo_shares: share of requests within the objectives, means over seeds.
+        means: tokens per second, averaged over seeds.
+        halves: half the width of the 95% interval of each mean.
+        slo_shares: share of requests that meet the latency objectives, averaged over seeds.
     """
 
     short_per_minute: float
@@ -251,10 +284,10 @@ class Point:
 def sweep(
     policies: tuple[str, ...], rates: Iterable[float], outputs: Iterable[int], seeds: int, duration_s: float
 ) -> list[Point]:
-    """Simulate AMOEBA 4.2.4's mix on 8 H20 by rate and output length.
+    """Simulate the mix of AMOEBA 4.2.4 on 8 H20, for each rate and each output length.
 
-    26 GB of activations on each device give the capacities of Table 1's contexts. The paper says 14.3 GB, with which
-    policies differ less: see docs/simulation.md.
+    Each device is assumed to need 26 GB for activations, so that capacities equal the contexts of Table 1. With the
+    paper's 14.3 GB, policies differ less: see docs/simulation.md.
     """
     points = []
     for output in outputs:
@@ -288,7 +321,7 @@ def sweep(
 
 
 def _half(values: list[float]) -> float:
-    """Return half the width of the 95% interval of the mean, by Student's t; NaN for a single value."""
+    """Return half the width of the 95% interval of the mean, by Student's t; NaN if there is only one value."""
     factors = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
     if len(values) < 2:
         return math.nan
@@ -305,7 +338,7 @@ def print_rows(found: list[Row], console: Console) -> None:
 
 
 def print_points(points: list[Point], title: str, console: Console) -> None:
-    """Print a row for each load: tokens/s with intervals, share within the objectives, gain of the first policy."""
+    """Print a row for each load: results of each policy, and gain of the first policy over the best other policy."""
     names = list(points[0].means)
     table = Table("output", "short/min", *names, f"{names[0]} over the best other", title=title)
     for point in points:
@@ -318,7 +351,7 @@ def print_points(points: list[Point], title: str, console: Console) -> None:
 
 
 def save_region(points: list[Point], path: Path) -> None:
-    """Plot the gain of the first policy over the best other one, by load and output length."""
+    """Plot the gain of the first policy over the best other policy, by load and output length."""
     from matplotlib.figure import Figure
 
     names = list(points[0].means)
@@ -351,6 +384,7 @@ NOT_REPRODUCED = (
     "time of a re-sharding is stated: it is checked on what AMOEBA measured of it.",
     "Gyges 3.3, 'KunServe and LoongServe cause 43.5% extra throughput degradation': of which load, and over what, is "
     "not stated, and the trace is private. They are checked on their own papers' numbers instead.",
+    "CoCoServe's gains above Equation 4: 4.29 times with 30 replicated layers (1.60), and 1.39 with 8.6 of 80 (1.06).",
     "KunServe 5.3: bubbles of 8.3% with its batch formulation and 21.9% without; here all micro-batches are equal.",
 )
 
@@ -368,7 +402,7 @@ def main() -> None:
     print_rows(found, console)
     content: dict[str, Any] = {"rows": [asdict(row) | {"ratio": row.ratio} for row in found]}
     if not options.quick:
-        served = list(flying_served(options.seeds))
+        served = [*flying_served(options.seeds), *cocoserve(options.seeds)]
         print_rows(served, console)
         content["rows"] += [asdict(row) | {"ratio": row.ratio} for row in served]
         for title, policies, rates, outputs in (

@@ -1,12 +1,11 @@
-"""Host time of pausing and resuming requests, and of the first step of the urgent request.
+"""Host time of pausing requests, of launching the first step of an urgent request, and of resuming the requests.
 
     python benchmarks/pausing.py [--layers 48] [--paused 8] [--repeats 9] [--json pausing.json]
 
 Requests of a random model decode on 4 virtual devices at TP1, with the cache 90% full. They pause while a TP4 instance
-serves another request, and resume. This script drives the dispatcher by hand: a step is in flight at the pause, and the
-first step of the other request is launched at its end. Threads of a running step compete with the dispatcher for few
-processors, so its processor time is printed too. Nothing may be moved, restored or recomputed, and tokens must equal
-the tokens of an undisturbed run.
+serves an urgent request, and then resume. The table has the elapsed time and the processor time of the dispatcher
+thread, because threads of a running step compete with this thread for few processors. The last line of the output tells
+whether bytes were moved, requests were recomputed, or tokens differ from an undisturbed run.
 """
 
 import argparse
@@ -65,7 +64,7 @@ class Timer:
 
 
 def change(engine: Engine, degree: int, running: RunningRequests) -> tuple[tuple[float, float], TransformReport]:
-    """Transform, and return the milliseconds of the host (see `Timer.ms`) and the report."""
+    """Transform, and return the milliseconds of the host (`Timer.ms`) and the report."""
     timer = Timer()
     future = engine.transform(TransformOptions(degree, DEVICES, release_weights=False, running=running))
     taken_ms = timer.ms()
@@ -82,7 +81,10 @@ def run_until(engine: Engine, requests: list[Request], tokens: int | None = None
 
 
 def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
-    """Pause and resume repeatedly, and return times and counts. Call it in the dispatcher thread."""
+    """Pause and resume requests repeatedly, and return times and counts.
+
+    Call this function in the dispatcher thread.
+    """
     engine, random = llm._engine, np.random.default_rng(0)
     tokens = int(0.9 * engine.capacity_tokens(1)) * len(DEVICES) // num_paused
     prompts = [random.integers(3, 2000, tokens - 64).tolist() for _ in range(num_paused)]

@@ -1,9 +1,9 @@
-"""Pictures of docs/transformation.md from a real run: memory and steps while instances merge and split.
+"""Pictures for docs/transformation.md: memory and steps while instances merge and split.
 
     pip install -e '.[plots]'
     python benchmarks/pictures.py [--directory docs/pictures]
 
-SmolLM2-135M on four virtual CPU devices, two requests on each, as in `benchmarks/transformation.py`.
+SmolLM2-135M runs on four virtual CPU devices, with two requests on each device.
 """
 
 import argparse
@@ -28,7 +28,10 @@ KINDS = {"TP1": "#5b8fd9", "between": "#b04fb0", "TP4": "#2f9e6e"}
 
 
 def run(llm: LLM, prompts: list[list[int]], way: dict[str, Any]) -> dict[str, Any]:
-    """Merge and split under load, and return steps of the first device, marks and memory reports."""
+    """Merge and split under load.
+
+    Return the steps of the first device, the times of the changes, and memory reports.
+    """
     with watched() as steps:
         running = Running(llm, prompts)
         time.sleep(1.5)

@@ -1,17 +1,24 @@
-"""Comparison of policies and fixed degrees: the same requests to one server, with several seeds.
+"""Comparison of policies with fixed degrees, which serve the same requests on one server.
 
     python benchmarks/policies.py [--dataset mix|burst] [--duration 40] [--seeds 1 2 3] [--json FILE]
 
-`mix` is AMOEBA's workload, scaled to the machine: short prompts, and one long prompt for every 20 short ones, which one
-device cannot hold. `burst` is Flying Serving's workload: phases of a low and a high rate, with a share of urgent
-requests. Requests arrive faster than they are served; `--max-concurrency` limits the requests in flight. `static-tp1`,
-`static-tp2`, `static-tp4` and `static-mixed` (half of the devices are one instance) keep their degrees. All policies
-get the same requests in the same order from `amoeba bench`, seed by seed. A first round compiles and is not counted.
+There are two workloads:
 
-Results are means over the seeds with 95% intervals (Student's t). Requests that no instance of a fixed degree can hold
-are refused; they count as failed and not in the goodput. For `burst`, a second table has 90th percentiles of each phase
-over all seeds, with the ratio to the better fixed degree (`pooled.py`). `--from-json` prints both tables from files of
-`--json`.
+- `mix` is AMOEBA's workload, scaled to the machine. For every 20 short prompts, it has one long prompt that one device
+  cannot hold.
+- `burst` is Flying Serving's workload. Phases with a low rate and with a high rate alternate, and a share of the
+  requests is urgent.
+
+The fixed degrees are `static-tp1`, `static-tp2`, `static-tp4` and `static-mixed`, in which half of the devices are one
+instance. For each seed, all policies get the same requests in the same order from `amoeba bench`. Requests arrive
+faster than they are served; `--max-concurrency` limits the requests in flight. A first round compiles programs and is
+not counted.
+
+The first table has means over the seeds with 95% intervals (Student's t). If no instance of a fixed degree can hold a
+request, the request is refused. Refused requests count as failed, and do not count in the goodput. For `burst`, a
+second table has the 90th percentiles of TTFT and queue time in each phase, over the requests of all seeds
+(`pooled.py`). Its last column is the ratio of a policy's percentile to the lowest percentile of a fixed degree.
+`--from-json` prints both tables from files that `--json` wrote.
 """
 
 import argparse
@@ -49,7 +56,7 @@ _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8
 
 
 def interval(values: list[float]) -> float:
-    """Return half the width of the 95% interval of a mean; infinity for a single value."""
+    """Return half the width of the 95% interval of the mean; infinity if there is only one value."""
     if len(values) < 2:
         return float("inf")
     return _T95.get(len(values) - 1, 1.96) * stdev(values) / sqrt(len(values))
@@ -77,7 +84,7 @@ def run(target: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def begin(client: Client, name: str, num_devices: int, settle_s: float) -> None:
-    """Set the first layout of a policy, start the policy, and wait some seconds without requests."""
+    """Set the first layout of a policy, start the policy, and wait `settle_s` seconds."""
     client.set_policy("static")
     while any(i.tensor_parallel_size > 1 for i in client.cluster().instances):
         client.transform(1)
@@ -104,7 +111,10 @@ def show(title: str, results: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def show_phases(results: dict[str, list[dict[str, Any]]]) -> None:
-    """Print 90th percentiles of each phase over all seeds, with the ratio to the better fixed degree."""
+    """Print the 90th percentiles of TTFT and queue time in each phase, over the requests of all seeds.
+
+    The last column is the ratio of a policy's percentile to the lowest percentile of a fixed degree.
+    """
     table = Table("phase", "P90 of", "policy", "requests", "ms", "ratio to the better fixed degree")
     for phase in ("low", "high"):
         for field, what in (("ttfts", "TTFT"), ("server_queue_times", "queue time")):

@@ -1,8 +1,8 @@
 """Percentiles over the requests of several runs, with bootstrap intervals.
 
-A phase of a short run has about ten requests, too few for a 90th percentile. The bootstrap draws runs, not requests,
-because requests of one run wait for each other. With fewer than five runs there are no intervals; with five they are
-rather narrow.
+A phase of a short run has about ten requests, which are too few for a 90th percentile. So the requests of several runs
+are pooled. The bootstrap draws whole runs, because requests of the same run wait for each other. With fewer than five
+runs, there are no intervals. With five runs, the intervals are rather narrow.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DRAWS, FEWEST_RUNS = 2_000, 5
 
 @dataclass(frozen=True)
 class Figure:
-    """Percentile, or ratio of two percentiles; `low` to `high` is its 95% interval, if there is one."""
+    """Percentile, or ratio of two percentiles. `low` and `high` are its 95% interval; None if there is no interval."""
 
     value: float
     low: float | None = None
@@ -31,12 +31,12 @@ class Figure:
 
 
 class Pool:
-    """Values of the completed requests of several runs, from detailed reports (`amoeba bench --save-detailed`).
+    """Values of one field for the completed requests of several runs.
 
     Args:
-        reports: reports by seed.
-        field: field of the report with a list of values, one for each request.
-        phase: phase whose requests count.
+        reports: reports of `amoeba bench --save-detailed`, one for each run.
+        field: name of a list in the reports that has one value for each request.
+        phase: phase whose requests count, `low` or `high`.
     """
 
     def __init__(self, reports: list[dict[str, Any]], field: str, phase: str):
@@ -57,7 +57,10 @@ class Pool:
         return _figure(self._of(range(len(self._runs)), percent), self._drawn(percent))
 
     def ratio(self, other: "Pool", percent: float) -> Figure:
-        """Return the ratio of a percentile to that of another pool. Raises `ValueError` if the seeds differ."""
+        """Divide a percentile of this pool by the same percentile of `other`.
+
+        Raises `ValueError` if the seeds differ.
+        """
         if self.seeds != other.seeds:
             raise ValueError(f"runs with the seeds {self.seeds} cannot be compared with those of {other.seeds}")
         every = range(len(self._runs))
@@ -67,8 +70,10 @@ class Pool:
 
     @cache  # noqa: B019 - a script's few pools
     def _drawn(self, percent: float) -> np.ndarray:
-        """Return the percentile over the requests of each draw of runs; an empty array with too few runs. Pools with
-        equal numbers of runs have equal draws."""
+        """Return the percentile of each bootstrap draw; an empty array if there are too few runs.
+
+        Pools with the same number of runs have the same draws.
+        """
         num_runs = len(self._runs)
         draws = np.random.default_rng(0).integers(0, num_runs, (DRAWS if num_runs >= FEWEST_RUNS else 0, num_runs))
         return np.array([self._of(draw, percent) for draw in draws])

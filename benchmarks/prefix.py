@@ -2,8 +2,8 @@
 
     python benchmarks/prefix.py [--prefix 1000] [--requests 64] [--json prefix.json]
 
-One request is answered first, as if a system prompt were in use. Then the others arrive at once. All programs are
-compiled before, and each repeat has another prefix.
+One request is answered first, so that the common prefix is cached. Then all other requests arrive at once. Each repeat
+has a new prefix. All programs are compiled before the measurements.
 """
 
 import argparse
@@ -26,7 +26,12 @@ NEW_TOKENS = 16
 
 
 def measure(llm: LLM, prefix_len: int, own: list[list[int]], seed: int) -> dict[str, float]:
-    """Answer the first request of `own`, then time the others. Each seed has another prefix."""
+    """Answer one request, then time the other requests together.
+
+    Args:
+        own: tokens of each request after the common prefix.
+        seed: seed of the common prefix.
+    """
     prefix = np.random.default_rng(seed).integers(0, llm.dims.config.vocab_size, prefix_len).tolist()
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     first, *prompts = (prefix + prompt for prompt in own)

@@ -1,4 +1,4 @@
-"""Cost models of other systems beside the numbers of their papers, to which nothing was fitted."""
+"""Cost models of other systems, compared with the numbers of their papers."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,7 +28,7 @@ def shift_parallelism(llama_70b: ModelShape) -> Iterable[Row]:
     """Return rows of arXiv 2509.16495: TTFT of a 4K prompt, Llama-70B in FP8 on 8 H200.
 
     The rate of FP8 products is fitted to the row of data parallelism, in which one device computes alone. The other
-    rows follow from the exchanges.
+    rows follow from this rate and the modelled communication.
     """
     prompt, data_parallel_s = 4096, 0.614
 
@@ -54,15 +54,19 @@ FIGURE_3 = {
 }
 """LoongServe Figure 3: prefill and decode times in ms at TP8, SP2 x TP4 and SP4 x TP2, by batch and length.
 
-The figure shows them relative to TP8; the values are from the authors' notebook
-(test/longserve/3-data-analyse-intro.ipynb of github.com/LoongServe/LoongServe)."""
+The figure shows times relative to TP8. The values here are from the authors' notebook
+(test/longserve/3-data-analyse-intro.ipynb of github.com/LoongServe/LoongServe).
+"""
 MASTERS = {(512, 1_000): (2, 4), (128, 5_000): (1, 2), (64, 10_000): (1, 2)}
 """Numbers of masters (see `SequenceParallelCost`) for SP2 and SP4 in the notebook, by batch and length. Default: 1."""
 
 
 def figure_3_ratios(llama_7b: ModelShape) -> dict[str, list[tuple[float, float]]]:
-    """Return the times of sequence parallelism relative to TP8, as pairs (published, simulated), by phase: `prefill` or
-    `decode`. There are two pairs for each entry of `FIGURE_3`."""
+    """Return published and simulated times of sequence parallelism, divided by the times at TP8.
+
+    The result has pairs (published, simulated) for each phase, `prefill` and `decode`. In each phase, every entry of
+    `FIGURE_3` has two pairs: one for SP2 and one for SP4.
+    """
     device = find_device("A800")
     base = ModelStepCost(llama_7b, device)
     found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
@@ -77,7 +81,7 @@ def figure_3_ratios(llama_7b: ModelShape) -> dict[str, list[tuple[float, float]]
 
 
 def loongserve(llama_7b: ModelShape) -> Iterable[Row]:
-    """Return rows of arXiv 2404.09526, Figure 3: LWM-1M-Text, with the sizes of Llama-2-7B, on 8 A800."""
+    """Return rows of arXiv 2404.09526, Figure 3: LWM-1M-Text on 8 A800. The model has the sizes of Llama-2-7B."""
     for phase, pairs in figure_3_ratios(llama_7b).items():
         paper, own = (float(np.mean(column)) for column in zip(*pairs, strict=True))
         worst = max(abs(twin / measured - 1) for measured, twin in pairs)
@@ -92,7 +96,7 @@ RDMA_BYTES_PER_S = 25e9
 def exchange_s(qwen_14b: ModelShape) -> float:
     """Return the seconds in which two devices with full caches exchange the keys and values of half of their layers.
 
-    The exchange reaches 0.7 of the network's rate, the default of device files.
+    The exchange is assumed to reach 70% of the network's rate.
     """
     efficiency = DeviceSpec.__dataclass_fields__["link_efficiency"].default
     device = replace(find_device("A800"), link_bandwidth=RDMA_BYTES_PER_S, link_efficiency=efficiency)

@@ -2,8 +2,9 @@
 
     python benchmarks/scale.py --model CONFIG --trace servegen_deepseek-r1.npz [--num-devices 10000] [--hours 24]
 
-Each row is a part of the day, in its own process, so that memory is measured for each row. The last column is the CPU
-time of an event in microseconds: if it is constant, the run time is linear in events.
+Each row simulates the first hours of the trace in its own process, so that memory is measured for each row. The last
+column is the CPU time for each event in microseconds. If it is the same in all rows, the run time is linear in the
+number of events.
 """
 
 import argparse

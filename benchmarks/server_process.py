@@ -17,8 +17,10 @@ import yaml
 
 @contextmanager
 def server(settings: Mapping[str, Any], **more: Any) -> Iterator[str]:
-    """Start a server, and yield its address when it is ready. `settings` and `more`: settings of its configuration
-    file."""
+    """Start a server, and yield its address when it is ready.
+
+    `settings` and `more`: settings of the server's configuration file.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "server.yaml"
         config.write_text(yaml.safe_dump({**settings, **more, "port": 0, "metrics_port": None}))

@@ -1,14 +1,18 @@
-"""Test of a server under a mixed load with attacks in random order, for half an hour.
+"""Test of a server under a mixed load for half an hour, with attacks in random order.
 
     python benchmarks/soak.py [--minutes 30] [--baseline-minutes 5] [--attacks errors,lists,...] [--json soak.json]
 
-The load has short and long requests, sampled and greedy, over both protocols; some are cancelled, aborted or miss their
-deadline. Instances change by request and by policy. The innocent requests of hostile.py run beside the load and are
-timed. Attacks start after the baseline.
+The load has short and long requests, sampled and greedy, over both protocols. Some requests are cancelled, are aborted,
+or miss their deadline. Clients and the policy change the degrees of instances. The innocent requests of hostile.py run
+beside the load, and their latencies are measured. In the first `--baseline-minutes`, there are no attacks.
 
-The exit code is 0 if all of these hold: repeated greedy requests have equal answers; no request runs and no page is in
-use at the end; the memory of the server does not grow; the p99 of innocent requests is at most 1.5 times the p99 of the
-baseline, and none fails; no status is INTERNAL or UNKNOWN; the server is alive.
+The exit code is 0 if all of these criteria hold:
+
+- Repeated greedy requests have equal answers.
+- At the end, the server is alive, no request runs and no page is in use.
+- The memory of the server grows by at most `--max-growth`.
+- No innocent request fails. With attacks, the p99 of innocent requests is at most 1.5 times the p99 of the baseline.
+- No status is INTERNAL or UNKNOWN.
 """
 
 import argparse
@@ -42,7 +46,7 @@ _BUGS = ("INTERNAL", "UNKNOWN")
 
 
 class MemoryWatch:
-    """Sampler of a server's memory in a thread, until `stop`.
+    """Thread that samples the memory of a server until `stop` is called.
 
     Attributes:
         samples: pairs (minutes since the start, resident memory in MiB).
@@ -65,10 +69,12 @@ class MemoryWatch:
 
 
 def growth(samples: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the growth of memory after warm-up, as a share and in MiB per minute. NaN with too few samples.
+    """Return the growth of memory after warm-up, as a share and in MiB per minute.
 
-    `samples`: see `MemoryWatch`. The lowest sample of each minute counts, because freed memory is returned once a
-    minute. The first third is warm-up. The share compares the medians of the last third and the middle third.
+    Only the lowest sample of each minute counts. The first third of the minutes is warm-up. The growth is measured from
+    the median of the second third to the median of the last third. If there are too few samples, both results are NaN.
+
+    `samples`: see `MemoryWatch`.
     """
     floors: dict[int, float] = {}
     for minute, mib in samples:
@@ -86,13 +92,13 @@ class Soak:
     """Observations of a run.
 
     Attributes:
-        baseline: innocent requests before the first attack.
-        attacked: innocent requests from the first attack on.
+        baseline: answers to innocent requests before the first attack.
+        attacked: answers to innocent requests from the first attack on.
         rss: memory of the server, as in `MemoryWatch.samples`.
-        left: requests and pages of the server at the end, after all clients have ended.
-        bugs: INTERNAL and UNKNOWN statuses, with their first text.
+        left: requests and used pages of the server after all clients have ended.
+        bugs: count and first error text of each INTERNAL or UNKNOWN status.
         attacks: number of runs of each attack.
-        beside: innocent requests that ended during an attack, by name of the attack.
+        beside: answers to innocent requests during an attack, by name of the attack.
     """
 
     baseline: list[Answer] = field(default_factory=list)
@@ -118,7 +124,10 @@ class Soak:
 
 
 def criteria(soak: Soak, max_growth: float) -> dict[str, tuple[bool, str]]:
-    """Return `(holds, figures)` of each criterion by name. `max_growth`: limit for the growth of memory, as a share."""
+    """Return for each criterion, by name, whether it holds, and its figures as text.
+
+    `max_growth`: maximum growth of the server's memory, as a share.
+    """
     before, during = figures(soak.baseline), figures(soak.attacked)
     ratio, (grown, slope) = during.p99_s / before.p99_s, growth(soak.rss)
     wrong = soak.mix.wrong if soak.mix else ["the mixed load has not answered"]
@@ -166,7 +175,7 @@ class Runner:
             self._gather(self.soak.baseline)
 
     def attack(self, names: list[str]) -> None:
-        """Run the load with attacks; no attack is repeated before all have run."""
+        """Run attacks in random order. No attack is repeated before all attacks have run."""
         queue: list[str] = []
         while self.minutes < self._options.minutes and self._running.alive:
             queue = queue or self._dice.sample(names, len(names))
@@ -192,7 +201,10 @@ class Runner:
         self.soak.alive, self.soak.log = self._running.alive, self._running.last_words()
 
     def _gather(self, *lists: list[Answer]) -> None:
-        """Add the answers of innocent requests since the last call to each list."""
+        """Add the new answers to innocent requests to each of `lists`.
+
+        Once a minute, print a line about the answers.
+        """
         taken = self._innocents.take()
         for answers in (*lists, self._recent):
             answers += taken
@@ -224,7 +236,10 @@ def run(options: argparse.Namespace, console: Console) -> Soak:
 
 
 def slowest(soak: Soak) -> list[str]:
-    """Return the slowest innocent requests: seconds, time of sending as in the server's log, and attack."""
+    """Return a line for each of the slowest innocent requests during attacks.
+
+    The line has the seconds of the request, the UTC time when it was sent, and the attack.
+    """
     named = [(answer, name) for name, answers in soak.beside.items() for answer in answers]
     named.sort(key=lambda pair: pair[0].latency_s, reverse=True)
     clock = time.time() - time.monotonic()

@@ -1,13 +1,14 @@
-"""Time until a server is ready, with empty and full compile cache, and compile time by size of segments.
+"""Start-up time with an empty and with a full compile cache, and compile time by size of segments.
 
     python benchmarks/startup.py [--devices 4] [--beside CHECKOUT] [--skip ready|segments] [--json startup.json]
 
-`ready`: starts the default model on virtual devices with TP1, TP2 and TP4, each time in a new process, first with an
-empty cache. Times the first served request (`--wait-for start`) and the end of background compilation. `--beside` times
-another checkout of this project in the same run.
+There are two parts:
 
-`segments`: compiles a random model of 64 layers in segments of 4 (the default on CPU), in segments of 8 and as a whole,
-and times its decode step.
+- `ready` starts the default model on virtual devices in a new process, first with an empty cache and then with a full
+  cache. It measures the time until the first request is served, and until all programs of TP1, TP2 and TP4 are compiled
+  in the background. With `--beside`, it also measures another checkout of this project.
+- `segments` compiles a random model of 64 layers in segments of 4 (the default on CPU), in segments of 8, and as a
+  whole. It also times the decode step of each variant.
 """
 
 import argparse
@@ -46,7 +47,7 @@ PARTS = ("import", "load, programs of the first layout", "first request served",
 
 
 def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str, float]:
-    """Return the seconds of the parts of one start in this process. Works for older checkouts too."""
+    """Start an engine in this process, and return the seconds of each part of the start. Older checkouts work too."""
     began = time.perf_counter()
     from amoeba_jax import LLM, SamplingParams
 
@@ -85,7 +86,7 @@ def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str,
 
 
 def ready(options: argparse.Namespace, checkout: Path) -> list[dict[str, float]]:
-    """Start a checkout with an empty cache, then with a full cache."""
+    """Start a checkout with an empty compile cache, then with a full compile cache, and return both measurements."""
     results = []
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(2):
@@ -101,7 +102,7 @@ def ready(options: argparse.Namespace, checkout: Path) -> list[dict[str, float]]
 
 
 def segments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return compile seconds of a decode and a prompt step, and decode times, by layers of a segment."""
+    """Return compile times and decode step times in seconds, by number of layers in a segment."""
     import jax
 
     from amoeba_jax import LLM
@@ -154,7 +155,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch_step(llm, step):
-    """Launch a step. Versions before start placements take the step alone."""
+    """Launch a step. In versions of this project without start placements, the call has no further arguments."""
     launch = llm._engine.instances[0].launcher.launch_batch
     if len(inspect.signature(launch).parameters) == 1:
         return launch(step)

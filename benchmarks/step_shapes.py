@@ -1,8 +1,8 @@
-"""Value of each step shape: its programs and memory mappings, and the slowdown without it.
+"""Cost and benefit of each group of step shapes: its programs and memory mappings, and the slowdown without the group.
 
     python benchmarks/step_shapes.py [--model DIRECTORY] [--repeats 9] [--json step_shapes.json]
 
-Times steps of one TP1 instance, in turn. Counts programs for four devices and all degrees with the default settings.
+Steps are timed on one TP1 instance. Programs are counted for four devices and all degrees, with the default settings.
 """
 
 import argparse
@@ -34,12 +34,12 @@ Steps = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Work with and without one group of step shapes (`amoeba_jax.programs.buckets`), such as chunks of 128 tokens. A
-    group is one row of the printed table.
+    """Group of step shapes (`amoeba_jax.programs.buckets`), such as chunks of 128 tokens, and steps that show its
+    value.
 
     Attributes:
-        steps: steps that use the group.
-        instead: steps for the same work without the group.
+        steps: steps that do some work with shapes of the group.
+        instead: steps that do the same work with other shapes.
         kept: function that returns whether a shape belongs to the group, at any degree.
     """
 
@@ -54,8 +54,8 @@ class Result:
     """Result of a case.
 
     Attributes:
-        programs: number of programs for these step shapes, over all groups of devices.
-        mappings: estimated memory mappings of these programs.
+        programs: number of programs for the step shapes of the case, over all groups of devices.
+        mappings: estimated number of memory mappings of these programs.
         with_s: median seconds of `Case.steps`.
         without_s: median seconds of `Case.instead`.
     """
@@ -68,9 +68,9 @@ class Result:
 
 
 def cases(rows: int) -> list[Case]:
-    """Return a case for each group of step shapes, for an instance with at most `rows` sequences.
+    """Return a case for each group of step shapes of an instance with at most `rows` sequences.
 
-    The token budget of a step is the default, 512.
+    The instance must have the default token budget of a step, 512.
     """
     few = rows // 4
 
@@ -99,7 +99,7 @@ def cases(rows: int) -> list[Case]:
 
 
 class Runner:
-    """Runner of an instance's steps, with pages for the context of every row."""
+    """Runner of prepared steps on the first instance of an engine."""
 
     def __init__(self, llm: LLM):
         self.instance: Instance = llm._engine.instances[0]

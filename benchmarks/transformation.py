@@ -1,15 +1,20 @@
-"""Time and memory of merging 4 x TP1 into TP4 and splitting it again while requests run, by method.
+"""Time and memory of a merge of 4 x TP1 into TP4 and of the split back while requests run, by method.
 
     python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--brief] [--json results.json]
 
-The methods are all variants with several numbers of layers between two steps, and the baselines of
-`baselines/movers.py`. For each method, the table has time and memory of moving the KV cache and the weights, steps and
-tokens meanwhile, and waits of requests. `restart` closes the engine and opens an engine with the other degree. Requests
-decode greedily on all instances, with the KV cache as full as requested. Further measurements: steps with the switch of
-a layer beside equal steps without one; idle changes with weights released and kept; and FFNs with padding.
+The methods are
 
-The time of a step is the time between two results. Programs run in launch order, so it includes all programs that were
-launched after the previous step. SmolLM2 has its real weights.
+- the variants of `LLM.transform`, with several numbers of layers that switch between two steps;
+- the baselines of `baselines/movers.py`;
+- `restart`, which closes the engine and opens an engine with the new degree.
+
+Requests decode greedily on all instances, and their prompts (`--prompt`) fill the KV cache. For each method, the table
+has the time and memory of the change, the number of steps and tokens during the change, and the longest wait of a
+request for a token. The lines below the table compare the methods, steps with and without the switch of a layer,
+changes without requests, and FFNs with and without padding.
+
+The time of a step is the time between two results. So it includes all programs that were launched after the previous
+step. SmolLM2 has its real weights.
 """
 
 import argparse
@@ -63,10 +68,10 @@ class Step:
     """Finished step.
 
     Attributes:
-        arrived: arrival of its result, by `time.perf_counter()`.
-        device: first device of its instance.
-        degree: degree of its instance.
-        boundary: first layer in the new layout (`Transition.boundary`); None without a transformation.
+        arrived: time at which the result arrived, by `time.perf_counter()`.
+        device: first device of the instance that ran the step.
+        degree: degree of this instance.
+        boundary: first layer in the new layout (`Transition.boundary`); None if no transformation runs.
         switched: whether layers switched just before the step.
     """
 
@@ -79,10 +84,12 @@ class Step:
 
 @contextmanager
 def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]:
-    """Collect all steps until the `with` block ends.
+    """Collect all steps that finish in the `with` block.
 
-    In changes of `direction` ("up": merges, "down": splits), run `plain_steps` steps without a switch between two steps
-    that switch layers.
+    Args:
+        plain_steps: number of steps without a switch that run between two switches of layers. Applies only to changes
+            of `direction`.
+        direction: "up" for merges, "down" for splits.
     """
     found: list[Step] = []
     launch_step, switch_layers = StepLauncher.launch, Transition.switch_layers
@@ -151,8 +158,8 @@ def round_trip(
 ) -> dict[str, Any]:
     """Merge and split once while requests decode, and return the measurements.
 
-    With `plain_steps` (see `watched`), the change in the direction other than `direction` switches all layers at once.
-    `way`: arguments `variant` and `layers_per_step` of `transform`.
+    `plain_steps` and `direction`: see `watched`. If `plain_steps` is not 0, the change in the opposite direction
+    switches all layers at once. `way`: arguments `variant` and `layers_per_step` of `transform`.
     """
     with watched(plain_steps, direction) as found:
         running = Running(llm, prompts)
@@ -167,8 +174,11 @@ def round_trip(
 
 
 def in_turn(llm: LLM, prompts: list[list[int]], ways: list[dict[str, Any]], repeats: int) -> list[list[dict[str, Any]]]:
-    """Merge and split `repeats` times with several methods in turn, while the same requests decode. Return the
-    measurements (`merge_and_split`) of each repeat, for each of the `ways` (see `round_trip`)."""
+    """Merge and split `repeats` times with each method in turn, while the same requests decode.
+
+    Return a list for each method, with the result of `merge_and_split` for each repeat. `ways`: methods, each as `way`
+    in `round_trip`.
+    """
     trips: list[list[dict[str, Any]]] = []
     with watched() as found:
         for turns in (1, repeats):  # The first turn compiles.
@@ -196,10 +206,10 @@ def merge_and_split(
     """Merge and split, and return the measurements.
 
     Args:
-        found: steps of `watched`, which grow during the call.
-        up: arguments `variant` and `layers_per_step` of the merge (`transform`).
-        down: these arguments of the split.
-        start: time since which the instances run steps at TP1, for the step time before the merge.
+        found: list of `watched`, to which steps are added during the call.
+        up: arguments `variant` and `layers_per_step` of `transform` for the merge.
+        down: arguments `variant` and `layers_per_step` of `transform` for the split.
+        start: begin of the period before the merge in which the step time at TP1 is measured.
         steps: number of steps to wait for after each change.
     """
     marks = [start]
@@ -224,7 +234,11 @@ def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Litera
 
 
 def restart_trip(open_llm: Callable[..., LLM], prompts: list[list[int]]) -> dict[str, Any]:
-    """Close an engine while requests decode, and recompute them on an engine of the other degree, in each direction."""
+    """Measure restarts from TP1 to TP4 and back.
+
+    Each restart closes an engine while requests decode, opens an engine of the other degree, and recomputes the
+    requests.
+    """
     result: dict[str, Any] = {}
     llm = open_llm(tensor_parallel_size=1)
     for name, degree in (("up", 4), ("down", 1)):
@@ -275,7 +289,7 @@ def figures(report: TransformReport) -> dict[str, Any]:
 
 
 def longest_gap(found: list[Step], start: float) -> float:
-    """Return the longest time between two results of requests on the first device since `start`."""
+    """Return the longest time in seconds between two steps on the first device since `start`."""
     times = sorted(step.arrived for step in found if step.device == 0)
     first = max((i for i, t in enumerate(times) if t <= start), default=0)
     return float(np.diff(times[first:]).max())
@@ -287,8 +301,11 @@ def steady_step_s(found: list[Step], start: float, stop: float) -> float:
 
 
 def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
-    """Return a pair for each switch: the seconds of the step after it, and the median seconds of the steps without a
-    switch that follow at the same `Step.boundary`."""
+    """Return a pair of step times for each switch of layers, in seconds.
+
+    The first value is the time of the step right after the switch. The second value is the median time of the steps
+    without a switch that follow, until the next switch.
+    """
     costs = []
     for _, group in itertools.groupby(sorted(found, key=lambda s: s.arrived), key=lambda s: (s.boundary, s.degree)):
         steps = list(group)

@@ -1,4 +1,4 @@
-"""Report of `transformation.py` for a model: a table of all variants, and comparisons."""
+"""Report of `transformation.py` for a model: a table of all methods, and comparisons."""
 
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -118,7 +118,7 @@ def summary(result: dict[str, Any]) -> Iterator[str]:
 
 
 def hybrid_step_s(trip: dict[str, Any], way: int) -> float:
-    """Return the median time of the steps of a merge (0) or of the following split (1)."""
+    """Return the median step time on the first device, during a merge (`way` 0) or the following split (`way` 1)."""
     steps = [step for step in trip["steps"] if step["device"] == 0]
     split = next(i for i in range(1, len(steps)) if steps[i]["boundary"] > steps[i - 1]["boundary"])
     part = (steps[:split], steps[split:])[way]

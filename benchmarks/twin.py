@@ -1,11 +1,12 @@
-"""Simulation beside the real engine: the same requests, policy and settings, at three loads.
+"""Simulation compared with the real engine, for the same requests, policy and settings, at three loads.
 
     python benchmarks/twin.py [--model DIRECTORY] [--duration 30] [--rates 4 8 12] [--rounds 3] [--json twin.json]
 
-The engine is calibrated (`amoeba simulate --calibrate`), serves short requests and a few that only merged instances
-hold, and is calibrated again. The simulation uses the mean of both calibrations and the same requests. Times of
-requests are measured by the engine. Virtual devices share the cores with other work, so rounds alternate between the
-loads, and the table has medians over rounds and of their ratios.
+The load has short requests, and a few long requests that only merged instances hold. Before and after each load, the
+engine is calibrated (`amoeba simulate --calibrate`). The simulation uses the mean of the two calibrations and the same
+requests. The speed of virtual devices varies, because they share the cores with other work. So each round runs all
+loads, and the table has medians over the rounds. A ratio is the simulation's figure divided by the engine's figure in
+the same round.
 """
 
 import argparse
@@ -48,7 +49,10 @@ FIGURES, CHANGES = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s"), (
 
 
 async def serve(llm: LLM, requests: list[PlannedRequest]) -> tuple[list[float], list[float], float]:
-    """Send requests at their times. Returns TTFTs and TPOTs as measured by the engine, and the seconds of the run."""
+    """Send each request at its arrival time.
+
+    Return the TTFTs and TPOTs that the engine measured, and the seconds of the run.
+    """
     start = time.perf_counter()
     ttft, tpot = [], []
 

@@ -2,16 +2,17 @@
 
     python benchmarks/urgent.py [--model smollm2-135m] [--urgent 9] [--preemption hard] [--json urgent.json]
 
-Runs on 4 virtual devices with all weights kept. First, the urgent prompts run one after the other on an idle TP4
-instance, for comparison. Then best-effort requests fill all slots of 4 x TP1 and others wait. Urgent requests arrive
-one after the other, and each one pauses the best-effort requests and gets a TP4 instance. With `--stream-s`, urgent
-requests follow each other without a break, and `--max-pause-s` limits the pauses.
+The benchmark uses 4 virtual devices with all weights kept. For comparison, the urgent prompts first run one after the
+other on an idle TP4 instance. Then best-effort requests fill all slots of 4 x TP1, and more best-effort requests wait.
+Urgent requests arrive one after the other. Each urgent request pauses the best-effort requests and gets a TP4 instance.
+With `--stream-s`, urgent requests follow each other without a break, and `--max-pause-s` limits the pauses.
 
-TTFT is measured by the engine. A gap between two tokens of a best-effort request is compared with the time of the
-urgent request plus 1.2 steps. Tokens are timed when the engine returns them, and again when the threads of the clients
-receive them, which compete with computation for processors. The exit code is 1 if tokens differ from undisturbed runs,
-if a request is lost, or if a best-effort request is recomputed with `hard`. With `--stream-s 60` the run takes 9
-minutes on two cores.
+The table has the TTFTs that the engine measured. It also has the longest gap between two tokens of a best-effort
+request during each urgent request, minus the time of that urgent request. Tokens are timed when the engine returns
+them, and again when the threads of the clients receive them.
+
+The exit code is 1 if tokens differ from undisturbed runs, if a request is lost, or if a best-effort request is
+recomputed with `--preemption hard`. With `--stream-s 60`, the run takes 9 minutes on two cores.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def greedy(max_tokens: int, priority: int = 0) -> SamplingParams:
 
 
 class HandedOut:
-    """Times at which the engine returns the tokens of each request, by its id."""
+    """Times at which the engine returns tokens, by id of the request."""
 
     def __init__(self, llm: LLM):
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -63,7 +64,7 @@ class HandedOut:
 
 
 class BestEffort:
-    """Best-effort requests, each in a thread, with the time of each token."""
+    """Best-effort requests, each read by its own thread, and the time of each token."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]], params: SamplingParams):
         self.times: list[list[float]] = [[] for _ in prompts]
@@ -89,7 +90,7 @@ class BestEffort:
 
 
 def gaps(times: Iterable[list[float]], begin: float, end: float) -> list[float]:
-    """Return the gaps between two tokens of a request that overlap a span, in seconds."""
+    """Return the seconds between two consecutive tokens of a request, for all gaps that overlap the given span."""
     pairs = [pair for each in times for pair in itertools.pairwise(each)]
     return [b - a for a, b in pairs if b >= begin and a <= end]
 
@@ -109,8 +110,9 @@ def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def beyond(times: list[list[float]], spans: list[tuple[float, float]], step_s: float) -> list[float]:
-    """Return one value for each urgent request: the longest gap between two tokens of a best-effort request that
-    overlaps the urgent request, minus the time of the urgent request, in steps.
+    """Return one value for each urgent request, in steps: the longest gap during the request minus the request's time.
+
+    A gap is the time between two consecutive tokens of a best-effort request.
 
     Args:
         times: times of the tokens of each best-effort request.

@@ -3,12 +3,14 @@
     python benchmarks/waits.py [--models SmolLM2-135M Deep-48] [--devices 4] [--requests 16] [--repeats 3] [--json FILE]
 
 Requests decode on all instances, on virtual devices, with `layers_per_step="auto"`. If devices share cores, the times
-of steps vary even without a change. The table has
+of steps vary even without a change. The slower layout is the layout with the longer steps, either before or after the
+change. For the merge and for the split, the table has
 
-- the longest gap between two tokens of a request during a merge and a split, in steps of the slower layout; the longest
-  gap without a change in that layout, over as many tokens; and the duration relative to a change of all layers at once;
-- the TTFT of a short prompt that arrives at the start, in the middle and at the end of a change, relative to its TTFT
-  without a change in the slower layout;
+- the longest gap between two tokens of a request during the change, in steps of the slower layout;
+- the longest gap in the slower layout while nothing changes, in the same unit;
+- the duration of the change, relative to a change that switches all layers at once;
+- the TTFT of a short prompt that arrives at the start, in the middle and at the end of the change, and its ratio to the
+  TTFT in the slower layout while nothing changes;
 - the share of cached prompt tokens that are found after the change.
 """
 
@@ -86,7 +88,7 @@ class Watched:
         self._llm._registry.end(self._requests)
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Return the gaps between two tokens of a request that overlap a span, in seconds."""
+        """Return the seconds between two consecutive tokens of a request, for all gaps that overlap the given span."""
         pairs = [pair for times in self.times for pair in itertools.pairwise(times)]
         return [b - a for a, b in pairs if b >= begin and a <= end]
 
@@ -104,10 +106,14 @@ def first_token(llm: LLM, prompt: list[int]) -> float:
 
 
 def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: int | str = "auto"):
-    """Transform, and submit a short request at `place` of the change (`PLACES`).
+    """Transform, and submit a short request during the change.
 
-    `layers`: layers that switch between two steps (`layers_per_step`). Return the TTFT of the request in seconds (0
-    without a prompt), and begin and end of the change.
+    Return the TTFT of the short request in seconds, and begin and end of the change.
+
+    Args:
+        prompt: prompt of the short request. None: there is no short request, and the returned TTFT is 0.
+        place: part of the change in which the short request is submitted, one of `PLACES`.
+        layers: argument `layers_per_step` of `transform`.
     """
     late: list[Watched] = [] if prompt is None else [Watched(llm, [prompt], SHORT)]
     num_layers = llm._engine.dims.config.num_layers
@@ -184,7 +190,7 @@ def measure(llm: LLM, devices: int, num_requests: int, repeats: int) -> dict[str
 
 
 def prefixes(llm: LLM, devices: int, prompts: list[list[int]]) -> dict[str, float]:
-    """Return the share of cached tokens that prompts find before a merge, after it, and after the split."""
+    """Return the share of prompt tokens found in the prefix cache before a merge, after the merge and after a split."""
     llm.transform(1)
     llm.generate(prompts, SHORT)
     shares = {}

@@ -33,7 +33,7 @@ _NICE = 19
 
 
 def chosen(names: str) -> list[str]:
-    """Parse comma-separated names of attacks; "" means all. Raises `SystemExit` for an unknown attack."""
+    """Return the names in a comma-separated list; "" means all attacks. Raises `SystemExit` for an unknown name."""
     wanted = [name for name in names.split(",") if name] or list(ATTACKS)
     if unknown := sorted(set(wanted) - set(ATTACKS)):
         raise SystemExit(f"unknown attacks {', '.join(unknown)}: known are {', '.join(ATTACKS)}")
@@ -41,7 +41,7 @@ def chosen(names: str) -> list[str]:
 
 
 class Siege:
-    """Prepared attack in another process, with `begin` and `end`. Raises `ChildError` if the preparation fails."""
+    """Attack in another process, prepared by the constructor. Raises `ChildError` if the preparation fails."""
 
     def __init__(self, target: str, name: str, seconds: float):
         self._seconds = seconds
@@ -58,7 +58,8 @@ class Siege:
         self._child.send("go")
 
     def end(self) -> Tally:
-        """Wait for the end of the attack. Raises `ChildError` if it does not end."""
+        """Wait for the end of the attack, and return its counts. Raises `ChildError` if the attack does not end in
+        time."""
         try:
             return self._child.receive(self._seconds + _LATE_S)
         finally:

@@ -1,4 +1,4 @@
-"""Forwarder with another source address, because gRPC cannot choose the source address."""
+"""Forwarder of TCP connections that sets the source address, which gRPC cannot set."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 @contextlib.asynccontextmanager
 async def forwarded(target: str, source: str) -> AsyncIterator[str]:
-    """Yield an address whose connections are forwarded to `target`, with the source address `source`."""
+    """Yield an address. Connections to this address are forwarded to `target`, with `source` as source address."""
     host, _, port = target.rpartition(":")
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -39,9 +39,10 @@ async def look(client: AsyncClient) -> Left:
 
 
 def wait_until_idle(target: str, since_s: float, within_s: float) -> tuple[float | None, str]:
-    """Wait for an idle server. Return the seconds from `since_s` (`time.monotonic()`) until then, and the last state.
+    """Wait until the server is idle, for at most `within_s` seconds.
 
-    The seconds are None if the server is not idle after `within_s`.
+    Return the seconds from `since_s` (`time.monotonic()`) until the server was idle, or None if it stayed busy. Also
+    return the last state of the server as text.
     """
     return asyncio.run(_wait(target, since_s, time.monotonic() + within_s))
 

@@ -1,4 +1,4 @@
-"""Innocent requests: timed short prompts at a steady rate, from another address and process."""
+"""Innocent requests: short prompts at a steady rate, sent from a process and an address of their own."""
 
 import argparse
 import asyncio
@@ -26,9 +26,12 @@ _WORDS = "Once upon a time there was little girl and her dog who went to the par
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one request, sent at `sent_at_s` (`time.monotonic()`).
+    """Result of one request.
 
-    `ttft_s` is None without a token; `status` is the name of gRPC's status.
+    Attributes:
+        ttft_s: seconds until the first token; None if no token arrived.
+        status: name of the gRPC status.
+        sent_at_s: time of sending, by `time.monotonic()`.
     """
 
     ttft_s: float | None
@@ -39,8 +42,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Percentiles of innocent requests in seconds. The last three are latencies of whole requests, including failed
-    requests. `failures`: number of failed requests by gRPC status."""
+    """Percentiles over innocent requests, in seconds.
+
+    `median_s`, `p99_s` and `worst_s` are latencies of whole requests, including failed requests. `failures` is the
+    number of failed requests by gRPC status.
+    """
 
     count: int
     failures: dict[str, int]
@@ -66,8 +72,7 @@ def figures(answers: Sequence[Answer]) -> Figures:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest of the sorted values that is at least as large as a `share` (0 to 1) of them; NaN without
-    values."""
+    """Return the quantile `share` (0 to 1) of sorted values; NaN if there are no values."""
     if not ordered:
         return float("nan")
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
@@ -90,7 +95,7 @@ class Innocents:
         return self._child.receive(30)
 
     def finish(self) -> list[Answer]:
-        """Stop sending, wait for all answers, and return the answers since the last call."""
+        """Stop sending, wait for all answers, and return the answers that no earlier call has returned."""
         self._child.send("finish")
         return self._child.receive(TIMEOUT_S + 30)
 

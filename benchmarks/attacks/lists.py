@@ -19,7 +19,7 @@ _PROMPT = [1, 403, 407, 261, 378]
 
 
 async def lists(attacker: Attacker) -> Run:
-    """Send lists up to and beyond the maximum size of a message: ids, words, biases, stop strings, messages."""
+    """Send long lists of ids, words, biases, stop strings and chat messages. Some requests exceed the maximum size."""
     vocab, params = attacker.info.vocab_size, pb.SamplingParams
     several = {"n": 16, "max_tokens": 64, "ignore_eos": True}
     ids = [128 + i % (vocab - 128) for i in range(_IDS_8_MIB)]
@@ -54,7 +54,7 @@ def _parameters(count: int) -> dict[str, oip.InferParameter]:
 
 
 async def samples(attacker: Attacker) -> Run:
-    """Request 128 samples with log-probabilities, as long as the server allows; in amoeba.v1 also for prompt tokens."""
+    """Request 128 long samples with log-probabilities, in requests of amoeba.v1 also for the prompt."""
     room = attacker.info.max_model_len
 
     def ours(max_tokens: int) -> Call:
@@ -96,7 +96,7 @@ async def bad_words(attacker: Attacker) -> Run:
 
 
 async def undecodable(attacker: Attacker) -> Run:
-    """Request outputs of tokens that are never valid UTF-8, as long as the server allows."""
+    """Request long outputs that can contain only tokens that are not valid UTF-8."""
     vocab = attacker.info.vocab_size
     tokens = [
         t for t in [*range(min(vocab, 1000)), *range(max(1000, vocab - 500), vocab)] if await _broken(attacker, t)

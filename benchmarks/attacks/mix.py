@@ -1,7 +1,7 @@
 """Load of all kinds of requests, in another process.
 
-Some requests have known answers. Others are cancelled, miss their deadline, or are so long that instances merge.
-Sometimes a client transforms the instances.
+Some requests have known answers. Other requests are cancelled, miss their deadline, or are so long that instances
+merge. Sometimes a client transforms the instances.
 """
 
 import asyncio
@@ -49,13 +49,15 @@ class MixReport:
 
 
 class Mix:
-    """Mixed load in another process, which this object controls. The constructor starts the load while the
-    server is idle.
+    """Mixed load in another process, which this object controls.
+
+    The constructor first asks for the answers that later answers are compared with, and then starts the load. Create
+    this object while the server is idle.
 
     Args:
-        one_device_tokens: tokens that fit on one device; long requests have more.
+        one_device_tokens: tokens that fit on one device; long requests have more tokens.
         source: source address of the load; None: the default address.
-        busy: number of long answers that always run.
+        busy: minimum number of long answers in progress at any time.
     """
 
     def __init__(self, target: str, seed: int, one_device_tokens: int, source: str | None = None, busy: int = 0):
@@ -129,7 +131,7 @@ class _Load:
                 continue
 
     async def _check(self, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
-        """Send a known greedy request. Its answer must equal the first answer to the same prompt."""
+        """Send a greedy request, and compare its answer with the first answer to the same prompt."""
         which = self._dice.randrange(len(_KNOWN))
         try:
             answer = (await client.generate(_KNOWN[which], _GREEDY, timeout_s=_KNOWN_TIMEOUT_S))[0]
@@ -142,7 +144,7 @@ class _Load:
             self._compare(which, answer.token_ids, first[which])
 
     async def _check_infer(self, sender: Attacker, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
-        """Send a greedy request over the Open Inference Protocol, and compare the texts."""
+        """Send a greedy request over the Open Inference Protocol, and compare its text with the first answer."""
         which = self._dice.randrange(len(_KNOWN))
         settings = json.dumps({"temperature": 0, "max_tokens": _GREEDY.max_tokens, "ignore_eos": True})
         call = infer("known, Open Inference", sender.info.model, settings, text=_KNOWN[which])
@@ -161,7 +163,7 @@ class _Load:
             self._report.wrong.append(f"{_KNOWN[which]!r}: {answer} instead of {expected}")
 
     async def _any(self, sender: Attacker) -> None:
-        """Send a request with random settings; one in eight misses its deadline."""
+        """Send a request with random settings. One in eight requests has a deadline of at most 0.2 s."""
         dice = self._dice
         tokens = dice.randint(1, 64)
         late = dice.random() < 0.125
@@ -202,7 +204,7 @@ class _Load:
         await sending
 
     async def _long(self, sender: Attacker) -> None:
-        """Send a request that does not fit one device, if the context allows it."""
+        """Send a request that does not fit on one device, if the model's context is long enough."""
         most = sender.info.max_model_len - 40
         length = min(most, self._dice.randint(self._one_device_tokens, 2 * self._one_device_tokens))
         ids = pb.TokenIds(ids=self._dice.choices(range(3, sender.info.vocab_size), k=length))
@@ -210,12 +212,12 @@ class _Load:
         await sender.send(generate("long", params, token_ids=ids, timeout_s=60), self._channel(sender))
 
     async def _fill(self, sender: Attacker) -> None:
-        """Request long answers as single messages, which occupy slots but are little work for the client."""
+        """Request long answers without streaming: they occupy slots but are little work for the client."""
         settings = json.dumps({"n": _BUSY_SAMPLES, "max_tokens": _BUSY_TOKENS, "temperature": 1.0, "ignore_eos": True})
         await sender.send(infer("busy", sender.info.model, settings, timeout_s=60), self._channel(sender))
 
     async def _transform(self, sender: Attacker) -> None:
-        """Request a transformation. A transformation that the policy runs may prevent it."""
+        """Request a transformation. The server may refuse the request while another transformation runs."""
         message = pb.TransformRequest(tensor_parallel_size=self._dice.choice((1, 2, 4)), layers_per_step=2)
         call = Call("transform", ADMIN + "Transform", message.SerializeToString(), timeout_s=60)
         await sender.send(call, self._channel(sender))

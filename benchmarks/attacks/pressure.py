@@ -51,8 +51,8 @@ class Answer:
     """Answer to a call.
 
     Attributes:
-        status: name of gRPC's status, or "error message" for an error inside a stream.
-        text: error text; "" without an error.
+        status: name of the gRPC status, or "error message" for an error inside a stream.
+        text: text of the error; "" if there is no error.
         num_bytes: bytes of the answer's messages.
     """
 
@@ -66,8 +66,8 @@ class Tally:
     """Counts of answers.
 
     Attributes:
-        statuses: number of answers by label of the call and status.
-        first_texts: beginning of the first error text of each status.
+        statuses: number of answers by (label of the call, status).
+        first_texts: beginning of the first error text by (label of the call, status).
         longest_text: length of the longest error text in characters, and the label of its call.
     """
 
@@ -123,17 +123,17 @@ class Attacker:
             await channel.close()
 
     async def ask(self, method: str, message: Any, answer: Any) -> Any:
-        """Call an RPC of `InferenceService` during the preparation, without counting it. Raises `grpc.RpcError`."""
+        """Return the answer of an RPC of `InferenceService`, without counting the call. Raises `grpc.RpcError`."""
         call = self.channels[0].unary_unary(
             INFERENCE + method, type(message).SerializeToString, response_deserializer=answer.FromString
         )
         return await call(message, timeout=60)
 
     async def flood(self, calls: Sequence[Call], at_once: int, until: float | None = None) -> None:
-        """Send the calls in turn until the attack ends; `at_once` calls are always open.
+        """Send the calls in turn until the attack ends, with `at_once` calls open at any time.
 
-        The attack ends at `until` (`time.monotonic()`; None: after `seconds`), or after `_CALLS_AT_MOST` calls. Calls
-        that are still open 5 s after `until` are cancelled.
+        The attack ends after `self.seconds`. If `until` is set, it ends at this time (`time.monotonic()`) instead. It
+        also ends after `_CALLS_AT_MOST` calls. Calls that are still open 5 s after the end are cancelled.
         """
         end = until or time.monotonic() + self.seconds
         turns = itertools.islice(itertools.cycle(calls), _CALLS_AT_MOST)
@@ -151,7 +151,7 @@ class Attacker:
             pass
 
     async def send(self, call: Call, channel: grpc.aio.Channel) -> str:
-        """Make one call, read its answer, count it, and return the status."""
+        """Make one call, count its answer, and return the status of the answer."""
         self.tally.sent += 1
         self.tally.bytes_sent += len(call.data)
         try:
@@ -164,7 +164,8 @@ class Attacker:
         return answer.status
 
     async def longest(self, build: Callable[[int], Call], largest: int) -> int:
-        """Return the largest `max_tokens` that the server accepts: `largest` divided by a power of two, at least 1.
+        """Return the first of `largest`, `largest / 2`, `largest / 4` and so on that the server accepts as
+        `max_tokens`.
 
         `build`: function that returns a call with the given `max_tokens`.
         """
@@ -185,7 +186,7 @@ class Attacker:
 
 
 async def exchange(channel: grpc.aio.Channel, call: Call) -> Answer:
-    """Make one call and read its answer. An error message in a stream of answers determines the status."""
+    """Make one call and return its answer. An error message inside a stream counts as an error."""
     rpc, num_bytes, status, text = start(channel, call), 0, "OK", ""
     try:
         if isinstance(rpc, grpc.aio.UnaryUnaryCall):
@@ -205,7 +206,7 @@ async def exchange(channel: grpc.aio.Channel, call: Call) -> Answer:
 
 
 def start(channel: grpc.aio.Channel, call: Call) -> Any:
-    """Start a call with a raw message; a stream of requests has only this message."""
+    """Start a call with a raw message. If the RPC takes a stream of requests, the stream has only this message."""
     method = call.path.rpartition("/")[2]
     if method in _CLIENT_STREAMS:
 
@@ -219,7 +220,7 @@ def start(channel: grpc.aio.Channel, call: Call) -> Any:
 
 
 def generate(label: str, params: pb.SamplingParams | None = None, *, timeout_s: float = 20.0, **fields: Any) -> Call:
-    """Return a `Generate` call; without a prompt in `fields`, the prompt is a short text."""
+    """Return a `Generate` call. If `fields` has no prompt, the prompt is a short text."""
     if not {"text", "token_ids", "chat"} & set(fields):
         fields["text"] = "Once upon a time"
     message = pb.GenerateRequest(params=params or pb.SamplingParams(max_tokens=2), **fields)
@@ -236,7 +237,7 @@ def infer(
     timeout_s: float = 20.0,
     **fields: Any,
 ) -> Call:
-    """Return a `ModelInfer` call, or a `ModelStreamInfer` call if `stream` is set; settings are JSON."""
+    """Return a `ModelInfer` call, or a `ModelStreamInfer` call if `stream` is not None. `settings` is JSON."""
     settings = settings.encode() if isinstance(settings, str) else settings
     tensor = oip.ModelInferRequest.InferInputTensor
     values = {"text_input": text.encode(), "sampling_parameters": settings}

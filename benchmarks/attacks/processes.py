@@ -13,9 +13,10 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """Process that runs `function(pipe, *arguments)` until `close`. `send` and `receive` use the other end of the pipe.
+    """Process that runs `function(pipe, *arguments)` until `close` is called.
 
-    On Linux, `nice` lowers its priority: a load generator shares the cores with the server and must not slow it down.
+    `send` and `receive` use the other end of `pipe`. On Linux, `nice` is the niceness of the process: a load generator
+    must not slow down the server.
     """
 
     def __init__(self, function: Callable[..., None], *arguments: Any, nice: int = 0):
@@ -41,7 +42,7 @@ class Child:
             raise ChildError("the process has ended") from error
 
     def receive(self, timeout_s: float) -> Any:
-        """Return the next message. Raises `ChildError` if the process has ended or sends none in time."""
+        """Return the next message. Raises `ChildError` if the process has ended or sends no message in time."""
         try:
             if self._pipe.poll(timeout_s):
                 return self._pipe.recv()

@@ -12,7 +12,8 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from attacks.pressure import infer
 from serving.grpc_server._proto import open_inference_pb2 as oip
 
-# Weights of RPCs. `Transform` changes instances, and endless streams run until their deadline.
+_CHANGES = ("Transform", "Replicate", "Evict", "Migrate", "ScaleOut", "ScaleIn")
+# Weights of RPCs. `_CHANGES` change instances, and endless streams run until their deadline.
 _WEIGHTS = {
     "Generate": 25.0,
     "ModelInfer": 14.0,
@@ -22,9 +23,10 @@ _WEIGHTS = {
     "WatchCluster": 1.0,
     "Watch": 1.0,
     "SetPolicy": 1.0,
-    "Transform": 0.05,
+    **dict.fromkeys(_CHANGES, 0.05),
 }
-_TIMEOUTS_S = {"Generate": 1.0, "ModelStreamInfer": 1.0, "WatchCluster": 0.2, "Watch": 0.2, "Transform": 60.0}
+_TIMEOUTS_S = {"Generate": 1.0, "ModelStreamInfer": 1.0, "WatchCluster": 0.2, "Watch": 0.2}
+_TIMEOUTS_S |= dict.fromkeys(_CHANGES, 60.0)
 # Drain would end the server.
 _LEFT_OUT = {"Drain"}
 
@@ -58,7 +60,7 @@ def rpcs(model: str) -> list[Rpc]:
 
 
 def _valid(model: str) -> dict[str, tuple[bytes, ...]]:
-    """Return valid requests by the name of their RPC; RPCs without an entry have an empty message."""
+    """Return valid requests by the name of their RPC. RPCs that are not in the result take an empty message."""
     chat = pb.Chat(
         messages=[pb.ChatMessage(role="system", content="Be kind."), pb.ChatMessage(role="user", content="Hi")]
     )
@@ -73,6 +75,7 @@ def _valid(model: str) -> dict[str, tuple[bytes, ...]]:
             pb.TransformRequest(tensor_parallel_size=2, layers_per_step=4),
             pb.TransformRequest(tensor_parallel_size=1, devices=[0, 1], variant=pb.TRANSFORM_VARIANT_IN_PLACE),
         ],
+        **_placement_changes(),
         "SetPolicy": [pb.SetPolicyRequest(policy=name) for name in ("amoeba", "static", "round_robin")],
         "ModelReady": [oip.ModelReadyRequest(**named)],
         "ModelMetadata": [oip.ModelMetadataRequest(**named)],
@@ -91,6 +94,18 @@ def _valid(model: str) -> dict[str, tuple[bytes, ...]]:
     return valid | {
         "ModelInfer": _infer(model, None),
         "ModelStreamInfer": (*_infer(model, True), *_infer(model, False)),
+    }
+
+
+def _placement_changes() -> dict[str, list[Any]]:
+    layers = pb.LayerRange(first=1, end=3)
+    return {
+        "GetPlacement": [pb.GetPlacementRequest(instance=0)],
+        "Replicate": [pb.ReplicateRequest(layers=layers, device=1, modules=pb.PLACEMENT_MODULES_FFN)],
+        "Evict": [pb.EvictRequest(layers=layers, device=1)],
+        "Migrate": [pb.MigrateRequest(layers=layers, device=1, modules=pb.PLACEMENT_MODULES_KV, move_kv=False)],
+        "ScaleOut": [pb.ScaleOutRequest(device=1, instance=0)],
+        "ScaleIn": [pb.ScaleInRequest(device=1, instance=0)],
     }
 
 
@@ -130,7 +145,7 @@ def _generate(chat: pb.Chat) -> list[pb.GenerateRequest]:
 
 
 def _infer(model: str, stream: bool | None) -> tuple[bytes, ...]:
-    """Return requests with settings as JSON, with settings as parameters, and with `contents` in place of raw bytes."""
+    """Return inference requests with settings as JSON and as parameters, and with inputs as bytes and as `contents`."""
     settings = (
         '{"temperature": 0, "max_tokens": 2}',
         '{"n": 2, "top_k": "5", "stop": ["."], "max_tokens": 3, "logprobs": 1, "logit_bias": {"7": 1.5}, "seed": 3}',

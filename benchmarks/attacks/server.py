@@ -54,7 +54,7 @@ class Running:
 
 
 def rss_mib(pid: int) -> float:
-    """Return the resident memory of a process in MiB; NaN if there is no such process."""
+    """Return the resident memory of a process in MiB; NaN if the process does not exist."""
     try:
         return psutil.Process(pid).memory_info().rss / 2**20
     except psutil.NoSuchProcess:
@@ -82,10 +82,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def running_server(options: argparse.Namespace) -> Iterator[Running]:
-    """Start a server and wait until it is ready.
+    """Start a server, and yield it when it is ready.
 
-    The server ends with the `with` block, or if this process receives SIGTERM. Raises `SystemExit` if the server does
-    not start.
+    The server ends at the end of the `with` block, or if this process receives SIGTERM. Raises `SystemExit` if the
+    server does not start.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as scratch:
@@ -135,7 +135,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _default_model(directory: Path) -> Path:
-    """Return a copy of stories260K with a chat template and a longer context, or a similar random model."""
+    """Write a copy of stories260K with a chat template and a longer context. If stories260K is missing, write a random
+    model."""
     if not STORIES.is_dir():
         sys.path.insert(0, str(ROOT / "tests"))
         from tiny_models import byte_model  # pyright: ignore[reportMissingImports]

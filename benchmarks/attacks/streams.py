@@ -1,4 +1,4 @@
-"""Attacks with streams that are not read, dropped, left open, or past their deadline."""
+"""Attacks with streams: unread, cancelled early, left open, or with deadlines that are too short."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ def endless(label: str, max_tokens: int, n: int = 1, timeout_s: float = 20.0) ->
 
 
 async def slow_readers(attacker: Attacker) -> Run:
-    """Open 16 streams of 64 samples, read nothing for three seconds, then read all."""
+    """Open 16 streams of 64 samples, read nothing for three seconds, then read the streams."""
     longest = await attacker.longest(lambda n: endless("", n, 64), attacker.info.max_model_len - 16)
     calls = [endless("64 samples", longest, 64), infer_stream(attacker, longest)]
 
@@ -61,7 +61,7 @@ def channel_of(attacker: Attacker, index: int) -> grpc.aio.Channel:
 
 
 async def dropped(attacker: Attacker) -> Run:
-    """Open 32 streams at a time and cancel them within 20 ms."""
+    """Keep 32 streams open, and cancel each stream within 20 ms."""
     longest = await attacker.longest(lambda n: endless("", n, 64), attacker.info.max_model_len - 16)
     calls = [endless("64 samples", longest, 64), endless("1 sample", longest), infer_stream(attacker, longest)]
     dice = random.Random(0)
@@ -83,7 +83,7 @@ async def dropped(attacker: Attacker) -> Run:
 
 
 async def half_open(attacker: Attacker) -> Run:
-    """Open 200 connections with five silent streams each, and 200 connections without HTTP/2."""
+    """Open 200 connections with five silent streams each, and 200 connections that stop in the HTTP/2 preface."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -108,7 +108,7 @@ async def half_open(attacker: Attacker) -> Run:
 
 
 async def deadlines(attacker: Attacker) -> Run:
-    """Send 2,000 requests with deadlines of 50 to 150 ms, which they miss."""
+    """Send 2,000 requests with deadlines of 50 to 150 ms, which are too short."""
     longest = await attacker.longest(lambda n: endless("", n), attacker.info.max_model_len - 16)
     dice = random.Random(0)
 

@@ -1,4 +1,4 @@
-"""Attacks with long texts: in fields that errors repeat, and in prompts."""
+"""Attacks with long texts: in fields that error messages repeat, and in prompts."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ _TOKENIZED_BYTES = 4 * 2**20
 
 
 async def errors(attacker: Attacker) -> Run:
-    """Send texts of 50 and 256 KiB in fields that errors repeat: paths, one word, and an address."""
+    """Send texts of 50 and 256 KiB in fields that error messages repeat. The texts are paths, words and addresses."""
     calls = []
     for size in _SIZES:
         shapes = {"path": "/a" * (size // 2), "word": "/" + "a" * (size - 1), "address": "0x" + "f" * (size - 2)}
@@ -29,7 +29,10 @@ async def errors(attacker: Attacker) -> Run:
 
 
 def _echoes(kind: str, text: str, model: str) -> list[Call]:
-    """Return a call for each field that an error may repeat, with `text` in this field. `kind`: suffix of labels."""
+    """Return one call for each field that error messages may repeat, with `text` in this field.
+
+    `kind`: suffix of the labels of the calls.
+    """
 
     def settings(label: str, json: str, **fields: Any) -> Call:
         return infer(f"{label} {kind}", model, json, **fields)
@@ -84,7 +87,7 @@ def _echoes(kind: str, text: str, model: str) -> list[Call]:
 
 
 async def tokenizing(attacker: Attacker) -> Run:
-    """Send texts of 4 MiB to every RPC that tokenizes, and lists of a million tokens to Detokenize."""
+    """Send texts of 4 MiB to every RPC that tokenizes, and lists of a million tokens or more to Detokenize."""
     words = "Once upon a time there was a little girl, " * (_TOKENIZED_BYTES // 42)
     same = "a" * _TOKENIZED_BYTES
     letters = "abcdefghijklmnop qrstuvwxyz.,'\n0123456789äß€日"

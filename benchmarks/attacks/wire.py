@@ -1,4 +1,4 @@
-"""Protobuf messages as lists of raw fields, which can be damaged in ways that no library allows."""
+"""Damaged protobuf messages, made from raw fields, because protobuf libraries write only valid messages."""
 
 import random
 import struct
@@ -37,8 +37,10 @@ _SCALARS = {
 
 @dataclass
 class Field:
-    """Raw field of a message. `wire_type`: wire type of protobuf, such as `VARINT`. The value of a varint is an
-    integer, other values are bytes."""
+    """Raw field of a protobuf message.
+
+    `wire_type` is a constant such as `VARINT`. `value` is an integer if the field is a varint, else bytes.
+    """
 
     number: int
     wire_type: int
@@ -207,7 +209,7 @@ def _wire_type(described: Any) -> int:
 
 
 def _is_well_formed(data: bytes) -> bool:
-    """Return whether `split` can read a value, which may be damaged already."""
+    """Return whether `split` can read a message."""
     try:
         fields = split(data)
     except IndexError:

@@ -1,9 +1,9 @@
 """Programs that copy all pages of a layer into new extents.
 
 A piece is the part of a page that one rank of the higher degree stores. Each layer has two programs. `migrate` sends
-all pieces that change their rank at once, into a separate buffer. `defragment` then fills new extents with the pieces
-that stay on their rank and with the received pieces, both at their ids of the new layout. The caller drops the old
-extents afterwards, so a layer's cache exists twice for a moment.
+the pieces that change their rank, all at once, into a separate buffer. `defragment` then fills new extents with the
+received pieces and with the pieces that stay on their rank. The caller drops the old extents afterwards, so a layer's
+cache exists twice for a moment.
 """
 
 import jax
@@ -21,9 +21,9 @@ def compile_migrate(
 ) -> jax.stages.Compiled:
     """Compile a program `(extents, send) -> received` for one layer. Nothing is donated.
 
-    `extents` are arrays `[tp * pages, page_elems]` over the ranks of the group, which stay unchanged. `send` is the
-    array of a general `Phase`: int32 `[tp, tp, num_pieces]`. `received` has one array `[tp * num_pieces, elements of a
-    piece]` for each distance of ranks (`Phase`) from 1 to `tp - 1`.
+    `extents` are arrays `[tp * pages, page_elems]` over the ranks of `group`. `send` is `Phase.send` of a general
+    phase: int32 `[tp, tp, num_pieces]`. `received` is a list of arrays `[tp * num_pieces, elements of a piece]`, one
+    for each distance of ranks (see `Phase`) from 1 to `tp - 1`.
     """
 
     def run(extents: LayerKV, send: jax.Array) -> list[jax.Array]:
@@ -45,8 +45,8 @@ def compile_defragment(
 ) -> jax.stages.Compiled:
     """Compile a program `(extents, received, send, receive) -> new extents` for one layer. Nothing is donated.
 
-    Its inputs are the old extents, the result of `migrate`, and both id arrays of the `Phase`. `num_pieces`: see
-    `compile_migrate`.
+    `extents` are the old extents, `received` is the result of `migrate`, and `send` and `receive` are the arrays of the
+    `Phase`. `num_pieces` must be the same as for `compile_migrate`.
     """
 
     piece_elems = geometry.page_elems // group.tp

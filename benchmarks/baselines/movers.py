@@ -1,6 +1,7 @@
 """Baselines of transformations: copies on the devices, and copies through host memory.
 
-`baseline` replaces `InPlaceMover` by a baseline. Transform with `variant="in_place"` inside its block.
+In a `with baseline(...)` block, transformations use a baseline in place of `InPlaceMover`. In this block, pass
+`variant="in_place"` to `transform`.
 """
 
 import math
@@ -30,7 +31,10 @@ compiled_migrate, compiled_defragment = lru_cache(compile_migrate), lru_cache(co
 
 @contextmanager
 def baseline(variant: str) -> Iterator[None]:
-    """Use the baseline `basic` or `host_memory` for all transformations. Call it while no transformation runs."""
+    """Use the baseline `variant` (`basic` or `host_memory`) until the block ends.
+
+    Enter and leave the block while no transformation runs.
+    """
     hand_over = Transition.hand_over
 
     def with_weights(transition: Transition, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
@@ -46,10 +50,7 @@ def baseline(variant: str) -> Iterator[None]:
 
 
 class CopyMover(InPlaceMover):
-    """Mover that copies all pages into new extents, and every shard of FFN weights into a new buffer.
-
-    It compiles larger programs if there are more pages than expected.
-    """
+    """Mover that copies all pages into new extents, and every shard of FFN weights into a new buffer."""
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
         super().__init__(programs, weights)
@@ -194,8 +195,10 @@ MOVERS = {"basic": CopyMover, "host_memory": HostMover}
 
 
 def all_pieces(old: Tables, new: Tables) -> tuple[np.ndarray, np.ndarray]:
-    """Return `(source, target)`: rank and piece id of every piece in the old and in the new layout, int64 `[pieces, 2]`
-    each. Pieces that do not move are included."""
+    """Return `(source, target)`: the rank and id of every piece in the old layout and in the new layout.
+
+    Both arrays are int64 `[pieces, 2]`. Pieces that do not move are included.
+    """
     degree = max(len(table) for table in [*old, *new])
     source, target = (
         np.concatenate([np.zeros((0, 2), np.int64), *(_pieces(table, i, degree) for i, table in enumerate(tables))])
@@ -211,7 +214,7 @@ def num_changed(source: np.ndarray, target: np.ndarray) -> int:
 def replace_weights(
     store: WeightStore, group: SubMesh, layer: int, copy: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Replace all shards of a layer that merges can release by copies, and return the copies.
+    """Replace the releasable shards of a layer by copies, and return the copies.
 
     `copy`: function that returns a copy of a shard on its device.
     """
@@ -252,14 +255,14 @@ def single_phase(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_p
 
 
 def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
-    """Return a new buffer with the content of `array` on each device. Waits until all are written."""
+    """Return a copy of `array` on each device, after all copies are written."""
     misaligned = empty_misaligned(array.shape, array.dtype)
     misaligned[...] = array
     return put([misaligned], [devices])[0]
 
 
 def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return host memory that `device_put` copies and does not adopt; see `staging_shards`."""
+    """Return an uninitialized, misaligned array in host memory. `device_put` always copies it; see `staging_shards`."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 2 * _ALIGNMENT, np.uint8)
     start = _misaligned(memory, dtype)

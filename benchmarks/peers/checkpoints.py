@@ -14,7 +14,7 @@ from amoeba_jax.models.config import ModelConfig
 
 
 def write_random_llama(config: dict[str, Any], directory: Path, seed: int) -> None:
-    """Write a Llama with random f32 weights (normal, deviation 0.02; norms of one)."""
+    """Write a Llama with random f32 weights: normal with a standard deviation of 0.02, and ones for norms."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     model = ModelConfig.from_hf(config)

@@ -28,7 +28,10 @@ class Peer:
     requirements: tuple[str, ...] = ()
     """Packages of its environment."""
     needs: tuple[str, ...] = ()
-    """Modules that the engine needs to run in the present environment. Empty: it always has its own environment."""
+    """Modules that the engine needs. If they are installed here, the engine runs in the present environment.
+
+    If the tuple is empty, the engine always has its own environment.
+    """
     unwanted: tuple[str, ...] = ()
     """Dependencies to remove after the installation."""
     note: str = ""
@@ -56,9 +59,9 @@ PEERS = {
 
 
 def python_of(name: str, say: Callable[[str], None]) -> Path:
-    """Return the interpreter of engine `name`, and create its environment if necessary.
+    """Return the Python interpreter for engine `name`. If necessary, create the environment of the engine first.
 
-    Raises `PeerError` if it cannot be installed.
+    Raises `PeerError` if the engine cannot be installed.
     """
     peer = PEERS[name]
     if peer.needs and all(find_spec(module) for module in peer.needs):
@@ -93,14 +96,17 @@ def runner_of(name: str) -> Path:
 
 
 def environment(python: Path) -> dict[str, str]:
-    """Return the environment variables of an engine's process: no network, no telemetry, no modules of this project."""
+    """Return the environment variables for the process of an engine. They turn off downloads and telemetry."""
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1"}
     ours = () if python == Path(sys.executable) else ("PYTHONPATH", "PYTHONHOME")
     return {key: value for key, value in os.environ.items() if key not in ours} | quiet
 
 
 def _run(command: list[str], failure: str) -> str:
-    """Run a command and return its output. Raises `PeerError` with the end of its output if it fails."""
+    """Run a command and return its output.
+
+    If the command fails, raise `PeerError` with the last error in the output.
+    """
     done = subprocess.run(command, capture_output=True, text=True, env=environment(Path(command[0])))
     if done.returncode:
         raise PeerError(f"{failure}: {last_words(done.stderr or done.stdout)}")
@@ -108,7 +114,7 @@ def _run(command: list[str], failure: str) -> str:
 
 
 def last_words(log: str, limit: int = 400) -> str:
-    """Return the last line with an error, or else the last line of the log."""
+    """Return the last line of a log that mentions an error. If there is no such line, return the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("WARNING")]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1][:limit]

@@ -1,4 +1,4 @@
-"""Runner of amoeba-jax on one device. The untimed run of each cell compiles its programs."""
+"""Runner of amoeba-jax on one device. Programs are compiled before the timed runs."""
 
 from importlib.metadata import version
 

@@ -1,14 +1,15 @@
-"""Measurements, equal for all engines. Uses the standard library only, because it runs in each environment.
+"""Measurements of an engine, which are the same for all engines.
 
-A batch arrives at once, and a run ends with the last token of the last request:
+This module uses only the standard library, because it runs in the environment of each engine.
 
-- TTFT: the time of a run for one new token, until *every* request of the batch has its first token.
-- decode tokens/s: `batch * (new_tokens - 1) / (T(new_tokens) - T(1))` with `T(n)` the time of a run for n new tokens.
-- prefill tokens/s: the length of one long prompt over `T(1)`.
+All requests of a batch arrive at once. `T(n)` is the time until each request of the batch has n new tokens.
 
-A cell is a batch size with a number of prompt tokens and of new tokens. One run before each cell is not timed. Each
-run has new prompts, so that no prompt cache helps. All engines have the
-same prompts.
+- TTFT: `T(1)`, the time until *every* request of the batch has its first token.
+- decode tokens/s: `batch * (new_tokens - 1) / (T(new_tokens) - T(1))`.
+- prefill tokens/s: the length of one long prompt, divided by `T(1)`.
+
+A cell is a combination of batch size, prompt tokens and new tokens. An untimed run precedes the timed runs of each
+cell. Each run has new prompts, so that no prompt cache helps. All engines have the same prompts.
 """
 
 import json
@@ -30,14 +31,17 @@ class Engine(Protocol):
     versions: dict[str, str]
 
     def start_cell(self, batch: int, tokens: int) -> None:
-        """Prepare for `batch` requests of at most `tokens` tokens, prompt and output together; not timed."""
+        """Prepare for `batch` requests of at most `tokens` tokens, prompt and output together.
+
+        This call is not timed.
+        """
 
     def generate(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
-        """Complete all prompts together, greedily and past end tokens, and return the new tokens of each."""
+        """Complete all prompts as one greedy batch, and return the new tokens of each prompt. Ignore end tokens."""
 
 
 def main(load: Callable[[Job], Engine]) -> None:
-    """Run the job on stdin, and write a line of JSON to stdout for the engine and for each cell."""
+    """Read a job from stdin, and write JSON to stdout: one line about the engine, then one line for each cell."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Engines print to stdout too.
 
@@ -55,7 +59,7 @@ def main(load: Callable[[Job], Engine]) -> None:
 
 
 def measure(engine: Engine, job: Job, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
-    """Return the seconds of runs for one new token (`first_s`) and for all (`total_s`), tokens and peak memory."""
+    """Measure one cell. `first_s` of the result has samples of `T(1)`, and `total_s` has samples of `T(new_tokens)`."""
 
     def run(kind: str, count: int) -> tuple[float, list[list[int]]]:
         chance = random.Random(f"{job['seed']} {batch} {prompt} {kind}")
@@ -93,7 +97,7 @@ def reset_peak() -> None:
 def peak_bytes() -> int:
     """Return the peak resident bytes since `reset_peak`, summed over this process and its children.
 
-    Pages of mapped files count, and shared pages count for each process.
+    Pages of mapped files count. Pages that processes share count once for each process.
     """
     peak = 0
     for process in _processes():

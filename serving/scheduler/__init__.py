@@ -1,15 +1,24 @@
-"""Scheduler: placement of requests, and merges and splits of instances. It does not use JAX, so the same policies run
-on devices and in simulations. See docs/scheduling.md."""
+"""Scheduler: places requests, and merges and splits instances. Uses no JAX, so that the same policies run on devices
+and in simulations. See docs/scheduling.md."""
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import (
     Action,
     Dispatch,
+    Evict,
+    LimitBatch,
+    Migrate,
+    Modules,
+    Offload,
+    PlacementChange,
     Preempt,
     Reject,
     RejectKind,
+    Replicate,
     RunningRequests,
     ScaleDown,
+    ScaleIn,
+    ScaleOut,
     ScaleUp,
     invalid,
 )
@@ -20,6 +29,8 @@ from serving.scheduler.backoff import BackoffConfig
 from serving.scheduler.baselines.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.baselines.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.baselines.round_robin import RoundRobinPolicy
+from serving.scheduler.cocoserve.config import CocoServeConfig
+from serving.scheduler.cocoserve.policy import CocoServePolicy
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.flying import FlyingPolicy
 from serving.scheduler.flying_config import FlyingConfig
@@ -30,7 +41,16 @@ from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
 from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
 from serving.scheduler.timing import Throughput, Timing
-from serving.scheduler.view import ClusterView, DegreeLimits, InstanceView, RunningRequest, WaitingRequest
+from serving.scheduler.view import (
+    ClusterView,
+    DegreeLimits,
+    DeviceView,
+    InstanceView,
+    LayerSizes,
+    PlacementView,
+    RunningRequest,
+    WaitingRequest,
+)
 
 __all__ = [
     "POLICY_NAMES",
@@ -41,25 +61,39 @@ __all__ = [
     "AmoebaPolicy",
     "BackoffConfig",
     "ClusterView",
+    "CocoServeConfig",
+    "CocoServePolicy",
     "Decision",
     "DegreeLimits",
+    "DeviceView",
     "Dispatch",
+    "Evict",
     "Executor",
     "FlyingConfig",
     "FlyingPolicy",
     "InstanceView",
+    "LayerSizes",
     "LeastLoadFirstPolicy",
+    "LimitBatch",
+    "Migrate",
+    "Modules",
+    "Offload",
     "Outcome",
     "PaperConfig",
+    "PlacementChange",
+    "PlacementView",
     "Policy",
     "Preempt",
     "QueueOrder",
     "Reject",
     "RejectKind",
+    "Replicate",
     "RoundRobinPolicy",
     "RunningRequest",
     "RunningRequests",
     "ScaleDown",
+    "ScaleIn",
+    "ScaleOut",
     "ScaleUp",
     "Scheduler",
     "SchedulerCounters",

@@ -1,11 +1,15 @@
 """Actions that a policy requests from an executor. The field `reason` of each action is text for the log."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Literal, get_args
 
 RunningRequests = Literal["migrate", "pause", "wait"]
 """Treatment of the running requests of instances that merge: see `ScaleUp.running`."""
+Modules = Literal["layer", "attention", "ffn", "kv"]
+"""Modules of a layer that a placement change affects, as in `amoeba_jax.transform.options.PlacementModules`: attention
+and FFN ("layer"), attention with its KV cache, FFN, or attention with its KV cache while the source keeps the weights
+("kv")."""
 
 
 class RejectKind(StrEnum):
@@ -47,7 +51,7 @@ class ScaleUp:
 @dataclass(frozen=True)
 class ScaleDown:
     """Split the instance on `devices` into instances of `degree`. Running requests continue, and paused requests
-    resume. If there are paused requests, `degree` must be `InstanceView.paused_degree`."""
+    resume. If the instance has paused requests, `degree` must be `InstanceView.paused_degree`."""
 
     devices: tuple[int, ...]
     degree: int
@@ -72,8 +76,113 @@ class Reject:
     reason: str
 
 
+# Placement changes (CoCoServe). An executor on devices maps a change to `Engine.change_placement`, with
+# `PlacementOptions(kind, device, instance, range(*layers), modules, move_kv)`. While the change is in progress,
+# `InstanceView.changes_placement` is true, and steps continue. An executor without `ClusterView.layer` refuses them.
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Copy layers of an instance to a further device. Each of their homes then computes a share of the batch.
+
+    `PlacementOptions("replicate", ...)`. Instances above degree 1, and devices of such instances, are refused.
+    """
+
+    instance_id: int
+    layers: tuple[int, int]
+    """First layer, and end of the layers (exclusive)."""
+    device: int
+    """Device that computes the layers in addition."""
+    reason: str = ""
+    modules: Modules = "layer"
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Remove a device from the homes of replicated layers. The sequences there continue on the remaining homes.
+
+    `PlacementOptions("evict", ...)`. A layer with one home is refused.
+    """
+
+    instance_id: int
+    layers: tuple[int, int]
+    """See `Replicate.layers`."""
+    device: int
+    """Device that stops computing the layers."""
+    reason: str = ""
+    modules: Modules = "layer"
+
+
+@dataclass(frozen=True)
+class Migrate:
+    """Move layers of an instance from their only home to another device, with their KV cache if `move_kv` is set.
+
+    `PlacementOptions("migrate", ...)`. A replicated layer is refused: evict its replicas first.
+    """
+
+    instance_id: int
+    layers: tuple[int, int]
+    """See `Replicate.layers`."""
+    device: int
+    """New home."""
+    reason: str = ""
+    modules: Modules = "layer"
+    move_kv: bool = True
+
+
+@dataclass(frozen=True)
+class ScaleOut:
+    """Copy all layers of an instance to an empty device, where they become an instance of their own.
+
+    `PlacementOptions("scale_out", device, instance, None)`. Arrived layers compute a share of the batch at once. At the
+    end, the new instance, with the id `device`, keeps the sequences of its share.
+    """
+
+    instance_id: int
+    device: int
+    """Device without an instance and without modules of other instances."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ScaleIn:
+    """End the instance on `device`. Its sequences continue on another instance, and the device becomes empty.
+
+    `PlacementOptions("scale_in", device, instance, None)`.
+    """
+
+    instance_id: int
+    """Instance that receives the sequences."""
+    device: int
+    """Device of the instance that ends, which is its id."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Move the KV pages of a running request to host memory, and return the request to the queue.
+
+    `Engine.offload`. The waiting request has `WaitingRequest.offloaded` set. A later `Dispatch` copies the pages back,
+    and nothing is computed again.
+    """
+
+    request_id: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LimitBatch:
+    """Limit the running requests of an instance (`Engine.limit_batch`). Requests that run already continue."""
+
+    instance_id: int
+    size: int | None
+    """Maximum number of running requests. None: the limit of its degree."""
+    reason: str = ""
+
+
+PlacementChange = Replicate | Evict | Migrate | ScaleOut | ScaleIn
 Transformation = ScaleUp | ScaleDown
-Action = Dispatch | Transformation | Preempt | Reject
+Action = Dispatch | Transformation | PlacementChange | Offload | LimitBatch | Preempt | Reject
 
 
 def invalid(action: object) -> str | None:
@@ -87,4 +196,27 @@ def invalid(action: object) -> str | None:
     devices = getattr(action, "devices", ())
     if not isinstance(devices, tuple):
         return f"devices={devices!r} must be a tuple"
+    if isinstance(action, Replicate | Evict | Migrate):
+        if action.modules not in get_args(Modules):
+            return f"modules={action.modules!r} must be one of {', '.join(get_args(Modules))}"
+        layers = action.layers
+        if not isinstance(layers, tuple) or len(layers) != 2 or not 0 <= layers[0] < layers[1]:
+            return f"layers={layers!r} must be (first, end) with 0 <= first < end"
+    if isinstance(action, LimitBatch) and action.size is not None and action.size < 1:
+        return f"size={action.size!r} must be at least 1, or None"
     return None
+
+
+def identity(action: Action) -> tuple[object, ...]:
+    """Return the identity of an action, without its reason and options. A merge and a split with the same devices and
+    degree have the same identity."""
+    match action:
+        case ScaleUp(devices, degree) | ScaleDown(devices, degree):
+            return ("transform", devices, degree)
+        case Dispatch(request_id, instance_id):
+            return ("dispatch", request_id, instance_id)
+        case Preempt(request_id) | Reject(request_id):
+            return (type(action).__name__, request_id)
+        case _:
+            values = [getattr(action, field.name) for field in fields(action) if field.name != "reason"]
+            return (type(action).__name__, *values)

@@ -25,8 +25,8 @@ class Admission:
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
         """Return the rejections, and the remaining requests in the order of service (`QueueOrder`).
 
-        A request is rejected if its deadline has passed, if it may exceed `capacity_tokens` or the context of the
-        model, or if the queue is over a limit.
+        A request is rejected if its deadline has passed, if its maximum length exceeds `capacity_tokens` or the context
+        of the model, or if the queue is over a limit.
 
         Args:
             capacity_tokens: tokens that the largest possible instance can hold.
@@ -64,9 +64,10 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
-        """Return rejections of the requests over the limits. Requests beyond their client's share are rejected first,
-        then the last arrivals. After a prompt that exceeds `max_queued_tokens`, a shorter prompt may still fit.
-        Preempted requests are never rejected."""
+        """Return rejections of the requests over the limits of the queue. Preempted requests are never rejected.
+
+        Requests beyond their client's share are rejected first, then the last arrivals.
+        """
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):
             if request.started:

@@ -1,5 +1,5 @@
-"""AMOEBA's policy: merge instances for a long request, send further long requests to the merged instance, and split it
-when they have ended."""
+"""AMOEBA's policy: instances merge for a long request. The merged instance also serves further long requests. When all
+its long requests have ended, it splits."""
 
 import dataclasses
 
@@ -14,10 +14,11 @@ from serving.scheduler.view import ClusterView
 
 
 class AmoebaPolicy:
-    """The policy `amoeba` (docs/scheduling.md): merges for long requests, and splits when they have ended.
+    """The policy `amoeba` (docs/scheduling.md): merges instances for long requests, and splits a merged instance when
+    its long requests have ended.
 
-    Between decisions it remembers the size of recent long requests, the time at which a long request last needed each
-    merged instance, and whether a short request found no room. All other input is in the snapshot.
+    Between decisions the policy remembers the size of the largest recent long request, the last time at which a long
+    request needed each merged instance, and whether a short request found no room.
     """
 
     name = "amoeba"

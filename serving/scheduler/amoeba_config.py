@@ -14,9 +14,9 @@ class AmoebaConfig:
     earlier and moves more pages. If a short request lacks room, no share must be free. In any case, the running
     requests must fit the instances after the split."""
     linger_s: float = 60.0
-    """Seconds that a merged instance stays after its last long request, so that the next long request needs no merge.
-    It splits earlier if a short request lacks room. If less than `split_free_share` of its cache is free, it accepts no
-    more requests and splits when enough is free. The paper's value is 0."""
+    """Seconds that a merged instance stays merged after its last long request, so that the next long request needs no
+    merge. It splits earlier if a short request lacks room. If less than `split_free_share` of its cache is free, it
+    accepts no more requests and splits when enough is free. The paper's value is 0."""
     partial_splits: bool = True
     """Whether an instance splits to the lowest degree that holds its long requests, instead of waiting for their
     end."""

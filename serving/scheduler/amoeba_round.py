@@ -12,7 +12,8 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 class Round:
-    """One decision: assigns the remaining room to waiting requests, one after the other.
+    """One decision of the policy `amoeba`: assigns free tokens and slots to waiting requests, one request after the
+    other.
 
     Args:
         was_pressed: whether a short request found no room in the last decision.
@@ -41,7 +42,8 @@ class Round:
         """Instances that may hold long requests, now or after their transformation."""
         self._largest_present = max([view.final_capacity(i) for i in self._candidates if not i.draining], default=-1)
         self._merged_capacities: list[int] = []
-        """Capacities of the instances that this decision merges, and of groups that it closed until they have room."""
+        """Capacities of the instances into which groups will merge: groups that merge now, and groups that are closed
+        so that they can merge later."""
         self._reserved: set[int] = set()
         """Ids of merged instances where a waiting long request has reserved tokens."""
         self._taken_s: dict[int, float] = {}
@@ -74,8 +76,10 @@ class Round:
         return [*preempts]
 
     def _preferred(self, options: list[InstanceView], request: WaitingRequest, kept: frozenset[int]) -> InstanceView:
-        """Return the best instance for a short request. Prefer instances that are not kept for a merge, then instances
-        without long requests (their prompts slow down each step), then steps within the TPOT SLO, then the lowest load.
+        """Return the best of several instances for a short request.
+
+        The criteria are, in this order: uses no device in `kept`; runs no long request; its steps meet the TPOT SLO;
+        has the lowest load. `kept`: devices to keep free for a long request (`Reserve.kept_from`).
         """
         view, slo_s = self.view, self.config.tpot_slo_s
         return min(
@@ -88,11 +92,12 @@ class Round:
         )
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to the instance of the highest degree with room.
+        """Return the actions for a long request.
 
-        If none has room but an instance can hold the request, preempt, merge a second group, or wait. If no instance
-        can hold it, merge a group with room. If no group has room, close the best group, so that it can merge later. If
-        there is no group, split an instance that kept its weights.
+        If an instance has room, dispatch the request to the instance of the highest degree that has room. If an
+        instance can hold the request but has no room now, preempt other requests, merge a second group, or wait. If no
+        instance can hold the request, merge a group. If no group has room yet, close the best group, so that it can
+        merge later. If there is no group, split an instance that kept its weights.
         """
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
@@ -114,10 +119,12 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Return the merge of another group for a request that waits for a present instance. None: it must wait on.
+        """Return the merge of another group for a request that waits for a present instance. None: the request must
+        wait.
 
-        The request must have waited `merge_again_after_s`, or it would miss its TTFT SLO without the merge. In the
-        second case, no short request may lack room, and no other merge of this decision may hold the request.
+        The merge has one of two reasons: the request has waited `merge_again_after_s`, or it would miss its TTFT SLO
+        without the merge. The second reason counts only if no short request lacks room, and if no other merge of this
+        decision can hold the request.
         """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
@@ -163,9 +170,11 @@ class Round:
         return preempts
 
     def _wait(self, request: WaitingRequest) -> None:
-        """Reserve room for a long request on the merged instance that has the most free tokens after its long requests
-        have ended. Short requests may use its other tokens meanwhile. If there is no such instance, reserve room on an
-        instance in transformation."""
+        """Reserve room for a long request on the merged instance that will have the most free tokens when its long
+        requests have ended.
+
+        If no merged instance can hold the request, reserve room on an instance in transformation.
+        """
         room = self.room
         options = [
             i
@@ -193,7 +202,8 @@ class Round:
         ]
 
     def _group_with_room(self, request: WaitingRequest) -> MergeGroup | None:
-        """Return the best group whose merged instance has room for a request at once."""
+        """Return the best group that would have room for a request right after its merge; None if there is no such
+        group."""
         need = self.room.need(request)
         return next((group for group in self._groups(request) if group.minus_free <= -need), None)
 

@@ -1,8 +1,18 @@
 """Memory of refused actions, so that they are not requested again immediately."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, ScaleDown, ScaleUp, Transformation
+from serving.scheduler.actions import (
+    Action,
+    Evict,
+    PlacementChange,
+    ScaleDown,
+    ScaleIn,
+    ScaleOut,
+    ScaleUp,
+    Transformation,
+    identity,
+)
 from serving.scheduler.view import ClusterView
 
 
@@ -20,7 +30,7 @@ class BackoffConfig:
 
 @dataclass
 class _Refusal:
-    transformation: tuple[tuple[int, ...], int] | None
+    action: Action
     count: int
     until_s: float
     forget_s: float
@@ -28,66 +38,78 @@ class _Refusal:
 
 @dataclass
 class Backoff:
-    """Refused actions, and accepted transformations that may still fail."""
+    """Refused actions, and accepted transformations and placement changes that may still fail."""
 
     config: BackoffConfig = BackoffConfig()
     _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
-    _under_way: list[Transformation] = field(default_factory=list)
+    _under_way: list[Transformation | PlacementChange] = field(default_factory=list)
 
     def blocks(self, action: Action, now_s: float) -> bool:
         """Return whether an action was refused too recently to be tried again."""
-        refusal = self._refused.get(_key(action))
+        refusal = self._refused.get(identity(action))
         return refusal is not None and now_s < refusal.until_s
 
     def refuse(self, action: Action, now_s: float) -> float:
         """Record a refusal and return the seconds for which the action is blocked."""
-        config, known = self.config, self._refused.get(_key(action))
+        config, known = self.config, self._refused.get(identity(action))
         count = known.count + 1 if known and now_s < known.forget_s else 1
         wait_s = min(config.first_s * config.factor ** min(count - 1, 64), config.longest_s)
-        changes = (action.devices, action.degree) if isinstance(action, ScaleUp | ScaleDown) else None
-        self._refused[_key(action)] = _Refusal(changes, count, now_s + wait_s, now_s + wait_s + 2 * config.longest_s)
+        self._refused[identity(action)] = _Refusal(action, count, now_s + wait_s, now_s + wait_s + 2 * config.longest_s)
         return wait_s
 
     def accept(self, action: Action) -> None:
-        """Record that an action was accepted, and forget its refusals. Refusals of a transformation are forgotten when
-        it has reached its degree."""
-        if isinstance(action, ScaleUp | ScaleDown):
+        """Record that an action was accepted. Its refusals are forgotten: at once or, for a transformation or placement
+        change, when it has succeeded."""
+        if isinstance(action, Transformation | PlacementChange):
             self._under_way.append(action)
         else:
-            self._refused.pop(_key(action), None)
+            self._refused.pop(identity(action), None)
 
-    def ended(self, view: ClusterView) -> list[tuple[Transformation, bool]]:
-        """Return `(transformation, reached)` for each transformation that has ended since the last call. `reached` is
-        true if all instances on its devices have its degree."""
+    def ended(self, view: ClusterView) -> list[tuple[Transformation | PlacementChange, bool]]:
+        """Return `(action, reached)` for each transformation and placement change that has ended since the last call.
+
+        `reached` is true if all instances on the devices of a transformation have its degree, or if the modules of a
+        placement change are at their new homes.
+        """
         ended, still = [], []
         for action in self._under_way:
-            instances = view.instances_on(action.devices)
-            if any(i.transition_to is not None for i in instances):
+            if isinstance(action, ScaleUp | ScaleDown):
+                instances = view.instances_on(action.devices)
+                running = any(i.transition_to is not None for i in instances)
+                done = bool(instances) and all(i.degree == action.degree for i in instances)
+            else:
+                instance = view.instance(action.instance_id)
+                running = instance is not None and instance.changes_placement
+                done = _is_placed(view, action)
+            if running:
                 still.append(action)
                 continue
-            done = bool(instances) and all(i.degree == action.degree for i in instances)
             ended.append((action, done))
             if done:
-                self._refused.pop(_key(action), None)
+                self._refused.pop(identity(action), None)
         self._under_way = still
         return ended
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
         """Return the blocked transformations as (devices, degree), for `ClusterView.refused`."""
         self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
-        return frozenset(r.transformation for r in self._refused.values() if r.transformation and now_s < r.until_s)
+        blocked = (r.action for r in self._refused.values() if now_s < r.until_s)
+        return frozenset((a.devices, a.degree) for a in blocked if isinstance(a, ScaleUp | ScaleDown))
+
+    def refused_changes(self, now_s: float) -> frozenset[tuple[object, ...]]:
+        """Return the identities of blocked placement changes, for `ClusterView.refused_changes`."""
+        blocked = (r.action for r in self._refused.values() if now_s < r.until_s)
+        return frozenset(identity(action) for action in blocked if isinstance(action, PlacementChange))
 
 
-def _key(action: Action) -> tuple[object, ...]:
-    """Return the identity of an action, without its reason and options. A merge and a split with the same devices and
-    degree have the same identity."""
-    match action:
-        case ScaleUp(devices, degree) | ScaleDown(devices, degree):
-            return ("transform", devices, degree)
-        case Dispatch(request_id, instance_id):
-            return ("dispatch", request_id, instance_id)
-        case Preempt(request_id) | Reject(request_id):
-            return (type(action).__name__, request_id)
-        case _:
-            values = [getattr(action, field.name) for field in fields(action) if field.name != "reason"]
-            return (type(action).__name__, *values)
+def _is_placed(view: ClusterView, action: PlacementChange) -> bool:
+    """Return whether the modules of a placement change are at their new homes."""
+    if isinstance(action, ScaleOut | ScaleIn):
+        return (view.instance(action.device) is not None) == isinstance(action, ScaleOut)
+    instance = view.instance(action.instance_id)
+    if instance is None:
+        return False
+    homes = [home for layer in range(*action.layers) for home in instance.homes(layer, action.modules)]
+    if isinstance(action, Evict):
+        return all(action.device not in home for home in homes)
+    return all(action.device in home for home in homes)

@@ -9,16 +9,17 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def step_s(view: ClusterView, instance: InstanceView) -> float | None:
-    """Return the seconds of a decode step on an instance. Before its first step, use the measurement of its degree."""
+    """Return the seconds of a decode step on an instance. If the instance has run no step yet, return the measured
+    seconds of its degree."""
     return view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
 
 
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
-    """Return the estimated seconds until an instance has `need` free tokens and a free slot.
+    """Return the estimated seconds until an instance has `need` free tokens and a free slot. None: steps or prompts of
+    this degree were not measured yet.
 
     The estimate assumes that every running request reaches its maximum length, and that no other request starts. If
-    the ends of all running requests free too little, it is the time until the last of them ends. None if the instance
-    must wait and its steps or prompts were not measured yet.
+    even the end of all running requests frees too few tokens, the result is the time until the last of them ends.
     """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
@@ -43,14 +44,15 @@ def first_token_s(
     request: WaitingRequest,
     taken_s: Mapping[int, float] | None = None,
 ) -> float | None:
-    """Return the seconds until a request's first token on the instance that would generate it first.
+    """Return the estimated seconds until the first token of a request, on the instance that would generate it first.
 
-    None if an instance in transformation will be able to hold the request, if no instance can hold it, or if a
-    measurement is missing.
+    The result is None if no instance can hold the request, if an instance in transformation will be able to hold it, or
+    if a measurement is missing.
 
     Args:
-        taken_s: seconds until an instance has finished a request that already waits for it, by instance id. For an
-            instance without an entry, `wait_s` is used.
+        instances: instances to choose from.
+        taken_s: seconds until an instance has finished a request that already waits for it, by instance id. If an
+            instance is not in this dict, `wait_s` gives the seconds until it has room.
     """
     times = []
     for instance in instances:
@@ -70,11 +72,11 @@ def first_token_s(
 
 
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
-    """Return the seconds until a request's first token if `members` merge to `degree` now.
+    """Return the estimated seconds until the first token of a request if `members` merge to `degree` now.
 
-    This is the time of the merge, plus the time of the request's prompt and of the prompts that the members have not
-    computed yet. If no merge from the lowest degree of the members was measured, the slowest measured transformation
-    to `degree` is used.
+    This is the time of the merge, plus the time to compute the prompt of the request and the uncomputed prompts of the
+    members. If no merge from the lowest degree of the members was measured, the time of the slowest measured
+    transformation to `degree` is used.
     """
     timing, lowest = view.timing, min(i.degree for i in members)
     others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]
@@ -87,13 +89,13 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
 def merge_pays(
     view: ClusterView, request: WaitingRequest, wait_s: float | None, merge_s: float | None, slo_s: float
 ) -> bool:
-    """Return whether a merge is faster than waiting, and waiting would miss the TTFT SLO of a request. False if a time
-    is unknown.
+    """Return whether waiting would miss the TTFT SLO of a request, and a merge would be faster than waiting. If a time
+    is unknown, the result is False.
 
     Args:
         wait_s: seconds until the first token if the request waits for an existing instance. None: unknown.
-        merge_s: seconds until the first token if a group merges. None: unknown.
-        slo_s: TTFT SLO: limit for the seconds from arrival to the first token.
+        merge_s: seconds until the first token if instances merge for the request. None: unknown.
+        slo_s: TTFT SLO of the request in seconds.
     """
     if wait_s is None or merge_s is None:
         return False
@@ -101,7 +103,8 @@ def merge_pays(
 
 
 def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | None:
-    """Return the seconds that a request runs on an instance of a degree if it reaches its maximum length."""
+    """Return the estimated seconds that a request runs on an instance of `degree` until it reaches its maximum
+    length."""
     prompt_s, one_step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
     if prompt_s is None or one_step_s is None:
         return None
@@ -111,11 +114,11 @@ def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | No
 def meets_own_slos(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, prompt_tokens_before: int
 ) -> bool:
-    """Return whether an instance with room would serve a request within the SLOs that the request itself sets. False if
-    it sets no SLO, or if a measurement is missing.
+    """Return whether an instance with room would meet the SLOs that a request itself sets. If the request sets no SLO,
+    or if a measurement is missing, the result is False.
 
     Args:
-        prompt_tokens_before: prompt tokens that the instance computes before this request.
+        prompt_tokens_before: prompt tokens that the instance computes before the prompt of this request.
     """
     if request.ttft_slo_s is None and request.tpot_slo_s is None:
         return False
@@ -128,7 +131,10 @@ def meets_own_slos(
 
 
 def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
-    """Return whether recent steps of an instance exceed the TPOT SLO of a request (`default_s` if it sets none)."""
+    """Return whether recent steps of an instance took longer than the TPOT SLO of a request.
+
+    `default_s`: TPOT SLO of a request that sets none.
+    """
     slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
     return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
 
@@ -138,8 +144,9 @@ def split_time_s(
 ) -> float:
     """Return the time at which groups should split for a short request without room.
 
-    This is `wait_s` seconds after the request began to wait. The time is earlier if the request would otherwise miss
-    its TTFT SLO. An earlier time needs measured durations of a split and of prompts.
+    This is `wait_s` seconds after the request began to wait. If the request would then miss its TTFT SLO, the result is
+    the latest time at which a split would still meet the SLO. Without measured times of a split and of prompts, the SLO
+    is ignored.
 
     Args:
         degree: degree of the groups.

@@ -23,7 +23,8 @@ class Executor(Protocol):
 
     The next snapshot shows an accepted action: a dispatched or rejected request has left the queue, a preempted request
     is back in it, and instances under transformation have `transition_to` set. A transformation that ends without
-    reaching its degree has failed; its requests keep running or wait.
+    reaching its degree has failed; its requests keep running or wait. An instance in a placement change has
+    `changes_placement` set. A placement change that ends without the new homes has failed and changed nothing.
     """
 
     def snapshot(self) -> ClusterView:

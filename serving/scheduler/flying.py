@@ -1,5 +1,5 @@
-"""Flying Serving's policy: groups of a high degree under light load and for urgent and long requests, instances of the
-base degree under heavy load."""
+"""Flying Serving's policy. Under light load, and for urgent and long requests, instances merge to groups of a high
+degree. Under heavy load, groups split to the base degree."""
 
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
@@ -13,11 +13,12 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class FlyingPolicy:
-    """The policy `flying` (docs/scheduling.md): merges under light load and for urgent or long requests, splits under
-    heavy load.
+    """The policy `flying` (docs/scheduling.md): merges instances under light load and for urgent or long requests, and
+    splits groups under heavy load.
 
-    Between decisions it remembers the average load, the duration of pauses on each device (`PauseBudget`), the groups
-    that were merged for light load or for urgent requests, and the time at which short requests need a split.
+    Between decisions the policy remembers the average load, how long requests were paused on each device
+    (`PauseBudget`), which groups were merged for light load or for urgent requests, and the time at which groups should
+    split for short requests.
     """
 
     name = "flying"
@@ -74,7 +75,7 @@ class FlyingPolicy:
         self.load.update(view, present + len(view.queue), late)
 
     def _forget_groups(self, room: Room) -> None:
-        """Remove the groups that have split from the records of light load and of urgent requests."""
+        """Remove the groups that have split from `_for_load` and `_for_urgent`."""
         present = {instance.devices for instance in room.merged}
         self._for_load &= present
         changing = {device for instance in room.unsteady for device in instance.devices}
@@ -83,11 +84,12 @@ class FlyingPolicy:
     # Splits
 
     def _split(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
-        """Return the split of a group; an empty list if it stays. See `_resume` for a group with paused requests.
+        """Return the actions that split a group; an empty list if the group stays merged. `_resume` handles a group
+        with paused requests.
 
-        A group stays if it serves urgent requests (`_serves_urgent`), if its requests do not fit instances of a lower
-        degree, or if the split was refused recently. It splits to the base degree, or to the lowest degree that holds
-        its long requests, running or waiting.
+        A group stays merged if it serves urgent requests (`_serves_urgent`), if its requests do not fit instances of a
+        lower degree, or if the split was refused recently. If no long request needs the group, it splits to the base
+        degree. If a long request runs there or waits, the group splits to the lowest degree that holds this request.
 
         Args:
             urgent: whether urgent requests wait.
@@ -111,11 +113,11 @@ class FlyingPolicy:
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
-        """Return whether a group stays merged because urgent requests run on it or wait.
+        """Return whether a group stays merged because of urgent requests that run on the group or wait.
 
-        A group that was merged because of light load does not stay. A group that was merged for urgent requests without
-        pausing (`_for_urgent`) stays: after a split, its other requests would pause for the next urgent request. Any
-        other group stays, except under heavy load if it also runs requests that are not urgent.
+        A group that was merged because of light load does not stay merged. A group that was merged for urgent requests
+        without pausing (`_for_urgent`) stays merged. Any other group stays merged if the load is not heavy, or if all
+        its running requests are urgent.
         """
         if instance.devices in self._for_load or not (urgent_waits or instance.runs_urgent):
             return False
@@ -123,12 +125,11 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Return the split that resumes the paused requests of a group.
+        """Return the split that resumes the paused requests of a group; an empty list if the group stays merged.
 
-        Return an empty list while requests run on the group or urgent requests wait, unless the pause has reached its
-        limit. Return an empty list also if the split was refused recently.
-
-        If running requests would not fit next to the paused requests, return their preemptions instead. The split
+        The group stays merged while requests run on it, while urgent requests wait, or if the split was refused
+        recently. If the pause has reached its limit, the group splits although requests run or wait. If running
+        requests would not fit next to the paused requests, return preemptions of these running requests. The split then
         follows in a later decision.
         """
         used_up = self._budget.used_up(instance.devices)
@@ -148,8 +149,11 @@ class FlyingPolicy:
     # Merges under light load
 
     def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
-        """Return merges to the highest degree with compiled programs, for all groups that may merge and whose running
-        requests fit the slots of this degree. All weights are kept."""
+        """Return merges of all groups that can merge to the highest degree with compiled programs. All weights are
+        kept.
+
+        A group does not merge if it has more running requests than the merged instance would have slots.
+        """
         actions: list[Action] = []
         degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)
         if degree <= view.base_degree:

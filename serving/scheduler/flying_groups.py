@@ -17,7 +17,7 @@ class FlyingGroups:
     """Groups of instances that may merge in one decision.
 
     Attributes:
-        coming: (free tokens, free slots) of each instance above the base degree that a merge will make.
+        coming: (free tokens, free slots) of each instance that a running or requested merge will create.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -30,10 +30,10 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` in this decision, else None.
+        """Return the instances on `devices` if they may merge to `degree` in this decision; else None.
 
-        At least two instances must cover exactly these devices. All must be open (`Room`) and without paused requests,
-        and the merge must not have been refused recently.
+        There must be at least two instances, and they must cover exactly these devices. Each instance must be open
+        (`Room`) and have no paused requests. The merge must not have been refused recently.
         """
         if (devices, degree) in self.view.refused:
             return None
@@ -43,17 +43,18 @@ class FlyingGroups:
         return members
 
     def mergeable(self, degree: int) -> list[tuple[tuple[int, ...], Members]]:
-        """Return `(devices, members)` of all groups that `members` allows to merge to a degree."""
+        """Return `(devices, members)` of all groups that may merge to a degree (see `members`)."""
         groups = ((devices, self.members(devices, degree)) for devices in self.view.groups(degree))
         return [(devices, members) for devices, members in groups if members is not None]
 
     def close(self, members: Members) -> None:
-        """Close the members in `room`: they receive no requests and merge only once in this decision."""
+        """Close instances in `room`, so that they receive no requests and no second merge in this decision."""
         for instance in members:
             self.room.close(instance)
 
     def reserve_coming(self, request: WaitingRequest) -> bool:
-        """Reserve room for a request on an instance that a merge will make. Return whether there is enough."""
+        """Reserve room for a request on an instance in `coming`. Return False if no instance in `coming` has enough
+        room."""
         need = self.room.need(request)
         for place, (tokens, slots) in enumerate(self.coming):
             if tokens >= need and slots > 0:
@@ -64,13 +65,15 @@ class FlyingGroups:
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
         """Return degree, devices and members of the group to merge for an urgent request; None if no group is suitable.
 
-        Groups with a device whose pause budget is used up are not suitable, even if nothing will pause. The result has
-        the highest degree with a suitable group, up to `FlyingConfig.urgent_degree` and with compiled programs. Among
-        groups of this degree, it has the fewest running requests, then the fewest used tokens.
+        The group has the highest degree that has compiled programs and a suitable group, and is at most
+        `FlyingConfig.urgent_degree`. Of the suitable groups of this degree, the group with the fewest running requests
+        is chosen. If several groups have the fewest running requests, the group with the fewest used tokens is chosen.
+        A group is not suitable if the pause budget of one of its devices is used up.
 
         Args:
-            pause: whether the running requests will pause. If true, a suitable group has instances of one degree and
-                runs no urgent request. If false, it runs fewer requests than the merged instance has slots.
+            pause: whether the running requests of the group will pause. If true, the instances of a suitable group have
+                the same degree and run no urgent request. If false, a suitable group runs fewer requests than the
+                merged instance has slots.
         """
         for limits in reversed(self.view.degrees):
             above = self.config.urgent_degree is not None and limits.degree > self.config.urgent_degree
@@ -91,14 +94,15 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Return the merge for a long request, and close the members. The group is the emptiest group with room and a
-        free slot, of the lowest degree that holds the request (`_holding`) and has such a group.
+        """Return the merge of a group for a long request, and close the members of the group. Return None if no group
+        can merge now.
 
-        If no group may merge now, return None. With `close`, close the emptiest group of the lowest degree in this
-        case, so that it can merge when it has room, and return an empty list.
+        The group has the lowest degree that holds the request (`_holding`) and has a group with room and a free slot.
+        Of several such groups, the group with the fewest used tokens is chosen.
 
         Args:
-            close: whether to close a group without enough room.
+            close: whether to stop at the first degree that has groups but no group with room. If true, the group with
+                the fewest used tokens is closed, so that it can merge later, and the result is an empty list.
             pays: further condition for the merge. Its argument is the estimated seconds until the first token after the
                 merge, or None if they are unknown.
         """
@@ -128,10 +132,11 @@ class FlyingGroups:
         return None
 
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
-        """Yield `(limits, kept)` for each degree that holds a request of `size` tokens, lowest degree first.
+        """Yield `(limits, kept)` for each degree whose merged instances hold a request of `size` tokens, lowest degree
+        first.
 
-        `kept` is true for merges that keep all weights. Merges that release weights are yielded only if no degree holds
-        the request otherwise.
+        `kept`: whether the merge keeps all weights. If a degree holds the request with all weights kept, degrees that
+        would have to release weights are not yielded.
         """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
@@ -141,12 +146,11 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Return the split of a merged group that kept all weights.
+        """Return the split of a merged group that kept all weights; an empty list if no group can split now.
 
-        A later merge of its devices can release weights, and then has the capacity for `request`. The group must be
-        open, without paused requests and without requests from this decision. Of several groups, the group with the
-        fewest used tokens is chosen. It is closed in `room`, even if it cannot split now. Return an empty list if it
-        cannot, or if there is no such group.
+        After the split, a second merge of its devices can release weights, so that `request` fits. If several groups
+        are possible, the group with the fewest used tokens is chosen. This group is closed in `room`, even if it cannot
+        split now.
         """
         view, room = self.view, self.room
         options = [
@@ -166,6 +170,6 @@ class FlyingGroups:
 
 
 def _can_pause(members: Members) -> bool:
-    """Return whether the running requests may pause: all instances have one degree, and no running request is
-    urgent."""
+    """Return whether the running requests of a group may pause. All instances must have the same degree, and no running
+    request may be urgent."""
     return len({i.degree for i in members}) == 1 and not any(i.runs_urgent for i in members)

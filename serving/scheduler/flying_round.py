@@ -15,13 +15,14 @@ _RUNNING: dict[str, RunningRequests] = {"hard": "pause", "soft": "migrate", "seq
 
 
 class FlyingRound:
-    """One decision: assigns the remaining room to waiting requests, one after the other.
+    """One decision of the policy `flying`: assigns free tokens and slots to waiting requests, one request after the
+    other.
 
     Attributes:
         groups: groups that may merge.
-        settled: ids of dispatched requests, and of urgent requests for which a merge or preemption makes room.
-        moved: devices of each group that merges for an urgent request without pausing. Running requests move to the
-            merged group, or end before the merge.
+        settled: ids of requests that need no further action: dispatched requests, and urgent requests for which a merge
+            or a preemption makes room.
+        moved: devices of each group that merges for an urgent request without pausing the running requests.
         num_unplaced: number of requests that found no room.
         split_at_s: earliest time at which groups should split for a short request without room. None: every short
             request has room, or a running transformation may still make room.
@@ -40,8 +41,11 @@ class FlyingRound:
     # Urgent requests
 
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
-        """Return actions that dispatch an urgent request or make room for it; possibly none, and none for a long
-        request. If its id is not in `settled` afterwards, the caller must call `place`, as for any other request."""
+        """Return the actions that dispatch an urgent request or make room for it. The list may be empty.
+
+        If the id of the request is not in `settled` afterwards, the caller must call `place` for the request. The id of
+        a long request is never in `settled`.
+        """
         view, room = self.view, self.room
         if view.is_long(request.max_total_tokens):
             return []
@@ -106,9 +110,12 @@ class FlyingRound:
         return actions
 
     def _place_short(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to an instance with room. Prefer instances without urgent requests, then steps within the TPOT SLO,
-        then instances without long requests, then the lowest load. If none has room, join an instance in
-        transformation, or reserve an instance and update `split_at_s`."""
+        """Return the dispatch of a short request; an empty list if the request must wait.
+
+        If several instances have room, the criteria are, in this order: runs no urgent request; its steps meet the TPOT
+        SLO; runs no long request; has the lowest load. If no instance has room, the request joins an instance in
+        transformation. If there is no such instance, reserve an instance for the request and update `split_at_s`.
+        """
         config, room = self.config, self.room
         if options := room.by_load(room.with_room(request)):
             instance = min(options, key=lambda i: (i.runs_urgent, estimates.is_slow(i, request, config.tpot_slo_s)))
@@ -125,11 +132,12 @@ class FlyingRound:
         return []
 
     def _place_long(self, request: WaitingRequest) -> list[Action]:
-        """Dispatch to the instance of the lowest degree with room.
+        """Return the actions for a long request.
 
-        If none has room but an instance can hold the request, wait for that instance, or merge a second group if
-        waiting would miss the TTFT SLO. If no instance can hold it, merge a group, or split a group that kept its
-        weights.
+        If an instance has room, dispatch the request to the instance of the lowest degree that has room. If an instance
+        can hold the request but has no room now, the request waits for this instance. If waiting would miss its TTFT
+        SLO, merge a second group instead. If no instance can hold the request, merge a group, or split a group that
+        kept its weights.
         """
         room, size = self.room, request.max_total_tokens
         if options := room.with_room(request):
@@ -150,8 +158,8 @@ class FlyingRound:
         return merge or []
 
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
-        """Return the merge of another group for a request that would miss its TTFT SLO if it waits for the instances in
-        `holding`. None: the request must wait, for example because a short request lacks room."""
+        """Return the merge of another group for a request that would miss its TTFT SLO if it waited for the instances
+        in `holding`. None: the request must wait."""
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
         if slo_s is None or self.split_at_s is not None:

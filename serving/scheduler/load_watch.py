@@ -7,18 +7,20 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Number of requests for each device, averaged over `load_window_s`.
+    """Average number of requests for each device. It decides when all groups merge because of light load, and when they
+    split because of heavy load.
 
-    Groups merge when the average falls to `calm_requests`, if `dwell_s` has passed since the last change, no short
-    request has waited too long, and steps of the highest degree are not slower. They split at once when the average
-    rises to `burst_requests` or a short request has waited too long. They do not split if measurements show that the
-    highest degree generates at least as many tokens per second as the base degree under load. After `dwell_s`, they
-    also split if steps of the highest degree turn out to be slower.
+    Groups merge when the average is at most `calm_requests`, but not before `dwell_s` after the last change. Groups
+    split when the average is at least `burst_requests`, or when a short request has waited too long.
+
+    Measured times have precedence. If steps of the highest degree are not shorter than steps of the base degree, groups
+    do not merge, and merged groups split after `dwell_s`. If the highest degree generates at least as many tokens per
+    second as the base degree, groups do not split under heavy load.
 
     Attributes:
         bound: whether all groups should be merged to the highest degree.
-        busy: whether the average reaches `burst_requests`, or a short request has waited too long.
-        mean: requests for each device, averaged.
+        busy: whether the average is at least `burst_requests`, or a short request has waited too long.
+        mean: average number of requests for each device.
     """
 
     def __init__(self, config: FlyingConfig):
@@ -35,7 +37,7 @@ class LoadWatch:
         """Include a snapshot in the average, and update `bound` and `busy`.
 
         Args:
-            num_requests: running, paused and waiting requests.
+            num_requests: number of running, paused and waiting requests.
             late: whether a short request without room has waited until `FlyingRound.split_at_s`.
         """
         config, now_s = self._config, view.now_s
@@ -65,8 +67,8 @@ class LoadWatch:
         return config.calm_requests * scale, config.burst_requests * scale
 
     def _is_faster_merged(self, view: ClusterView) -> bool:
-        """Return whether steps of the highest degree are shorter than steps of the base degree under light load. True
-        if one of the two was not measured."""
+        """Return whether steps of the highest degree are shorter than steps of the base degree under light load. If one
+        of these degrees was not measured, the result is True."""
         low = self._calm_steps_s.get(view.base_degree)
         high = self._calm_steps_s.get(max(view.limits))
         return low is None or high is None or high < low

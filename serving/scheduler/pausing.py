@@ -1,6 +1,7 @@
 """Paused requests: their maximum pause, and conditions for resuming them.
 
-A merge may pause the running requests of its members (`ScaleUp.running`). They resume when the group splits.
+A merge may pause the running requests of its members (`ScaleUp.running`). The requests resume when the merged instance
+splits.
 """
 
 from collections.abc import Iterable
@@ -11,9 +12,11 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class PauseBudget:
-    """Seconds for which requests have been paused on each device, counted up during pauses and down otherwise.
+    """Counter of paused seconds for each device. It counts up while requests of the device are paused, and down at
+    other times.
 
-    When the count of a device reaches `max_pause_s`, its requests must not pause until the count is back to 0.
+    When the counter of a device has reached `max_pause_s`, requests of the device must not pause until the counter is
+    back to 0.
     """
 
     def __init__(self, max_pause_s: float):
@@ -24,7 +27,7 @@ class PauseBudget:
         self._at_s = 0.0
 
     def update(self, now_s: float, paused: Iterable[int]) -> None:
-        """Count the time since the last call. `paused` are the devices whose requests are paused from now on."""
+        """Count the time since the last call. `paused`: devices whose requests are paused from now on."""
         passed_s, self._at_s = now_s - self._at_s, now_s
         for device in [*self._debt_s.keys() | self._paused]:
             debt_s = self._debt_s.get(device, 0.0) + (passed_s if device in self._paused else -passed_s)
@@ -37,7 +40,10 @@ class PauseBudget:
         self._paused = frozenset(paused)
 
     def used_up(self, devices: Iterable[int]) -> bool:
-        """Return whether any of these devices has reached `max_pause_s` and is not back to 0."""
+        """Return whether one of these devices must not pause now.
+
+        Its counter has reached `max_pause_s`. The device may pause again when the counter is back at 0.
+        """
         return not self._resting.isdisjoint(devices)
 
 
@@ -45,7 +51,8 @@ def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
     """Return the running requests of a group that would not fit next to its paused requests after a split to
     `paused_degree`. The group must have paused requests.
 
-    Requests are distributed as in the engine: longest first, each to the new instance with the most free tokens.
+    Requests are distributed as in the engine: the longest request first, each request to the new instance with the most
+    free tokens.
     """
     assert instance.paused_degree is not None, "some requests are paused"
     limits, parts = view.limits[instance.paused_degree], instance.paused
@@ -67,11 +74,12 @@ def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
 def paused_victims(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, need: int
 ) -> list[RunningRequest]:
-    """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance.
+    """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance. If
+    preemption cannot free enough tokens, the result is empty.
 
-    Only paused requests of a higher `rank` than the waiting request are preempted: the highest rank first, then the
-    latest arrival. Each instance that `instance` replaced must free its share of the tokens. If one cannot, the result
-    is empty.
+    Only paused requests of a higher `rank` than the waiting request are preempted. The highest rank is preempted first,
+    and among requests of equal rank the latest arrival. Each of the instances that merged to `instance` must free its
+    share of the tokens.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
@@ -94,8 +102,8 @@ def paused_victims(
 def resumptions(view: ClusterView) -> list[ScaleDown]:
     """Return the splits that resume paused requests, for policies that do not pause requests themselves.
 
-    A group stays merged while it is in transformation, while its running requests do not fit next to the paused
-    requests, or if the split was refused recently.
+    A group stays merged if it is in transformation, if its running requests do not fit next to its paused requests, or
+    if the split was refused recently.
     """
     return [
         ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy does not pause requests")
@@ -108,7 +116,8 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Return a snapshot in which instances with paused requests are draining, so that a policy does not use them."""
+    """Return a snapshot in which each instance with paused requests is marked as draining, so that a policy does not
+    use it."""
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

@@ -1,6 +1,7 @@
 """Policies by name."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaPolicy
@@ -8,6 +9,8 @@ from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.baselines.amoeba_paper import AmoebaPaperPolicy, PaperConfig
 from serving.scheduler.baselines.least_load_first import LeastLoadFirstPolicy
 from serving.scheduler.baselines.round_robin import RoundRobinPolicy
+from serving.scheduler.cocoserve.config import CocoServeConfig
+from serving.scheduler.cocoserve.policy import CocoServePolicy
 from serving.scheduler.flying import FlyingPolicy
 from serving.scheduler.flying_config import FlyingConfig
 from serving.scheduler.policy import Policy
@@ -18,19 +21,24 @@ class UnknownPolicyError(ValueError):
     """A policy name that does not exist."""
 
 
-_MAKERS: dict[str, Callable[[Admission, AmoebaConfig, FlyingConfig], Policy]] = {
-    AmoebaPolicy.name: lambda admission, config, _: AmoebaPolicy(config, admission),
-    AmoebaPaperPolicy.name: lambda admission, config, _: AmoebaPaperPolicy(
-        PaperConfig(reserve_memory_s=config.reserve_memory_s, reserved_growth=config.reserved_growth), admission
+@dataclass(frozen=True)
+class _Settings:
+    admission: Admission
+    amoeba: AmoebaConfig
+    flying: FlyingConfig
+    cocoserve: CocoServeConfig
+
+
+_MAKERS: dict[str, Callable[[_Settings], Policy]] = {
+    AmoebaPolicy.name: lambda s: AmoebaPolicy(s.amoeba, s.admission),
+    AmoebaPaperPolicy.name: lambda s: AmoebaPaperPolicy(
+        PaperConfig(reserve_memory_s=s.amoeba.reserve_memory_s, reserved_growth=s.amoeba.reserved_growth), s.admission
     ),
-    FlyingPolicy.name: lambda admission, _, config: FlyingPolicy(config, admission),
-    RoundRobinPolicy.name: lambda admission, config, _: RoundRobinPolicy(
-        admission, config.reserved_growth, config.splits
-    ),
-    LeastLoadFirstPolicy.name: lambda admission, config, _: LeastLoadFirstPolicy(
-        admission, config.reserved_growth, config.splits
-    ),
-    StaticPolicy.name: lambda admission, config, _: StaticPolicy(admission, config.reserved_growth),
+    FlyingPolicy.name: lambda s: FlyingPolicy(s.flying, s.admission),
+    CocoServePolicy.name: lambda s: CocoServePolicy(s.cocoserve, s.amoeba, s.admission),
+    RoundRobinPolicy.name: lambda s: RoundRobinPolicy(s.admission, s.amoeba.reserved_growth, s.amoeba.splits),
+    LeastLoadFirstPolicy.name: lambda s: LeastLoadFirstPolicy(s.admission, s.amoeba.reserved_growth, s.amoeba.splits),
+    StaticPolicy.name: lambda s: StaticPolicy(s.admission, s.amoeba.reserved_growth),
 }
 POLICY_NAMES = tuple(_MAKERS)
 
@@ -40,16 +48,22 @@ def make_policy(
     admission: Admission | None = None,
     config: AmoebaConfig | None = None,
     flying: FlyingConfig | None = None,
+    cocoserve: CocoServeConfig | None = None,
 ) -> Policy:
     """Create a policy by its name. Raises `UnknownPolicyError` for an unknown name.
 
     Args:
         name: one of `POLICY_NAMES`.
         admission: order and limits of the queue.
-        config: settings of `amoeba`. `round_robin` and `least_load_first` use its split settings and `reserved_growth`,
-            `amoeba_paper` uses `reserve_memory_s` and `reserved_growth`, and `static` uses `reserved_growth`.
+        config: settings of `amoeba`, which `cocoserve` uses too. `round_robin` and `least_load_first` use its split
+            settings and `reserved_growth`, `amoeba_paper` uses `reserve_memory_s` and `reserved_growth`, and `static`
+            uses `reserved_growth`.
         flying: settings of `flying`.
+        cocoserve: further settings of `cocoserve`.
     """
     if name not in _MAKERS:
         raise UnknownPolicyError(f"policy {name[:100]!r} is not known: it must be one of {', '.join(POLICY_NAMES)}")
-    return _MAKERS[name](admission or Admission(), config or AmoebaConfig(), flying or FlyingConfig())
+    settings = _Settings(
+        admission or Admission(), config or AmoebaConfig(), flying or FlyingConfig(), cocoserve or CocoServeConfig()
+    )
+    return _MAKERS[name](settings)

@@ -1,4 +1,4 @@
-"""Preemption of running requests for a waiting request of a lower rank (`WaitingRequest.rank`; lower goes first)."""
+"""Preemption of running requests for a waiting request of a lower rank (`WaitingRequest.rank`)."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -23,11 +23,11 @@ class Preemptions:
         """Rank, needed tokens and maximum length of each request whose search found nothing."""
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, list[Preempt]] | None:
-        """Return the instance where a request needs the fewest preemptions, and these preemptions. None if no instance
-        can make room, or if this decision has made too many searches.
+        """Return the instance on which the fewest preemptions make room for a request, and these preemptions. None: no
+        instance can make room, or this decision has made too many searches.
 
-        The preempted requests have a higher rank, do not starve (`QueueOrder.starves`), and come after the request in
-        the queue order. So they cannot take the pages back.
+        A running request can be preempted if it has a higher rank than the waiting request, comes after the waiting
+        request in the queue order, and does not starve (`QueueOrder.starves`).
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
         if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:
@@ -48,8 +48,11 @@ class Preemptions:
         return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
-        """Return the fewest running requests of an instance whose preemption makes room for a request; an empty list if
-        preemption cannot make room. Requests at the end of the queue order come first. `need`: tokens to free."""
+        """Return the fewest running requests of an instance whose preemption makes room for a request. If preemption
+        cannot make room, the result is empty.
+
+        Requests at the end of the queue order are preempted first. `need`: tokens that the waiting request needs.
+        """
         if instance.capacity_tokens < request.max_total_tokens:
             return []
         room, order, now_s = self._room, self._order, self._view.now_s

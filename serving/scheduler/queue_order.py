@@ -14,13 +14,13 @@ their wait in place of the due time. Class 1: requests within their client's sha
 class QueueOrder:
     """Order of the queue: the request with the earliest due time goes first.
 
-    A request is due at its deadline, but not later than `patience_s` after its arrival. Each level of priority adds
-    `level_s` to the due time. The due time is fixed at arrival, so later arrivals eventually go behind a waiting
-    request.
+    The due time of a request is its deadline, or `patience_s` after its arrival if this is earlier. Each level of
+    priority adds `level_s` to the due time. The due time is fixed at arrival. So a waiting request eventually goes
+    ahead of all later arrivals.
 
-    A request that has waited `starving_s` goes ahead of all other requests, without regard to priority. Among such
-    requests the longest wait goes first. Only waiting time counts, so a request that ran for a long time can still be
-    preempted.
+    A request that has waited `starving_s` goes ahead of all other requests, whatever their priority. If several
+    requests have waited so long, the request that has waited longest goes first. The time in which a request runs is
+    not waiting time.
 
     Requests beyond their client's share (`WaitingRequest.beyond_share`) go last, ordered by due time.
     """
@@ -39,8 +39,11 @@ class QueueOrder:
         return request.waited_s(now_s) >= self.starving_s
 
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
-        """Return the sort key of a request that has not waited `starving_s`: requests within their client's share
-        first, then by due time. The key does not change with time."""
+        """Return the sort key of a request that does not starve (`starves`). The key does not change with time.
+
+        Requests within their client's share come first. Among them, and among all other requests, the earliest due time
+        comes first.
+        """
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
             due_s = min(due_s, request.deadline_s)

@@ -16,7 +16,8 @@ class RecentLargest:
         self._seen_s, self._tokens = 0.0, 0
 
     def update(self, view: ClusterView) -> int:
-        """Include the long requests of a snapshot. Return the largest recent size in tokens; 0 if there was none."""
+        """Record the long requests of a snapshot. Return the size of the largest recent long request in tokens; 0 if
+        there was no long request."""
         running = [i.largest for i in view.instances if i.degree > view.base_degree and view.has_long(i)]
         waiting = view.largest_waiting(view.longest.capacity_tokens)
         tokens = max([waiting if view.is_long(waiting) else 0, *running])
@@ -26,10 +27,11 @@ class RecentLargest:
 
 
 class Reserve:
-    """Groups of devices that could hold a long request of some size, as one instance now or after a merge.
+    """Groups of instances that can hold a long request of `num_tokens` tokens. A group is one merged instance, or
+    several instances that could merge.
 
     Args:
-        num_tokens: size of the long request. 0: there is nothing to reserve.
+        num_tokens: size of the long request. 0: nothing is reserved.
     """
 
     def __init__(self, view: ClusterView, room: Room, num_tokens: int):
@@ -39,10 +41,11 @@ class Reserve:
         self._groups = self._candidates(view) if degree else []
 
     def kept_from(self, num_tokens: int) -> frozenset[int]:
-        """Return the devices on which no other request of `num_tokens` should start; often empty.
+        """Return the devices that a request of `num_tokens` tokens should not use, because they are reserved for the
+        long request.
 
-        If only one group has room for the long request, and the other request would take this room, these are the
-        devices of that group.
+        If exactly one group has room for the long request, and the other request would take this room, the result has
+        the devices of this group. In all other cases the result is empty.
         """
         enough = [group for group in self._groups if self._free(group) >= self._num_tokens]
         if len(enough) != 1 or self._free(enough[0]) - num_tokens >= self._num_tokens:
@@ -50,8 +53,8 @@ class Reserve:
         return frozenset(device for instance in enough[0] for device in instance.devices)
 
     def _candidates(self, view: ClusterView) -> list[tuple[InstanceView, ...]]:
-        """Return the instances that can hold the long request. If there is none, return the groups that could hold it
-        after a merge."""
+        """Return the merged instances that can hold the long request. If there is no such instance, return the groups
+        of instances that could hold the long request after a merge."""
         room = self._room
         holding = [i for i in room.merged if room.is_steady(i) and i.capacity_tokens >= self._num_tokens]
         if holding:
@@ -64,8 +67,11 @@ class Reserve:
         ]
 
     def _free(self, group: tuple[InstanceView, ...]) -> int:
-        """Return the future free tokens of a group: of a large enough instance after its long requests have ended, of
-        several instances after their merge."""
+        """Return the free tokens that a group will have for the long request.
+
+        If the group is one instance that can hold the long request, the tokens are counted after the end of all long
+        requests that run there now. If the group must merge first, the tokens are counted after the merge.
+        """
         if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
             return self._room.free(group[0]) + self._room.freed_by_long(group[0])
         return self._room.merged_free(group, self._degree)

@@ -7,8 +7,8 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class MergeGroup(NamedTuple):
-    """Instances that could merge into one. Groups whose instances have equal degrees sort first, then groups with more
-    free tokens after the merge."""
+    """Instances that could merge into one instance. Groups of instances with equal degrees sort first, then groups with
+    more free tokens after the merge."""
 
     mixed: bool
     """Whether the instances have different degrees."""
@@ -21,12 +21,12 @@ class MergeGroup(NamedTuple):
 class Room:
     """Free tokens and slots of each instance, reduced by the assignments of the current decision.
 
-    An instance is open if it may receive more requests in this decision. It is not open during a transformation, while
-    it is draining, and after `close`.
+    An instance is open if it may receive more requests in this decision. An instance is not open if it is in
+    transformation, is draining, or was closed by `close`.
 
     Args:
-        reserved_growth: share of the tokens that running requests may still generate, for which KV cache is kept free.
-            With 0, requests are admitted as in vLLM, and preempted if pages run out. With 1, no request is ever
+        reserved_growth: KV cache to keep free for running requests, as a share of the tokens that they may still
+            generate. 0: requests are admitted as in vLLM, and preempted if pages run out. 1: no request is ever
             preempted for pages.
 
     Attributes:
@@ -49,7 +49,7 @@ class Room:
     # Sizes of requests
 
     def need(self, request: WaitingRequest) -> int:
-        """Return the tokens that must be free for a request to start, in whole pages."""
+        """Return the number of free tokens that a request needs to start, in whole pages."""
         left = max(request.max_total_tokens - request.prompt_tokens, 0)
         return self._view.whole_pages(
             request.prompt_tokens + min(left, self._view.page_size + int(self._growth * left))
@@ -58,8 +58,8 @@ class Room:
     def growth(self, requests: Iterable[RunningRequest]) -> int:
         """Return the tokens to keep free for the growth of running requests, in whole pages.
 
-        For each request these are one page and the reserved share of its remaining tokens, but at most its remaining
-        tokens.
+        For each request, these are one page and a share (`reserved_growth`) of the tokens that the request may still
+        generate, but not more than all these tokens.
         """
         share, page_size, num_pages = self._growth, self._view.page_size, 0
         for request in requests:
@@ -69,18 +69,19 @@ class Room:
         return num_pages * page_size
 
     def freed_by(self, request: RunningRequest) -> int:
-        """Return the tokens that the end of a running request would free: its pages, and the tokens that `growth` keeps
+        """Return the tokens that become free when a running request ends: its pages, and the tokens that `growth` keeps
         free for it."""
         return self._view.whole_pages(request.num_tokens) + self.growth((request,))
 
     def freed_by_long(self, instance: InstanceView) -> int:
-        """Return the tokens that the end of all long requests of an instance would free."""
+        """Return the tokens that become free when all long requests of an instance have ended."""
         return sum(self.freed_by(r) for r in instance.running if self._view.is_long(r.max_total_tokens))
 
     # State of an instance
 
     def free(self, instance: InstanceView) -> int:
-        """Return the free tokens that are neither assigned nor reserved; negative if more are reserved than free."""
+        """Return the free tokens of an instance that are neither assigned nor reserved. If more tokens are reserved
+        than free, the result is negative."""
         return self._free[instance.id]
 
     def has_slot(self, instance: InstanceView) -> bool:
@@ -100,7 +101,8 @@ class Room:
         return instance.id not in self._unsteady_ids
 
     def is_open(self, instance: InstanceView) -> bool:
-        """Return whether an instance may receive requests in this decision: steady and not closed."""
+        """Return whether an instance may receive requests in this decision: it is steady (`is_steady`) and was not
+        closed."""
         return instance.id not in self._closed and instance.id not in self._unsteady_ids
 
     def has_room(self, instance: InstanceView, request: WaitingRequest) -> bool:
@@ -136,20 +138,20 @@ class Room:
         return tuple(found.values())
 
     def parts(self, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-        """Return the instances that would merge on these devices. None if there is only one instance, or if the
+        """Return the instances that would merge on these devices. Return None if there is only one instance, or if the
         instances do not cover exactly these devices."""
         members = self.members(devices)
         whole = len(members) > 1 and sum(i.degree for i in members) == len(devices)
         return members if whole else None
 
     def merged_free(self, members: Sequence[InstanceView], degree: int) -> int:
-        """Return the free tokens of the instance of `degree` into which `members` would merge and release weights;
-        negative if they use more than its capacity."""
+        """Return the free tokens of an instance of `degree` after `members` have merged to it and released weights. If
+        the requests of the members use more tokens than the merged instance holds, the result is negative."""
         gained = self._view.limits[degree].capacity_tokens - sum(i.capacity_tokens for i in members)
         return gained + sum(self._free[i.id] for i in members)
 
     def merge_groups(self, degree: int) -> list[MergeGroup]:
-        """Return all groups that could merge to a degree, best first. Some members may be closed."""
+        """Return all groups that could merge to a degree, best first. A group may have closed instances."""
         groups = []
         for devices in self._view.groups(degree):
             if (members := self.parts(devices)) is not None:
@@ -170,10 +172,10 @@ class Room:
         self._new_prompt_tokens[instance.id] += request.prompt_tokens
 
     def reserve_for(self, request: WaitingRequest) -> None:
-        """Close an instance, so that no later request takes the tokens that a request waits for.
+        """Close the open instance for which a request should wait, so that no later request takes its free tokens.
 
-        The instance is open, has a free slot, can hold the request when empty, and has the most free tokens of such
-        instances. If there is none, nothing changes.
+        The instance must have a free slot, and must hold the request when it is empty. Of several instances, the
+        instance with the most free tokens is closed. If there is no such instance, nothing changes.
         """
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
@@ -181,36 +183,45 @@ class Room:
             self.close(max(options, key=lambda i: (self._free[i.id], -i.id)))
 
     def reserve_after(self, instance: InstanceView, request: WaitingRequest, freed_tokens: int) -> None:
-        """Reserve the tokens that a request needs in addition to `freed_tokens`, which running requests will free
-        before it starts."""
+        """Reserve tokens on an instance for a request that will start there when running requests have ended.
+
+        `freed_tokens`: tokens that the end of these running requests will free. If the request needs more tokens, the
+        difference is reserved.
+        """
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
     def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """Return whether a short request can start on an instance in transformation, while its layers change.
+        """Return whether a short request can start on an instance in transformation, while the layers of the instance
+        change.
 
-        The request needs a free slot, and must fit `InstanceView.joinable_tokens`. The instance must not be closed or
-        draining.
+        The instance needs a free slot and enough `InstanceView.joinable_tokens`, and must not be closed or draining.
         """
         need = self.need(request)
         has_room = instance.joinable_tokens >= need and self._free[instance.id] >= need
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return the instance in transformation that a short request can join (`can_join`), with the most
-        `joinable_tokens`; None if there is none."""
+        """Return the instance in transformation that a short request can join (`can_join`); None if there is no such
+        instance. Of several instances, return the instance with the most `joinable_tokens`."""
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
 
     def join(self, instance: InstanceView, request: WaitingRequest) -> str:
-        """Assign a request to an instance in transformation, close the instance, and return the reason for the log. The
-        instance is closed because `joinable_tokens` would be too high for a second request."""
+        """Assign a request to an instance in transformation, and close the instance. Return the reason for the log.
+
+        The instance is closed because its `joinable_tokens` do not count this request.
+        """
         self.assign(instance, request)
         self.close(instance)
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def reserve_in_transition(self, request: WaitingRequest) -> None:
-        """Reserve tokens on an instance that can hold a request after its present transformation. Prefer instances with
-        enough free tokens, then a low degree, then many free tokens. If there is no such instance, nothing changes."""
+        """Reserve tokens for a request on an instance in transformation that can hold the request afterwards. If there
+        is no such instance, nothing changes.
+
+        Of several instances, prefer an instance with enough free tokens, then the lowest degree, then the most free
+        tokens.
+        """
         need, view = self.need(request), self._view
         options = [
             (self._free[i.id] < need, i.transition_to, -self._free[i.id], i.id)

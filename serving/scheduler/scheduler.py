@@ -5,13 +5,32 @@ import logging
 import re
 from dataclasses import dataclass, field
 
-from serving.scheduler.actions import Action, Dispatch, Preempt, Reject, RejectKind, ScaleDown, ScaleUp, invalid
+from serving.scheduler.actions import (
+    Action,
+    Dispatch,
+    Evict,
+    LimitBatch,
+    Migrate,
+    Offload,
+    PlacementChange,
+    Preempt,
+    Reject,
+    RejectKind,
+    Replicate,
+    ScaleDown,
+    ScaleUp,
+    invalid,
+)
 from serving.scheduler.backoff import Backoff, BackoffConfig
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.pausing import resumptions, without_paused
 from serving.scheduler.policy import Policy
 
 logger = logging.getLogger("amoeba.scheduler")
+
+
+PLACEMENT_KINDS = ("replicate", "evict", "migrate", "scale_out", "scale_in")
+"""Names of placement changes in counters and logs."""
 
 
 @dataclass
@@ -26,7 +45,11 @@ class SchedulerCounters:
     scale_downs: int = 0
     """Splits that were started."""
     transformations_failed: int = 0
-    """Started merges and splits that ended without reaching their degree."""
+    """Started merges, splits and placement changes that ended without effect."""
+    placement_changes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACEMENT_KINDS, 0))
+    """Started placement changes by kind."""
+    batch_limits: int = 0
+    offloaded: int = 0
     preempted: int = 0
     rejected: dict[RejectKind, int] = field(default_factory=lambda: dict.fromkeys(RejectKind, 0))
     refused: int = 0
@@ -35,9 +58,10 @@ class SchedulerCounters:
     """Actions that were not tried because they were refused a short time ago."""
 
     def by_name(self) -> dict[str, int]:
-        """Return all counters by name, for metrics and reports. `rejected` is divided into `rejected_<kind>`."""
+        """Return all counters by name, for metrics and reports. `rejected` is divided into `rejected_<kind>`, and
+        `placement_changes` into its kinds."""
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return counts | {f"rejected_{kind.value}": count for kind, count in self.rejected.items()}
+        return counts | self.placement_changes | {f"rejected_{kind.value}": n for kind, n in self.rejected.items()}
 
 
 @dataclass(frozen=True)
@@ -85,8 +109,9 @@ class Scheduler:
                 self.counters.transformations_failed += 1
                 self._log(action, "failed", logging.WARNING, retry_s=self._backoff.refuse(action, view.now_s))
         refused = view.refused | self._backoff.refused_transformations(view.now_s)
-        if refused != view.refused:
-            view = dataclasses.replace(view, refused=refused)
+        changes = self._backoff.refused_changes(view.now_s)
+        if refused != view.refused or changes:
+            view = dataclasses.replace(view, refused=refused, refused_changes=changes)
         actions: list[Action] = []
         if not getattr(self.policy, "pauses", False):
             actions += resumptions(view)
@@ -126,8 +151,14 @@ class Scheduler:
                 counters.scale_downs += 1
             case Preempt():
                 counters.preempted += 1
+            case Offload():
+                counters.offloaded += 1
+            case LimitBatch():
+                counters.batch_limits += 1
             case Reject(kind=kind):
                 counters.rejected[kind] += 1
+            case _ if isinstance(action, PlacementChange):
+                counters.placement_changes[_snake_case(type(action).__name__)] += 1
 
     def _log(self, action: Action, outcome: str, level: int = logging.INFO, **more: str | float) -> None:
         """Log an action as one line of `key=value` pairs, and as a dict in the record's `decision` attribute."""
@@ -135,6 +166,8 @@ class Scheduler:
             return
         record = {"action": _snake_case(type(action).__name__), "policy": self.policy.name}
         record |= dataclasses.asdict(action) | {"outcome": outcome} | more
+        if isinstance(action, Replicate | Evict | Migrate):
+            record["layers"] = f"{action.layers[0]}-{action.layers[1] - 1}"
         logger.log(level, " ".join(f"{k}={_quoted(v)}" for k, v in record.items()), extra={"decision": record})
 
 

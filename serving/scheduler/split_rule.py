@@ -1,4 +1,5 @@
-"""Rule for splitting merged instances. Most policies share it, so that they differ only in their placement."""
+"""Rule that decides when a merged instance splits. Most policies share this rule, so that they differ only in their
+placement."""
 
 import heapq
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
-    """Return whether the running requests fit the new instances after a split to `degree`, with one free page for the
-    next tokens of each request.
+    """Return whether the running requests of an instance fit the new instances after a split to `degree`. Each request
+    needs one free page for its next tokens.
 
-    Requests are distributed as in the engine: longest first, each to the new instance with the most free tokens.
+    Requests are distributed as in the engine: the longest request first, each request to the new instance with the most
+    free tokens.
     """
     limits = view.limits[degree]
     if instance.largest > limits.capacity_tokens:
@@ -34,11 +36,11 @@ def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
 def split_to_release(
     view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest
 ) -> ScaleDown | None:
-    """Return the split of a merged instance that still holds all weights, so that a later merge can turn unneeded
-    weights into KV cache for `request`.
+    """Return the split of a merged instance that kept all weights. A second merge can then release weights, so that
+    `request` fits.
 
-    None if the running requests do not fit the new instances yet, or if the split was refused recently. The instance is
-    closed in `room` in any case.
+    Return None if the running requests do not fit the new instances yet, or if the split was refused recently. In any
+    case, close the instance in `room`.
     """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
@@ -52,7 +54,8 @@ def split_to_release(
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Settings of `SplitRule`. The rule of AMOEBA 3.3, "scale-down", is `linger_s=0, partial=False`."""
+    """Settings of `SplitRule`. With `linger_s=0` and `partial=False`, the rule is the rule of AMOEBA 3.3
+    ("scale-down")."""
 
     free_share: float = 0.5
     """Share of the KV cache that must be free before an instance splits. Not needed if a short request lacks room."""
@@ -66,8 +69,8 @@ class SplitConfig:
 class SplitRule:
     """Rule for splitting instances whose long requests have ended.
 
-    It remembers the last time at which a long request needed each merged instance. A request needs an instance if it
-    runs there, or if it waits and would fit.
+    The rule remembers the last time at which a long request needed each merged instance. A long request needs an
+    instance if it runs on this instance, or if it waits and could run there.
     """
 
     def __init__(self, config: SplitConfig):
@@ -77,16 +80,20 @@ class SplitRule:
         of each merged instance and each lower degree `d`."""
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
-        """Return `(instance, degree)` for each instance that should accept no more requests because it will split to
-        `degree`. Call it once in each decision: it records the time at which long requests need the instances.
+        """Return `(instance, degree)` for each instance that should accept no more requests, because it will split to
+        `degree`. `degree` is the lowest degree that holds the long requests of the instance.
 
-        An instance leaves when the linger time (`SplitConfig.linger_s`) has passed since a long request last needed a
-        higher degree than `degree`. If less than `free_share` of its cache is free, it leaves at once if `degree` is
-        the base degree, and stays otherwise. Before a split to a higher degree than the base degree, its requests must
-        fit the new instances. Instances in transformation or draining are left out.
+        Call this once in each decision, because it also records which instances long requests need. Instances that are
+        in transformation or draining are never returned.
+
+        If an instance has at least `free_share` of its cache free, it is returned when no long request has needed a
+        degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is above the base degree, the running
+        requests must also fit the new instances. If an instance has less free cache, it is returned at once, but only
+        for a split to the base degree.
 
         Args:
-            pressed: whether a short request found no room in the last decision. If so, there is no linger time.
+            pressed: whether a short request found no room in the last decision. If true, an instance is returned
+                without waiting for `linger_s`.
         """
         before, self._needed_s = self._needed_s, {}
         leaving = []
@@ -107,8 +114,8 @@ class SplitRule:
         return leaving
 
     def _needed_degree(self, view: ClusterView, degree: int, size: int) -> int:
-        """Return the lowest degree to which an instance of `degree` may split while a request of `size` tokens runs or
-        waits there; `degree` itself if the instance must not split."""
+        """Return the lowest degree to which an instance of `degree` may split while a request of `size` tokens needs
+        it. If the instance must not split, return `degree`."""
         if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
@@ -129,9 +136,11 @@ class SplitRule:
     ) -> list[ScaleDown]:
         """Close the leaving instances in `room`, and return the splits that can start now.
 
-        An instance can split if `free_share` of its cache is free, its requests fit the new instances, and the split
-        was not refused recently. If `pressed` is true, no share must be free. If `pressed` is true, its requests do not
-        fit, and only leaving instances are open, the instance stays open.
+        A split can start if `free_share` of the cache is free, if the running requests fit the new instances, and if
+        the split was not refused recently. If `pressed` is true, no part of the cache must be free.
+
+        If `pressed` is true and no other instances are open, a leaving instance stays open if its requests do not fit
+        the new instances.
 
         Args:
             leaving: result of the method `leaving`.

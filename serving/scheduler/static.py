@@ -9,8 +9,8 @@ from serving.scheduler.view import ClusterView
 class StaticPolicy:
     """The policy `static`: each request goes to the least-loaded instance with room, and degrees never change.
 
-    A request that no present instance can hold is rejected. If a request finds no room, one instance is reserved for
-    it, so that later requests do not overtake it there.
+    A request that no present instance can hold is rejected. If a request finds no room, an instance is reserved for it,
+    so that later requests do not take the room of this instance.
     """
 
     name = "static"

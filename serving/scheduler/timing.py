@@ -19,7 +19,8 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of recent durations, and the highest throughput. An entry is missing until it was measured."""
+    """Measured durations and throughput. A duration is the median of recent measurements. If a value was not measured
+    yet, its entry is missing."""
 
     steps_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of a decode step, by degree."""
@@ -37,11 +38,11 @@ class Timing:
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
         """Return whether measurements show that `degree` generates at least as many tokens per second as `other`.
 
-        The measurement of `other` counts only if it had nearly as many sequences as now and as the measurement of
-        `degree`, because higher degrees are always faster with few sequences.
+        The result is False if the measurement of `other` had clearly fewer sequences than the measurement of `degree`,
+        or than run now: higher degrees are always faster with few sequences.
 
         Args:
-            sequences: present number of sequences.
+            sequences: number of sequences that run now.
         """
         one, two = self.throughput.get(degree), self.throughput.get(other)
         if one is None or two is None:

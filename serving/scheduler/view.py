@@ -1,8 +1,9 @@
 """Immutable snapshot of the cluster, the input of policies: instances, queue, and possible degrees.
 
 Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual. A long request exceeds
-the capacity of an empty instance of the base degree; all others are short. A request with a priority below 0 is urgent.
-A merge either releases weights (each rank keeps its shard; the rest becomes KV cache) or keeps them all resident.
+the capacity of an empty instance of the base degree. A short request does not. A request with a priority below 0 is
+urgent. A merge releases weights or keeps all weights. If it releases weights, each rank keeps its shard, and the other
+shards become KV cache.
 """
 
 from bisect import bisect_right
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from serving.scheduler.actions import Modules
 from serving.scheduler.timing import Timing
 
 
@@ -39,6 +41,9 @@ class WaitingRequest:
     beyond_share: bool = False
     """Whether the client of this request already uses its share of slots or KV cache, and other clients wait. Such
     requests go behind all requests of clients within their shares."""
+    offloaded: bool = False
+    """Whether the KV pages of the request are in host memory (`Offload`). If so, `prompt_tokens` are copied back to the
+    device, and nothing is computed again."""
 
     @property
     def since_s(self) -> float:
@@ -51,8 +56,11 @@ class WaitingRequest:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Rank for preemption: a request may preempt requests of a higher rank. Requests beyond their client's share
-        have a higher rank than all other requests. Apart from this, the rank is the priority."""
+        """Rank for preemption: a request may preempt requests of a higher rank.
+
+        A request beyond its client's share has a higher rank than every request within its client's share. If both
+        requests are beyond, or both are within their client's share, the rank is the priority.
+        """
         return self.beyond_share, self.priority
 
 
@@ -77,7 +85,7 @@ class RunningRequest:
     value."""
 
     def waited_s(self, now_s: float) -> float:
-        """Return `queued_s`: the waiting time does not grow while the request runs. `now_s` has no effect."""
+        """Return `queued_s`, because the waiting time does not grow while the request runs. `now_s` has no effect."""
         return self.queued_s
 
     @property
@@ -87,12 +95,32 @@ class RunningRequest:
 
 
 @dataclass(frozen=True)
+class PlacementView:
+    """Homes of the modules of an instance: the devices that compute them, as indices in ascending order.
+
+    An executor on devices fills it from `sharding.placement.Placement`: the devices of the distinct homes of each
+    module.
+    """
+
+    attention: tuple[tuple[int, ...], ...]
+    """Homes of the attention and the KV cache of each layer."""
+    ffn: tuple[tuple[int, ...], ...]
+    """Homes of the FFN of each layer."""
+
+    @cached_property
+    def devices(self) -> frozenset[int]:
+        """Devices that compute a module."""
+        return frozenset(device for home in (*self.attention, *self.ffn) for device in home)
+
+
+@dataclass(frozen=True)
 class InstanceView:
     """A serving replica."""
 
     id: int
     """First device. A merged instance has the id of its first member."""
     devices: tuple[int, ...]
+    """Devices of the instance. With a `placement`, the home of its embedding and head."""
     capacity_tokens: int
     """Tokens that the empty instance can hold."""
     free_tokens: int
@@ -106,8 +134,8 @@ class InstanceView:
     coming_tokens: int | None = None
     """Capacity after the transformation. None: `DegreeLimits.capacity_tokens` of `transition_to`."""
     joinable_tokens: int = 0
-    """Tokens available to a new request while layers change. The request must also fit an instance of the lower of both
-    degrees."""
+    """Tokens available to a new request while layers change. The request must also fit an instance of the lower degree
+    of the transformation."""
     draining: bool = False
     """Whether an operator has stopped new requests to this instance."""
     step_s: float | None = None
@@ -119,6 +147,21 @@ class InstanceView:
     paused_degree: int | None = None
     """Degree of the instances before the merge. A split to this degree resumes the paused requests. None: no request is
     paused."""
+    placement: PlacementView | None = None
+    """Homes of the modules if a module has several homes, or is not on `devices`. None: all modules are on `devices`.
+    `capacity_tokens` and `free_tokens` then follow from the home with the least memory for a token."""
+    changes_placement: bool = False
+    """Whether a placement change of this instance is in progress, which includes its scale-out and both instances of a
+    scale-in. Steps continue, and the instance accepts requests."""
+    batch_limit: int | None = None
+    """Present limit of `LimitBatch`, which `free_slots` includes. None: no limit."""
+
+    def homes(self, layer: int, modules: Modules = "layer") -> tuple[tuple[int, ...], ...]:
+        """Return the homes of modules of a layer: for "layer" of its attention and of its FFN, otherwise of one."""
+        if self.placement is None:
+            return (self.devices,)
+        attention, ffn = self.placement.attention[layer], self.placement.ffn[layer]
+        return {"layer": (attention, ffn), "ffn": (ffn,)}.get(modules, (attention,))
 
     @cached_property
     def degree(self) -> int:
@@ -131,7 +174,7 @@ class InstanceView:
 
     @cached_property
     def largest(self) -> int:
-        """Highest `max_total_tokens` of its running requests; 0 if there is no request."""
+        """Highest `max_total_tokens` of all running requests of the instance; 0 if no request runs."""
         return max([request.max_total_tokens for request in self.running], default=0)
 
     @cached_property
@@ -166,6 +209,51 @@ class DegreeLimits:
 
 
 @dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of one layer of the model on one device, for placement changes."""
+
+    num_layers: int
+    """Number of layers of the model."""
+    attention_bytes: float
+    """Bytes of the attention weights of a layer."""
+    ffn_bytes: float
+    """Bytes of the FFN weights of a layer."""
+    kv_token_bytes: float
+    """Bytes of keys and values of one token in a layer."""
+    other_bytes: float = 0.0
+    """Bytes of all weights outside of layers, which an instance of its own needs in addition (`ScaleOut`)."""
+    transition_cost: float = 0.3
+    """Cost of a place where homes change, relative to a layer with the whole batch (`speedup.transition_cost`). An
+    executor that has not measured it keeps the default."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weights of a layer."""
+        return self.attention_bytes + self.ffn_bytes
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """Free resources of a device."""
+
+    id: int
+    """Index of the device."""
+    memory_bytes: float
+    """Bytes that could hold KV cache and copies of layers if no request ran: the budget less the weights on the device
+    and temporaries. On devices: `MemoryReport.unused_bytes` plus the bytes of the KV cache."""
+    free_bytes: float
+    """Part of `memory_bytes` that no running or paused request uses. Cached prefixes that no request uses are free. On
+    devices: `MemoryReport.unused_bytes` plus the bytes of free pages."""
+    utilization: float = 0.0
+    """Share of the latest second in which the device computed, from 0 to 1. On devices: NVML, or step times."""
+
+    @property
+    def vacancy(self) -> float:
+        """Vacancy rate of CoCoServe: the smaller one of the free shares of memory and of computing time."""
+        return max(min(self.free_bytes / max(self.memory_bytes, 1.0), 1 - self.utilization), 0.0)
+
+
+@dataclass(frozen=True)
 class ClusterView:
     """Snapshot of the cluster: the only input of a policy."""
 
@@ -194,6 +282,27 @@ class ClusterView:
     """`max_total_tokens` of each waiting request that is not in `queue` because it cannot start yet: its last token is
     still in flight after a preemption, or a program is being compiled for it. An instance that can hold such a request
     should not split."""
+    layer: LayerSizes | None = None
+    """Sizes of a layer. None: the executor refuses placement changes."""
+    devices: tuple[DeviceView, ...] = ()
+    """All devices in order, also devices without an instance. Empty if `layer` is None."""
+    refused_changes: frozenset[tuple[object, ...]] = frozenset()
+    """Identities (`actions.identity`) of placement changes that were refused or failed recently. Set by the scheduler,
+    not by the executor."""
+
+    @cached_property
+    def _by_id(self) -> dict[int, InstanceView]:
+        return {instance.id: instance for instance in self.instances}
+
+    def instance(self, instance_id: int) -> InstanceView | None:
+        """Return an instance by its id; None if there is none."""
+        return self._by_id.get(instance_id)
+
+    def guests(self, device: int) -> tuple[InstanceView, ...]:
+        """Return the instances that compute modules on a device which is not their own."""
+        return tuple(
+            i for i in self.instances if i.placement and device in i.placement.devices and device not in i.devices
+        )
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:
@@ -223,20 +332,21 @@ class ClusterView:
         return self._waiting_sizes[place - 1] if place else 0
 
     def kept_tokens(self, degree: int) -> int:
-        """Return `DegreeLimits.kept_tokens` of a degree, or its default if it is None."""
+        """Return the capacity of an instance of a degree if all weights are kept (`DegreeLimits.kept_tokens`)."""
         known, base = self.limits[degree].kept_tokens, self.limits[self.base_degree].capacity_tokens
         return base * max(degree // self.base_degree, 1) if known is None else known
 
     def keeps_weights(self, instance: InstanceView) -> bool:
-        """Return whether an instance was merged with all weights kept. If so, a split and then a merge that releases
-        weights would increase its capacity."""
+        """Return whether an instance was merged with all weights kept. If so, a split and a second merge that releases
+        weights would increase the capacity."""
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose empty instances hold a request; None if it fits nowhere.
+        """Return the lowest degree, from the base degree on, whose empty instances hold a request; None if no degree
+        holds the request.
 
-        The result is at least the base degree. If the request needs a higher degree, the result is also at least
-        `merge_to`, or the highest degree if no degree reaches `merge_to`.
+        If the request needs a degree above the base degree, degrees below `merge_to` are skipped. If no degree reaches
+        `merge_to`, the result is the highest degree.
         """
         holding = [
             limits.degree
@@ -248,12 +358,14 @@ class ClusterView:
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose instances hold a request with all weights kept; None if no degree does."""
+        """Return the lowest degree whose instances hold a request if all weights are kept; None if no degree holds the
+        request."""
         holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
         return min(holding, default=None)
 
     def final_capacity(self, instance: InstanceView) -> int:
-        """Return the tokens that an instance can hold after its present transformation, or now if it is not in one."""
+        """Return the tokens that an instance can hold after its present transformation. If it is in no transformation,
+        return its present capacity."""
         to = instance.transition_to
         if instance.coming_tokens is not None:
             return instance.coming_tokens

@@ -8,7 +8,7 @@ from typing import Protocol
 class Batching(Protocol):
     """Rule that chooses the prompt chunks of a step.
 
-    The rule does not affect decoding sequences: each of them generates a token in every step.
+    The rule does not affect decoding sequences: every decoding sequence generates a token in every step.
     """
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
@@ -75,21 +75,22 @@ class EngineBuckets:
     def chunk_size(self, length: int) -> int:
         """Return the chunk size in tokens for a prompt with `length` tokens left.
 
-        The result is the smallest size of at least `length`, or the largest size for a longer prompt. If `length` is at
-        most half of that size, the result is the next smaller size, if there is one.
+        This is the smallest size that is at least `length`. If there is no such size, it is the largest size. If the
+        prompt would fill at most half of this size, the result is the next smaller size, if there is one.
         """
         sizes = self.chunk_sizes
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, decodes: int, waiting: int, chunk: int, degree: int) -> int:
-        """Return the number of prompts in the next step: up to 4 if at least 3 wait and the limits allow it, else 1.
+        """Return the number of prompts in the next step. If at least 3 prompts wait, and the limits allow 4 prompts,
+        the result is 3 or 4. In all other cases the result is 1.
 
         Args:
             decodes: number of decoding sequences in the step.
             waiting: number of prompts that are not computed yet.
             chunk: tokens of each chunk.
-            degree: degree of the instance, which multiplies `max_num_seqs`.
+            degree: degree of the instance. The maximum number of sequences is `max_num_seqs` times the degree.
         """
         most = self.max_num_seqs * degree
         several = _COARSE * chunk <= self.max_num_batched_tokens and most >= _COARSE

@@ -14,7 +14,7 @@ class Block:
         first_s: seconds of the first step.
         slope_s: seconds by which each step is longer than the step before, because contexts grow.
         plain_s: seconds of the first step without its prompts and switches.
-        chunks: requests with a prompt chunk in the step, each with the number of tokens in the chunk.
+        chunks: pairs (request, number of tokens) of the prompt chunks in the step.
         switches: number of layers that a transformation switches before the step.
         interference_s: seconds that prompts add to the step; 0 if no request decodes.
         switch_s: seconds that layer switches add to the step.
@@ -63,10 +63,10 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Drop the steps that have not begun. Return a new block with the running step; None if no step is running.
+        """Drop the steps that have not begun. Return a new block with the running step, its prompts and its switches.
+        If no step is running, return None.
 
-        Prompts and switches of the running step move to the new block. `steps` of this block still counts the running
-        step: the caller subtracts 1 if a block is returned.
+        `steps` of this block still counts the running step. The caller subtracts 1 if a block is returned.
         """
         self.cut(now_s)
         if self.steps == 0:
@@ -83,7 +83,8 @@ class Block:
         return step
 
     def _position(self, elapsed_s: float) -> float:
-        """Return the number of steps done after `elapsed_s` seconds, with the fraction of the step that is running."""
+        """Return the number of steps done after `elapsed_s` seconds. The running step counts with the fraction that is
+        done."""
         if self.first_s <= 0:
             return float(self.steps)
         if self.slope_s <= 0 or self.steps == 1:

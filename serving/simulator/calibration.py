@@ -78,7 +78,8 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
-        """Read a file that `save` has written. Raises `SimulationError` if it is invalid or of another version."""
+        """Read a file that `save` has written. Raises `SimulationError` if the file is invalid or of another
+        version."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls._from_json(data)

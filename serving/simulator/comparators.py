@@ -1,4 +1,4 @@
-"""Cost models of other systems, as their papers describe them: of transformations, steps and capacity."""
+"""Cost models of other systems, as their papers describe them: costs of transformations and steps, and capacities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,9 +93,9 @@ class PipelineCost:
 class SequenceParallelCost:
     """Steps of LoongServe (arXiv 2404.09526): sequence parallelism over parts of an instance.
 
-    A part is one device, or several devices with tensor parallelism, and has all weights. Each part computes some
+    A part is one device, or several devices with tensor parallelism. Each part has all weights, and computes some
     tokens of every prompt. In decode steps, each sequence has one part as its master. The master computes everything
-    but attention, which runs on all parts that store keys and values of the sequence.
+    except attention. Attention runs on all parts that store keys and values of the sequence.
     """
 
     base: ModelStepCost
@@ -133,8 +133,8 @@ class SequenceParallelCost:
 class UlyssesCost:
     """Steps with Ulysses sequence parallelism, which Shift Parallelism uses (arXiv 2509.16495).
 
-    Each device has all weights and computes some of the tokens. In attention, it computes some heads for all tokens, so
-    each layer needs two all-to-all exchanges.
+    Each device has all weights and computes some of the tokens. In attention, each device computes some heads for all
+    tokens. So each layer needs two all-to-all exchanges.
     """
 
     base: ModelStepCost
@@ -179,15 +179,15 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """Return the share of a step that each of `degree` devices computes: tokens and decoding sequences are divided and
-    rounded up, and every prompt has a part on each device."""
+    """Return the share of a step that each of `degree` devices computes. Tokens and decoding sequences are divided by
+    `degree` and rounded up. Every device computes a part of every prompt."""
     return StepShape(
         -(-shape.decodes // degree), shape.prompts, -(-shape.prompt_tokens // degree), -(-shape.longest_chunk // degree)
     )
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
-    """Return the limits of KunServe for each degree at which the model fits. Each layer is on one device of an
+    """Return the limits of KunServe for each degree at which the model fits. Each layer is stored on one device of an
     instance.
 
     Raises `SimulationError` if the model fits at no degree.

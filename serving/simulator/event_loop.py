@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from serving.scheduler import (
     AmoebaPolicy,
     LeastLoadFirstPolicy,
+    Offload,
     Policy,
     Preempt,
     RoundRobinPolicy,
@@ -37,7 +38,7 @@ _AGAIN_S = 1e-3
 """Seconds from a tick that preempted, paused or resumed requests to the next tick."""
 _TIMELESS: tuple[type, ...] = (AmoebaPolicy, LeastLoadFirstPolicy, RoundRobinPolicy, StaticPolicy)
 """Policies that need no ticks while no request waits and no instance is merged."""
-_BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED = range(5)
+_BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED, _PLACED = range(6)
 
 Progress = Callable[[float, float], None]
 """Callback that receives the virtual time in seconds, and the share of requests that have arrived (0 to 1)."""
@@ -148,7 +149,7 @@ class Cluster:
     # The loop
 
     def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
-        """Serve requests until all have ended or a limit of `config` is reached. Call it once.
+        """Serve requests until all requests have ended, or until a limit of `config` is reached. Call it once.
 
         Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped the run.
         """
@@ -218,8 +219,16 @@ class Cluster:
             if event[5]:
                 self._push(event[0] + event[5], _FAILED, host)
             return True
+        if kind == _PLACED:
+            executor.placements.proceed()
+            self._plan_placements(host)
+            return True
         executor.changes.end_failed()
         return True
+
+    def _plan_placements(self, host: Host) -> None:
+        for at_s in host.executor.placements.take_new_times():
+            self._push(at_s, _PLACED, host)
 
     def _arrive(self, index: int, now_s: float) -> Host:
         requests = self.requests
@@ -242,7 +251,8 @@ class Cluster:
         decisions = host.scheduler.tick()
         for at_s, _ in executor.changes.failing[failing:]:
             self._push(at_s, _FAILED, host)
-        preempted = any(isinstance(d.action, Preempt) for d in decisions)
+        self._plan_placements(host)
+        preempted = any(isinstance(d.action, Preempt | Offload) for d in decisions)
         host.not_before_s = now_s + _AGAIN_S if preempted else -1.0
         if host.is_quiet:
             host.next_tick_s = math.inf
@@ -258,7 +268,8 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """Count the steps that have ended in unfinished blocks, and the waits of requests that are still in a queue."""
+        """Add the ended steps of unfinished blocks, and the waiting times of queued requests, to `tally` and
+        `records`."""
         for host in self.hosts:
             executor = host.executor
             for instance in executor.instances:

@@ -17,9 +17,9 @@ _WORTH_TELLING = 0.02
 
 
 def winner(results: Mapping[str, PolicyResult]) -> str:
-    """Return the name of the policy with the largest `kept_share`, rounded to 0.1%.
+    """Return the name of the policy with the largest `kept_share`.
 
-    Of several policies with this share, the policy with the lowest mean TTFT wins.
+    If several policies have the same share, rounded to 0.1%, return the policy with the lowest mean TTFT.
     """
 
     def key(name: str) -> tuple[float, float]:
@@ -31,7 +31,8 @@ def winner(results: Mapping[str, PolicyResult]) -> str:
 
 
 def explain(results: Mapping[str, PolicyResult]) -> list[str]:
-    """Return one line about the best policy, then one line for each other policy that compares it with the best."""
+    """Return one line about the best policy, and a line for each other policy that compares this policy with the best
+    policy."""
     best = winner(results)
     lines = [f"{best}: most requests within the objectives ({results[best].kept_share:.1%})."]
     if unfit := int((results[best].ending == Ending.NEVER_FITS).sum()):

@@ -10,7 +10,7 @@ class DeviceFault:
     """Failure of a device at `at_s`: its instance loses the KV cache, and accepts no requests for `down_s` seconds.
 
     The requests of the instance return to the queue and are computed again, as after a failure in the engine. `device`
-    counts over all hosts of the cluster.
+    is the number of the device among the devices of all hosts.
     """
 
     device: int
@@ -33,7 +33,8 @@ class Faults:
 
     @classmethod
     def from_text(cls, texts: list[str]) -> "Faults":
-        """Parse `transformations:2` and `device:3@120+60` (device 3, at 120 s, for 60 s).
+        """Parse texts such as `transformations:2` (two transformations fail) and `device:3@120+60` (device 3 fails at
+        120 s, for 60 s).
 
         Raises `SimulationError` for an invalid text.
         """

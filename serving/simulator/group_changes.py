@@ -16,8 +16,8 @@ class GroupChanges:
     """Start, progress and end of the transformations of a host.
 
     Attributes:
-        failing: running transformations that will end without effect, each as its end in seconds and its members.
-        waiting: merges that have not started because requests run on their members, each with the members.
+        failing: pairs (end in seconds, members) of the running transformations that will end without effect.
+        waiting: pairs (merge, members) of the merges that have not started because requests run on their members.
     """
 
     def __init__(self, executor: Host):
@@ -40,7 +40,8 @@ class GroupChanges:
         return members
 
     def scale_up(self, action: ScaleUp) -> None:
-        """Start a merge. `action.running`: whether running requests continue, pause, or end before the merge starts.
+        """Start a merge. If `action.running` is "wait" and requests run on the instances, the merge starts later
+        (`proceed`).
 
         Raises `Refusal` with the reason if the merge is not possible now.
         """
@@ -150,7 +151,8 @@ class GroupChanges:
         self._executor.begin(instance)
 
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
-        """Start a transformation that will fail: its members accept no requests until its end, and then continue."""
+        """Start a transformation that will fail. Its members accept no requests until its end, and then continue
+        unchanged."""
         cost = self._executor.config.transformation
         price = cost.change(lower, action.degree, sum(i.used_tokens() for i in members))
         for member in members:
@@ -158,7 +160,7 @@ class GroupChanges:
         self.failing.append((self._executor.now_s + max(price.seconds(cost.layers), 1e-3), members))
 
     def end_failed(self) -> bool:
-        """End each failing transformation whose time has passed. Return whether one ended."""
+        """End each failing transformation whose time has passed. Return whether a transformation ended."""
         due = [entry for entry in self.failing if entry[0] <= self._executor.now_s]
         for entry in due:
             self.failing.remove(entry)
@@ -167,7 +169,8 @@ class GroupChanges:
         return bool(due)
 
     def end(self, instance: SimInstance) -> None:
-        """End a transformation whose layers have all switched. A split replaces the instance by its parts."""
+        """End a transformation whose layers have all switched. After a split, the new instances replace the
+        instance."""
         change, instance.change = instance.change, None
         assert change is not None, "a change must be running"
         to_degree, now_s = change.action.degree, self._executor.now_s
@@ -184,7 +187,7 @@ class GroupChanges:
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
         """Replace an instance by instances of a lower degree, and return the new instances.
 
-        Paused instances on the same devices, if any, are the new instances. The new instances receive the running
+        If the instance has paused instances, these are the new instances. The new instances receive the running
         requests and the cached prompts. A request that fits on no new instance is preempted.
         """
         host = self._executor

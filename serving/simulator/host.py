@@ -1,4 +1,4 @@
-"""Interface of a simulated host for the modules that merge, split and pause instances."""
+"""Interface of a simulated host for the modules that merge, split, pause and spread instances."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """Part of `SimExecutor` that the modules for merges, splits and pauses use. `SimExecutor` documents the methods."""
+    """Part of `SimExecutor` that the modules for changes of instances use. `SimExecutor` documents the methods."""
 
     config: HostConfig
     limits: dict[int, DegreeLimits]
@@ -25,7 +25,11 @@ class Host(Protocol):
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None: ...
 
+    def rehome(self, instance: SimInstance) -> None: ...
+
     def begin(self, instance: SimInstance) -> None: ...
+
+    def disturb(self, instance: SimInstance) -> None: ...
 
     def finish(self, run: Run, ending: Ending) -> None: ...
 
@@ -33,9 +37,10 @@ class Host(Protocol):
 
 
 def drained_s(host: Host, instance: SimInstance) -> float:
-    """Drop the planned steps of an instance that have not begun. Return the end of the running step in seconds.
+    """Drop the planned steps of an instance that have not begun. Return the time in seconds at which the running step
+    ends.
 
-    Return the present time if no step is running. The caller calls `take_in` next.
+    If no step is running, return the present time. The caller must call `take_in` next.
     """
     instance.cut(host.now_s)
     return host.now_s if instance.block is None else max(instance.block.end_s, host.now_s)

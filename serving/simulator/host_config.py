@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from serving.scheduler import DegreeLimits, WaitingRequest
+from serving.scheduler import DegreeLimits, Migrate, Replicate, WaitingRequest
 from serving.simulator.pricing import Pricing
+from serving.simulator.run import Run
+from serving.simulator.spread import LayerCost
 from serving.simulator.transformation_cost import TransformationCost
 
 
@@ -12,7 +14,8 @@ class ForbiddenActionError(AssertionError):
 
 
 class Refusal(Exception):
-    """Error for an action that the host refuses, with the reason. `SimExecutor.apply` returns it as an outcome."""
+    """Error for an action that the host refuses, with the reason. `SimExecutor.apply` turns this error into an
+    `Outcome`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class HostConfig:
     transformation: TransformationCost
     """Cost of transformations."""
     degrees_at_start: tuple[int, ...]
-    """Degrees of the instances at the start, in the order of devices."""
+    """Degrees of the instances at the start, in the order of devices. Further devices are empty."""
     page_size: int = 16
     max_model_len: int | None = None
     layers_per_step: int = 1
@@ -40,6 +43,10 @@ class HostConfig:
     """Whether policies see measured times of steps and transformations, as in the engine."""
     strict: bool = False
     """Whether a refused action raises `ForbiddenActionError`."""
+    layers: LayerCost | None = None
+    """Costs of placement changes. None: they are refused, and policies see no devices."""
+    placed_at_start: tuple[Replicate | Migrate, ...] = ()
+    """Placement changes that have been carried out before the start."""
 
     @property
     def num_slots(self) -> int:
@@ -62,6 +69,7 @@ class Waiting:
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
         last_token_s: time of its latest token before a preemption; None if it has generated no token.
+        offloaded: request whose pages are in host memory, with the decode steps of its instance at that time, or None.
     """
 
     request: WaitingRequest
@@ -69,3 +77,4 @@ class Waiting:
     output_left: int
     since_s: float
     last_token_s: float | None = None
+    offloaded: tuple[Run, int] | None = None

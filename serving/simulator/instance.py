@@ -12,6 +12,7 @@ from serving.simulator.block import Block
 from serving.simulator.prefix_store import PrefixStore
 from serving.simulator.pricing import Pricing
 from serving.simulator.run import Run
+from serving.simulator.spread import Spread
 from serving.simulator.step_cost import StepShape, prompt_pairs
 from serving.simulator.tally import Records, Tally
 
@@ -25,12 +26,12 @@ class Change:
         start_s: start of the transformation.
         left: number of layers that have not switched.
         total: number of layers.
-        lower: lowest old degree of a merge, new degree of a split.
+        lower: lower degree: the lowest degree of the members of a merge, or the new degree of a split.
         layer_s: seconds to switch one layer.
         pause_s: seconds without steps before the first switch.
         layers_per_step: number of layers that switch before each step.
         fails: whether the transformation ends without effect.
-        from_degree: old degree; the lowest if the members of a merge have several.
+        from_degree: old degree. If the members of a merge have different degrees: the lowest degree.
         lane_tokens: capacity in tokens of an instance of the lower degree.
     """
 
@@ -51,8 +52,8 @@ class Change:
 
         Args:
             instance: instance that is transformed.
-            used_tokens: tokens of its running requests. They count as if they were spread evenly over instances of the
-                lower degree.
+            used_tokens: tokens of the running requests of the instance. They are assumed to be spread evenly over
+                instances of the lower degree.
         """
         if self.fails:
             return 0
@@ -64,8 +65,8 @@ class Change:
     def step(self, instance: "SimInstance", now_s: float) -> Block:
         """Return a block of one step, which starts with the switch of `layers_per_step` layers.
 
-        Switched layers run at the new degree, the others at the old degree. The step computes a chunk of at most one
-        prompt. If no request runs, all layers switch at once.
+        Switched layers run at the new degree, all other layers at the old degree. The step computes a chunk of at most
+        one prompt. If no request runs, all layers switch at once.
         """
         count, prompts = instance.num_decoding, instance.prompts
         switches = min(self.layers_per_step, self.left) if count or prompts else self.left
@@ -85,7 +86,10 @@ class Change:
         return block
 
     def _step_s(self, instance: "SimInstance", low_share: float, chunk: int, pairs: float) -> float:
-        """Return the seconds of a step if `low_share` of its layers run at the lower degree."""
+        """Return the seconds of a step if `low_share` of its layers run at the lower degree.
+
+        `chunk`: prompt tokens of the step. `pairs`: see `StepCost`.
+        """
         pricing, count, degree = instance.pricing, instance.num_decoding, instance.degree
         seconds = []
         for at, share in ((self.lower, low_share), (degree, 1 - low_share)):
@@ -105,33 +109,38 @@ class SimInstance:
         prompts: requests whose prompts the next steps compute, in the order of `Run.order`.
         num_decoding: number of decoding requests.
         steps: number of decode steps that have ended.
-        context: tokens of all decoding requests.
+        context: number of tokens of all decoding requests.
         block: planned steps; None if the instance is idle.
         change: running transformation, if any.
-        paused: paused instances, which this instance replaces on the same devices. Their requests make no progress and
-            keep their pages.
-        room_tokens: maximum tokens of the running requests: the capacity less pages of paused requests.
-        max_requests: maximum number of running requests; paused requests reduce it.
+        paused: paused instances that this instance replaces on the same devices. The requests of the paused instances
+            make no progress and keep their pages.
+        room_tokens: maximum tokens of the running requests: the capacity less the pages of paused requests.
+        max_requests: maximum number of running requests. Paused requests reduce this number.
         ready_s: earliest start of the next step.
         paused_s: time at which the instance was last paused.
         step_s: seconds of the latest decode step without a prompt; None before the first such step.
         step_rows: number of sequences in the step of `step_s`.
         prompt_tokens_per_s: prompt tokens per second of the latest step with prompts; None before the first such step.
-        waits_for: merge that will start when no request runs on its devices; None if there is none.
-        slowdown: factor of the duration of steps, because other instances are busy (`Pricing.slowdown`).
+        waits_for: merge that will start when no request runs on the devices of the merge. None: no merge.
+        slowdown: factor by which steps take longer because other instances are busy (`Pricing.slowdown`).
         prompt_slowdown: like `slowdown`, for steps with a prompt.
         down_until_s: time until which the instance accepts no requests after a failure; below 0: no failure.
         prefixes: cached prompt blocks.
         step_began_s: start of the latest step that has ended.
+        spread: homes of its layers, if they have other homes than its device, or if its device computes layers of other
+            instances; else None.
+        changes_placement: whether a placement change of the instance is in progress.
+        device_crowding: slowdown on each device of `spread` by other busy instances.
+        batch_limit: limit of running requests by an action; None if there is none.
         version: number of changes of `block`. Events for an older version are obsolete.
     """
 
     __slots__ = (
-        "_ends", "_idle_view", "block", "change", "context", "degree", "devices", "down_until_s", "joining",
-        "launches_ahead", "limits", "max_requests", "num_decoding", "page_size", "paused", "paused_s",
-        "prefixes", "pricing", "prompt_slowdown", "prompt_tokens_per_s", "prompts", "ready_s", "records",
-        "room_tokens", "runs", "slowdown", "step_began_s", "step_rows", "step_s", "steps", "tally", "version",
-        "waits_for",
+        "_busy_s", "_ends", "_idle_view", "_taken_busy_s", "batch_limit", "block", "change", "changes_placement",
+        "context", "degree", "device_crowding", "devices", "down_until_s", "joining", "launches_ahead", "limits",
+        "max_requests", "num_decoding", "page_size", "paused", "paused_s", "prefixes", "pricing", "prompt_slowdown",
+        "prompt_tokens_per_s", "prompts", "ready_s", "records", "room_tokens", "runs", "slowdown", "spread",
+        "step_began_s", "step_rows", "step_s", "steps", "tally", "version", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -165,6 +174,11 @@ class SimInstance:
         self.step_rows = 0
         self.prompt_tokens_per_s: float | None = None
         self.waits_for: ScaleUp | None = None
+        self.spread: Spread | None = None
+        self.changes_placement = False
+        self.device_crowding: dict[int, float] = {}
+        self.batch_limit: int | None = None
+        self._busy_s = self._taken_busy_s = 0.0
 
     # Room
 
@@ -180,14 +194,14 @@ class SimInstance:
     def count_room(self) -> None:
         """Update `room_tokens`.
 
-        Without paused instances, it is the capacity. Otherwise, it is the number of paused instances times the free
-        tokens of the fullest paused instance.
+        Without paused instances, `room_tokens` is the capacity. With paused instances, it is their number times the
+        free tokens of the fullest paused instance.
         """
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
     def used_tokens(self, steps: int | None = None) -> int:
-        """Return the size of all pages of running requests after `steps` decode steps, in tokens.
+        """Return the number of tokens in all pages of running requests after `steps` decode steps.
 
         `steps`: number of decode steps. None: the decode steps that have ended.
         """
@@ -232,7 +246,7 @@ class SimInstance:
                 self.joining.append(run)
 
     def remove(self, run: Run) -> None:
-        """Remove a request and its pages. The caller has processed all steps that have ended (`end_block`)."""
+        """Remove a request and its pages. The caller must process all ended steps before (`end_block`)."""
         self._forget(run)
         if run.base:
             self.num_decoding -= 1
@@ -261,9 +275,10 @@ class SimInstance:
     # Steps
 
     def begin(self, now_s: float) -> Block | None:
-        """Let added requests join, plan a block that starts now, and return the block; None if no request runs.
+        """Plan a block that starts now, including added requests, and return the block. If no request runs, return
+        None.
 
-        The caller checks first that there are enough pages (`pages_short`).
+        The caller must check first that there are enough pages (`pages_short`).
         """
         self._take_joining()
         if self.change is not None and not self.change.fails:
@@ -280,8 +295,8 @@ class SimInstance:
     def _take_joining(self) -> None:
         """Move requests from `joining` to `prompts`, so that the next step can compute their prompts.
 
-        An idle instance moves all requests. With `launches_ahead`, a busy instance launched the next step when its
-        latest finished step began. Requests that were added after that launch stay in `joining`.
+        Normally, all requests move. With `launches_ahead`, a busy instance launched the next step when its latest
+        finished step began. A request that was added after that launch stays in `joining`.
         """
         came = self.joining
         if self.launches_ahead and (self.prompts or self.num_decoding):
@@ -290,29 +305,37 @@ class SimInstance:
             self.prompts = sorted([*self.prompts, *came], key=lambda run: run.order)
             self.joining = [run for run in self.joining if run not in came]
 
+    def _step_s(self, shape: StepShape, pairs: float = 0.0) -> float:
+        """Return the seconds of a step without slowdowns by crowded processors. `pairs`: see `prompt_pairs`."""
+        pricing, degree = self.pricing, self.degree
+        if self.spread is not None:
+            return self.spread.step_s(pricing, shape, self.context, pairs, self.device_crowding)
+        context_s = pricing.context_s(degree) * self.context
+        return pricing.fixed_s(degree, shape) + context_s + pricing.pair_s(degree) * pairs
+
     def _mixed_step(self, now_s: float) -> Block:
         pricing, degree, decodes = self.pricing, self.degree, self.num_decoding
         chunks = pricing.batching.chunks([run.prompt_left for run in self.prompts], decodes, degree)
         shape = StepShape(decodes, len(chunks), sum(chunks), max(chunks))
         pairs = sum(prompt_pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
-        context_s = pricing.context_s(degree) * self.context
-        seconds = pricing.fixed_s(degree, shape) + context_s + pricing.pair_s(degree) * pairs
-        block = Block(now_s, 1, seconds * self.prompt_slowdown)
+        block = Block(now_s, 1, self._step_s(shape, pairs) * self.prompt_slowdown)
         block.chunks = list(zip(self.prompts, chunks, strict=False))
         if decodes:
-            plain_s = (pricing.fixed_s(degree, StepShape(decodes)) + context_s) * self.slowdown
+            plain_s = self._step_s(StepShape(decodes)) * self.slowdown
             block.plain_s = plain_s
             block.interference_s = max(block.first_s - plain_s, 0.0)
         return block
 
     def _decode_steps(self, now_s: float) -> Block:
-        pricing, degree, count = self.pricing, self.degree, self.num_decoding
-        context_s = pricing.context_s(degree)
+        pricing, count = self.pricing, self.num_decoding
+        slope_s = pricing.context_s(self.degree) * count
         steps = min(self._ends[0][0] - self.steps, steps_with_pages(self))
+        if self.spread is not None:
+            slope_s = self.spread.slope_s(pricing, count, self.device_crowding)
+            steps = min(steps, self.page_size)  # Other instances may change its speed and use the memory.
         if pricing.crowding or self.joining:
             steps = 1  # Other instances may change its speed after each step, and requests may join.
-        first_s = pricing.fixed_s(degree, StepShape(count)) + context_s * self.context
-        return Block(now_s, max(steps, 1), first_s * self.slowdown, context_s * count * self.slowdown)
+        return Block(now_s, max(steps, 1), self._step_s(StepShape(count)) * self.slowdown, slope_s * self.slowdown)
 
     def end_block(self, now_s: float) -> list[Run]:
         """Process all steps of the block, and clear the block. The last step ends at `now_s`.
@@ -324,6 +347,7 @@ class SimInstance:
             return []
         steps, count, tally, finished = block.steps, self.num_decoding, self.tally, []
         tally.steps += steps
+        self._busy_s += block.time_s(steps)
         self.step_began_s = block.start_s + block.time_s(steps - 1)
         if count:
             if not block.chunks and not block.switches:
@@ -372,6 +396,14 @@ class SimInstance:
         else:
             self._decode(run)
 
+    def take_busy_s(self, now_s: float) -> float:
+        """Return the seconds of steps since the last call."""
+        total_s, before_s = self._busy_s, self._taken_busy_s
+        if self.block is not None:
+            total_s += min(max(now_s - self.block.start_s, 0.0), self.block.time_s(self.block.steps))
+        self._taken_busy_s = total_s
+        return total_s - before_s
+
     def cut(self, now_s: float) -> bool:
         """Drop the planned steps that have not begun, and return whether a step was dropped."""
         if self.block is None or not self.block.cut(now_s):
@@ -383,6 +415,7 @@ class SimInstance:
 def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
     """Return an instance as policies see it. `shows_timing`: whether to include its latest step time."""
     at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
+    at_rest = at_rest and instance.spread is None and instance.batch_limit is None and not instance.changes_placement
     step_s = instance.step_s if shows_timing else None
     if at_rest and not instance.runs and not instance.has_paused:
         if (view := instance._idle_view) is None or view.step_s != step_s:
@@ -410,11 +443,14 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
         step_s=step_s,
         paused=tuple(m.requests_at(m.steps) for m in instance.paused) if instance.has_paused else (),
         paused_degree=instance.paused[0].degree if instance.has_paused else None,
+        placement=None if instance.spread is None else instance.spread.view,
+        changes_placement=instance.changes_placement,
+        batch_limit=instance.batch_limit,
     )
 
 
 def steps_with_pages(instance: SimInstance) -> int:
-    """Return a safe number of decode steps before pages run out, at least 1. The true number may be larger."""
+    """Return a number of decode steps for which the pages are sufficient, at least 1. More steps may be possible."""
     count, size = instance.num_decoding, instance.page_size
     most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
     if (room := instance.room_tokens - most) >= 64 * count:
@@ -424,7 +460,7 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Return whether the next step lacks pages and a preemption can free pages."""
+    """Return whether the next step needs more pages than there are, and a preemption can free pages."""
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
         return False

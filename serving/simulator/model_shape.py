@@ -85,7 +85,8 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
-        """Read a `config.json`; `path` is the file or its directory. Raises `SimulationError` if it is invalid."""
+        """Read a `config.json`; `path` is the file or its directory. Raises `SimulationError` if the file is
+        invalid."""
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text(encoding="utf-8"))

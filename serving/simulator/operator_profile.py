@@ -21,7 +21,8 @@ _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """Median time of a matrix product with `tokens` rows. `inputs` and `outputs`: sizes of its part on a rank."""
+    """Median time of a matrix product with `tokens` rows. `inputs` and `outputs`: sizes of the part of the matrix on
+    one rank."""
 
     operator: str
     inputs: int
@@ -95,7 +96,8 @@ class OperatorProfile:
     def seconds(self, inputs: int, outputs: int, tokens: int) -> float | None:
         """Return the seconds of a matrix product with `tokens` rows; None if the matrix was not measured.
 
-        Above the largest measured number of rows, the time grows in proportion. Below the smallest, it is constant.
+        Above the largest measured number of rows, the time grows in proportion to the rows. Below the smallest measured
+        number of rows, the time is constant.
         """
         if (table := self._tables.get((inputs, outputs))) is None:
             return None

@@ -9,9 +9,9 @@ from serving.simulator.run import Run
 
 
 def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> None:
-    """Pause instances and their requests, and serve on their devices with a new instance.
+    """Pause instances and their requests. A new instance serves on their devices.
 
-    Weights stay resident. The first step starts `regroup_s` after the running steps have ended.
+    All weights stay resident. The first step of the new instance starts `regroup_s` after the running steps have ended.
     """
     ready_s = max(drained_s(host, member) for member in members)
     for member in members:
@@ -52,8 +52,9 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
     """Choose the request to preempt if pages are missing on an instance. Return its instance and the request.
 
-    There are two candidates, each last in `Run.order`: a running request, and a request of the fullest paused instance.
-    The paused request is preempted, except if it has a higher priority than the running request.
+    One candidate is the last running request (`Run.order`). If there are paused instances, the other candidate is the
+    last request of the fullest paused instance. The paused candidate is preempted, except if it has a higher priority
+    than the running candidate.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -76,18 +77,19 @@ def count_rooms(instances: list[SimInstance]) -> None:
 
 
 def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) -> list[tuple[Run, SimInstance | None]]:
-    """Choose a part for each request of an instance that splits. Nothing moves yet.
+    """Choose a new instance for each request of an instance that splits. Nothing moves yet.
 
-    Requests are assigned in order of length, the longest first, each to the part with the most free tokens.
+    Requests are assigned in order of length: the longest request first, each request to the new instance with the most
+    free tokens.
 
     Args:
-        runs: requests of the instance.
-        steps: decode steps that have ended on the instance.
-        parts: instances that replace the instance.
+        runs: requests of the instance that splits.
+        steps: decode steps that have ended on this instance.
+        parts: new instances.
         page_size: tokens of a page.
 
     Returns:
-        Each request with its part, or with None if the request fits on no part.
+        Each request with its new instance, or with None if the request fits on no new instance.
     """
     free = [part.capacity_tokens - part.used_tokens() for part in parts]
     slots = [part.limits.max_requests - len(part.runs) for part in parts]

@@ -23,9 +23,9 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
-    """Write the figure of `draw` to a file, whose suffix determines the format.
+    """Write the figure of `draw` to a file. The suffix of the file name determines the format.
 
-    Raises `SimulationError` if that fails or matplotlib is not installed.
+    Raises `SimulationError` if the file cannot be written or matplotlib is not installed.
     """
     try:
         draw(results).savefig(path, dpi=120)
@@ -34,7 +34,8 @@ def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
 
 
 def draw(results: Mapping[str, PolicyResult]) -> Any:
-    """Return a matplotlib figure: throughput over time, distribution of TTFT, and devices by degree for each policy.
+    """Return a matplotlib figure: plots of throughput over time and of the distribution of TTFT for all policies, and a
+    plot of devices by degree for each policy.
 
     Raises `SimulationError` if matplotlib is not installed.
     """
@@ -61,10 +62,10 @@ def draw(results: Mapping[str, PolicyResult]) -> Any:
 
 
 def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
-    """Return the number of devices by degree over time, as `(times, counts)`.
+    """Return `(times, counts)`: the number of devices in instances of each degree, over time.
 
-    `times` has the seconds at which degrees change, and the end of the run. `counts[degree][i]` is the number of
-    devices in instances of that degree from `times[i]` on.
+    `counts[degree][i]` is the number of devices in instances of `degree` from `times[i]` on. `times` has the seconds at
+    which degrees change, and the end of the run.
     """
     degrees = sorted({degree for _, degree, _ in result.tally.degrees})
     now = dict.fromkeys(degrees, 0)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class PromptBlocks:
-    """Blocks of a prompt, as in Mooncake's traces. Prompts that are equal up to the end of a block share its id.
+    """Blocks of a prompt, as in Mooncake's traces. Prompts that are equal up to the end of a block have the same id for
+    this block.
 
     Attributes:
         ids: ids of the blocks in order.
@@ -107,9 +108,9 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Copy idle blocks from the store of a replaced instance, except blocks that this store has already.
+        """Copy idle blocks from the store of a replaced instance, except blocks that this store already has.
 
-        The caller calls `take_held` for the requests first. `blocks`: blocks to copy; None: all idle blocks.
+        The caller must call `take_held` for the requests first. `blocks`: blocks to copy; None: all idle blocks.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:
@@ -119,8 +120,8 @@ class PrefixStore:
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
         """Distribute the idle blocks over the stores of the instances that replace this instance after a split.
 
-        All idle blocks of prompts with the same first block go to one store: the store that has this first block
-        already, or else the store with the fewest idle tokens.
+        All idle blocks of prompts with the same first block go to one store. This is the store that already has the
+        first block. If no store has it, this is the store with the fewest idle tokens.
         """
         groups: dict[int, list[int]] = {}
         for block in self._idle:

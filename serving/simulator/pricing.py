@@ -1,4 +1,4 @@
-"""Step costs of an instance: a cost model with a cache, and the slowdown while other instances are busy."""
+"""Cost of the steps of an instance, from a cost model and from the slowdown by other busy instances."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,8 @@ from serving.simulator.step_cost import StepCost, StepShape
 
 
 class Pricing:
-    """Cost of the steps of a host's instances: a `StepCost` with cache, batching rule, slowdowns and latency."""
+    """Cost of the steps of a host's instances. It remembers results of a `StepCost`, and adds the slowdown by other
+    busy instances."""
 
     def __init__(
         self,
@@ -29,12 +30,13 @@ class Pricing:
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """Return the duration of a step, relative to its duration with one busy instance; 1 if nothing was measured.
+        """Return the duration of a step while `busy` instances are busy, divided by its duration while one instance is
+        busy. If nothing was measured, the result is 1.
 
-        Of the measured numbers of instances, the largest number up to `busy` counts.
+        If `busy` instances were not measured, the measurement with the next smaller number of busy instances is used.
 
         Args:
-            busy: number of busy instances, including the instance of the step.
+            busy: number of busy instances, including the instance that runs the step.
             prompts: whether the step has prompts.
         """
         table = self.prompt_crowding if prompts else self.crowding

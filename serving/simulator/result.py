@@ -37,8 +37,8 @@ class PolicyResult:
     judged: np.ndarray
     """Whether each request counts in `kept_share`. All requests count if all have ended or there is no objective.
     Otherwise, a request counts if the latest time at which it could end within its objectives has passed. Without this
-    rule, requests near the end of the run would count only if they were quick. A request with a limit of TTFT only
-    counts if it has ended or its first token is late."""
+    rule, requests near the end of the run would count only if they were quick. If a request has no limit except TTFT,
+    it counts if it has ended or its first token is late."""
     ending: np.ndarray
     """`Ending` of each request."""
     requests: RequestTable

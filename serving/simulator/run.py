@@ -1,7 +1,7 @@
 """Running request of a simulated instance.
 
-While a request decodes, its number of tokens follows from the number of decode steps of its instance, so that a step
-need not update each request. The argument `steps` is this number of decode steps.
+While a request decodes, its number of tokens follows from the number of decode steps of its instance. So a step need
+not update each request. The argument `steps` of the methods is this number of decode steps.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ class Run:
         output_left: number of tokens left to generate. It stays constant while the request decodes (see `left`).
         prompt_left: number of prompt tokens left to compute.
         base: number of tokens of the request when it started to decode on its instance; 0 before that.
-        joined: decode steps of its instance when it started to decode there.
+        joined: number of decode steps that its instance had run when the request started to decode there.
         last_token_s: time of its latest token before a preemption; None if it has generated no token.
         added_s: time of its dispatch.
         queued_s: seconds in the queue, including waits after preemptions.
@@ -72,7 +72,7 @@ class Run:
         return self.output_left - (steps - self.joined) if self.base else self.output_left
 
     def start_decoding(self, num_tokens: int, steps: int) -> None:
-        """Start to decode with `num_tokens` tokens: each further decode step of the instance adds a token."""
+        """Start to decode with `num_tokens` tokens. From now on, each decode step of the instance adds a token."""
         self.base, self.joined = num_tokens, steps
 
     def view(self, steps: int) -> RunningRequest:
@@ -93,8 +93,8 @@ class Run:
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
         """Return the request for the queue after a preemption.
 
-        Tokens that the request has generated become part of its prompt. Its earlier time in the queue counts as waiting
-        time.
+        The generated tokens become part of its prompt. The time that the request has already spent in the queue counts
+        as waiting time.
         """
         since_s = now_s - self.queued_s
         return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

@@ -78,8 +78,10 @@ def _check(config: SimulationConfig) -> None:
 def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
     """Find the highest request rate that passes, within 5%.
 
-    The rate is doubled or halved until one trial passes and one fails, then bisected. `on_trial` is called after each
-    trial. Raises `SimulationError` if there is no objective, or all requests arrive at once.
+    The rate is doubled or halved until one trial passes and one trial fails. Then the interval between these rates is
+    bisected. `on_trial` is called after each trial.
+
+    Raises `SimulationError` if there is no objective, or if all requests arrive at once.
     """
     _check(config)
     if not request_table(config).span_s:
@@ -121,9 +123,11 @@ def _best(trials: list[Trial]) -> float | None:
 def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
     """Find the smallest number of devices that passes.
 
-    The candidates are powers of two below the number of devices of a scheduler, and multiples of this number up to
-    `num_devices`. The search is a bisection. It assumes that every number above a passing number also passes.
-    `on_trial` is called after each trial. Raises `SimulationError` if there is no objective.
+    The candidates are powers of two up to the number of devices of one scheduler, and multiples of this number up to
+    `num_devices`. The search is a bisection: it assumes that every number above a passing number also passes.
+    `on_trial` is called after each trial.
+
+    Raises `SimulationError` if there is no objective.
     """
     _check(config)
     sizes = _sizes(config)

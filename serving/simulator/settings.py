@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serving.bench.workload import WorkloadConfig
-from serving.scheduler import AmoebaConfig, FlyingConfig
+from serving.scheduler import AmoebaConfig, CocoServeConfig, FlyingConfig
 from serving.simulator.batching import Batching, EngineBuckets, TokenBudget
 from serving.simulator.calibration import Calibration
 from serving.simulator.device_spec import DeviceSpec, find_device
@@ -58,6 +58,11 @@ class SimulationConfig:
     """Settings of the policy `amoeba`, and of other policies with the same rules (`make_policy`)."""
     flying_config: FlyingConfig = field(default_factory=FlyingConfig)
     """Settings of the policy `flying`."""
+    cocoserve_config: CocoServeConfig = field(default_factory=CocoServeConfig)
+    """Settings of the policy `cocoserve`, in addition to `policy_config`."""
+    instances_at_start: int | None = None
+    """Number of instances of each scheduler at the start. Further devices are empty; `cocoserve` may use them. None: as
+    many as the devices hold."""
     router: str = "two_choices"
     """Name of the router that chooses a scheduler for each request (`ROUTERS`)."""
     profiles: tuple[Path, ...] = ()
@@ -79,8 +84,8 @@ class SimulationConfig:
             raise SimulationError(
                 f"devices_per_scheduler={per!r} must be at least 1 and divide num_devices={self.num_devices}"
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "layers_per_step"):
-            if getattr(self, name) < 1:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "layers_per_step", "instances_at_start"):
+            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
                 raise SimulationError(f"{name}={getattr(self, name)!r} must be at least 1")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise SimulationError(f"page_size={self.page_size!r} must be a power of two, at least 1")
@@ -123,7 +128,7 @@ class SimulationConfig:
     def host_devices(self) -> int:
         """Return the number of devices of each scheduler.
 
-        Raises `SimulationError` if `num_devices` is no multiple of the devices of a host.
+        Raises `SimulationError` if `num_devices` is no multiple of this number.
         """
         if self.devices_per_scheduler is not None:
             return self.devices_per_scheduler

@@ -7,7 +7,17 @@ degree on the other devices. `MECHANISMS` are other systems, modelled in `compar
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serving.scheduler import POLICY_NAMES, AmoebaPolicy, DegreeLimits, Policy, StaticPolicy, make_policy
+from serving.scheduler import (
+    POLICY_NAMES,
+    AmoebaPolicy,
+    CocoServePolicy,
+    DegreeLimits,
+    LayerSizes,
+    Policy,
+    StaticPolicy,
+    make_policy,
+)
+from serving.scheduler.cocoserve.speedup import transition_cost
 from serving.simulator.comparators import (
     HostMemoryCost,
     LayerExchangeCost,
@@ -23,7 +33,8 @@ from serving.simulator.host_config import HostConfig
 from serving.simulator.memory import MemoryPlan
 from serving.simulator.pricing import Pricing
 from serving.simulator.settings import SimulationConfig
-from serving.simulator.step_cost import ModelStepCost, StepCost
+from serving.simulator.spread import LayerCost
+from serving.simulator.step_cost import ModelStepCost, StepCost, StepShape
 from serving.simulator.transformation_cost import FixedTransformation, InPlaceCost, TransformationCost
 
 STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
@@ -95,7 +106,7 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
         limits = drop_limits(memory, degrees, config.max_num_seqs)
     else:
         limits = memory.limits(degrees, config.max_num_seqs)
-    start = _degrees_at_start(name, devices, limits)
+    start = _degrees_at_start(name, devices, limits)[: config.instances_at_start]
     host = HostConfig(
         num_devices=devices,
         limits=limits,
@@ -107,14 +118,36 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
         layers_per_step=config.layers_per_step,
         regroup_s=REGROUP_S,
         shows_timing=True,
+        layers=layer_cost(memory, cost) if name == CocoServePolicy.name else None,
     )
     return Setup(name, host, _maker(name, config))
+
+
+def layer_cost(memory: MemoryPlan, cost: StepCost) -> LayerCost:
+    """Return the costs of placement changes for a model on a device. A transition is measured with 32 rows."""
+    model, device, rows = memory.model, memory.device, 32
+    attention = sum(m.inputs * m.outputs for m in model.attention_matrices) * model.item_bytes
+    ffn = model.ffn_bytes / model.num_layers
+    rate, row_bytes = device.link_bandwidth * device.link_efficiency, model.hidden_size * model.item_bytes
+    layer_s = cost.fixed_s(1, StepShape(rows)) / model.num_layers
+    sizes = LayerSizes(
+        model.num_layers,
+        attention,
+        ffn,
+        model.kv_token_bytes() / model.num_layers,
+        model.weight_bytes - model.num_layers * (attention + ffn),
+        transition_cost(rows * row_bytes, rate, device.launch_s, layer_s),
+    )
+    budget = device.memory_bytes * memory.utilization - memory.activations
+    return LayerCost(sizes, budget, row_bytes, rate, device.host_bandwidth, device.launch_s)
 
 
 def _maker(name: str, settings: SimulationConfig) -> Callable[[], Policy]:
     config = settings.policy_config
     if name in POLICY_NAMES:
-        return lambda: make_policy(name, config=config, flying=settings.flying_config)
+        return lambda: make_policy(
+            name, config=config, flying=settings.flying_config, cocoserve=settings.cocoserve_config
+        )
     if name in STATIC or name == "shift":
         return lambda: StaticPolicy(reserved_growth=config.reserved_growth)
     return lambda: AmoebaPolicy(config)

@@ -8,6 +8,8 @@ from serving.scheduler import (
     Action,
     ClusterView,
     Dispatch,
+    LimitBatch,
+    Offload,
     Outcome,
     Preempt,
     Reject,
@@ -19,9 +21,11 @@ from serving.scheduler import (
     invalid,
 )
 from serving.simulator.group_changes import GroupChanges
+from serving.simulator.host import drained_s, take_in
 from serving.simulator.host_config import ForbiddenActionError, HostConfig, Refusal, Waiting
 from serving.simulator.instance import SimInstance, pages_short, view_of
 from serving.simulator.pauses import count_rooms, next_victim
+from serving.simulator.placement_changes import PlacementChanges
 from serving.simulator.prefix_store import PromptBlocks
 from serving.simulator.run import Run
 from serving.simulator.sim_timing import SimTimings
@@ -48,10 +52,12 @@ class SimExecutor:
     Attributes:
         queue: waiting requests by id.
         log: accepted actions with their times in seconds; empty without `keep_log`.
-        failing_transformations: number of transformations that will still fail, counted down.
+        failing_transformations: number of further transformations that will fail.
         changes: running and waiting transformations.
+        placements: running placement changes.
         timings: measured times of steps and transformations.
-        prompt_blocks: function from the row of a request to the cacheable blocks of its prompt; None if unknown.
+        prompt_blocks: function that receives the row of a request, and returns the blocks of its prompt for the prefix
+            cache, or None if they are unknown.
         on_end: callback that receives the row of each request that ends.
     """
 
@@ -63,6 +69,7 @@ class SimExecutor:
         self.queue: dict[str, Waiting] = {}
         self.failing_transformations = 0
         self.changes = GroupChanges(self)
+        self.placements = PlacementChanges(self)
         self.timings = SimTimings()
         self.num_preempted = 0
         self.log: list[tuple[float, Action]] = []
@@ -77,6 +84,8 @@ class SimExecutor:
         for degree in config.degrees_at_start:
             self.instances.append(self.new_instance(tuple(range(first, first + degree))))
             first += degree
+        for action in config.placed_at_start:
+            self.placements.start(action, at_once=True)
 
     def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance:
         """Return an instance without requests. The caller adds it to `instances`.
@@ -96,6 +105,7 @@ class SimExecutor:
     def snapshot(self) -> ClusterView:
         """Return the state of the host, as policies see it."""
         c, now_s = self.config, self.now_s
+        self.placements.count_rooms()
         return ClusterView(
             now_s,
             tuple([view_of(instance, now_s, c.shows_timing) for instance in self.instances]),
@@ -106,6 +116,8 @@ class SimExecutor:
             c.page_size,
             c.max_model_len,
             timing=self.timings.take(self.instances) if c.shows_timing else Timing(),
+            layer=None if c.layers is None else c.layers.sizes,
+            devices=() if c.layers is None else self.placements.devices(),
         )
 
     def apply(self, action: Action) -> Outcome:
@@ -124,12 +136,18 @@ class SimExecutor:
                     self._end_waiting(self._waiting(request_id), _ENDINGS[kind])
                 case Preempt(request_id):
                     self._preempt_action(request_id)
-                case ScaleUp():
+                case ScaleUp(devices):
+                    self._check_spread(devices)
                     self.changes.scale_up(action)
-                case ScaleDown():
+                case ScaleDown(devices):
+                    self._check_spread(devices)
                     self.changes.scale_down(action)
+                case Offload(request_id):
+                    self._offload(request_id)
+                case LimitBatch(instance_id, size):
+                    self._limit_batch(self._find(instance_id), size)
                 case _:
-                    return Outcome(False, f"the simulator does not support {action}")
+                    self.placements.start(action)
         except Refusal as refusal:
             if self.config.strict:
                 raise ForbiddenActionError(f"{refusal}: {action}") from None
@@ -144,6 +162,9 @@ class SimExecutor:
                 return instance
         raise Refusal(f"there is no instance {instance_id}")
 
+    def _check_spread(self, devices: tuple[int, ...]) -> None:
+        self.placements.check_group([i for i in self.instances if not set(devices).isdisjoint(i.devices)])
+
     def _waiting(self, request_id: str) -> Waiting:
         if request_id not in self.queue:
             raise Refusal(f"there is no such request {request_id!r}")
@@ -152,8 +173,12 @@ class SimExecutor:
     def _dispatch(self, request_id: str, instance: SimInstance) -> None:
         waiting = self._waiting(request_id)
         request = waiting.request
+        self.placements.count_rooms()
         _check_room(instance, request, self.now_s)
         del self.queue[request_id]
+        if waiting.offloaded is not None:
+            self._bring_back(waiting, instance)
+            return
         blocks = self.prompt_blocks(waiting.index)
         run = Run(request, waiting.index, waiting.output_left, waiting.last_token_s, blocks)
         run.added_s, run.queued_s = self.now_s, request.waited_s(self.now_s)
@@ -177,15 +202,19 @@ class SimExecutor:
     # Steps
 
     def begin(self, instance: SimInstance) -> None:
-        """Plan the next block of an idle instance. While pages are missing, preempt requests first.
+        """Plan the next block of an idle instance. If pages are missing, preempt requests first.
 
         If the instance is not ready yet, only schedule another attempt at `ready_s`.
         """
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
             return
+        if instance.spread is not None:
+            self.placements.count_rooms()
+            self.placements.crowd(instance)
         while instance.change is None and pages_short(instance):
             self.preempt(*next_victim(instance))
+            self.placements.count_rooms()
         _crowd(instance, self.instances)
         block = instance.begin(self.now_s)
         if block is not None:
@@ -194,7 +223,8 @@ class SimExecutor:
     def end_block(self, instance: SimInstance) -> bool:
         """Process the end of a block, and begin the next block.
 
-        Returns whether the scheduler must decide: a request or a transformation has ended, or a merge has started.
+        Return whether the scheduler must decide now, because a request or a transformation has ended, or a merge has
+        started.
         """
         finished = instance.end_block(self.now_s)
         for run in finished:
@@ -224,9 +254,9 @@ class SimExecutor:
         self._end(waiting.index, ending)
 
     def expire(self, request_id: str) -> bool:
-        """End a running request whose deadline has passed, and return whether there was one.
+        """End a running request whose deadline has passed, and return whether the request was running.
 
-        The result is False if the request waits (the scheduler then rejects it) or has ended already.
+        If the request waits, the result is False, and the scheduler rejects the request.
         """
         instance = self._home.get(request_id)
         if instance is None:
@@ -241,21 +271,27 @@ class SimExecutor:
 
     # Preemption
 
-    def _preempt_action(self, request_id: str) -> None:
+    def _take_off(self, request_id: str) -> tuple[SimInstance, Run | None]:
+        """Process the steps of a request's instance that have ended, so that the request can be removed. Return the
+        instance and the request; None in its place if it has just finished."""
         instance = self._home.get(request_id)
         if instance is None:
             raise Refusal(f"there is no such request {request_id!r}")
         if instance.change is not None:
             raise Refusal(f"instance {instance.devices[0]} is being transformed")
         self._between_steps(instance)
-        if request_id in instance.runs:
-            self.preempt(instance, instance.runs[request_id])
+        return instance, instance.runs.get(request_id)
+
+    def _preempt_action(self, request_id: str) -> None:
+        instance, run = self._take_off(request_id)
+        if run is not None:
+            self.preempt(instance, run)
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Process the steps of the block that have ended, including finished requests, so that requests can be removed.
+        """Process the ended steps of the block, including finished requests, so that requests can be removed.
 
-        The running step continues as a block of its own.
+        The running step continues as a new block.
         """
         block = instance.block
         if block is None:
@@ -272,26 +308,76 @@ class SimExecutor:
     def preempt(self, instance: SimInstance, run: Run) -> None:
         """Remove a request and its pages from an instance, and put the request back into the queue.
 
-        The caller has processed all steps that have ended (`_between_steps`).
+        The caller must process all ended steps before (`_between_steps`).
         """
-        request = run.waiting_again(instance.steps, self.now_s)
-        instance.remove(run)
-        self._home.pop(run.request.request_id, None)
+        self._requeue(instance, run, run.waiting_again(instance.steps, self.now_s))
         self.num_preempted += 1
         self.records.preemptions[run.index] += 1
+
+    def _requeue(self, instance: SimInstance, run: Run, request: WaitingRequest) -> None:
+        instance.remove(run)
+        self._home.pop(run.request.request_id, None)
         last_s = self.now_s if run.base else run.last_token_s
         self.queue[request.request_id] = Waiting(
             request, run.index, run.left(instance.steps), self.now_s, last_token_s=last_s
         )
         count_rooms(self.instances)
 
-    def fail_device(self, device: int, down_s: float) -> None:
-        """Preempt all running and paused requests on the instance of a device, and empty its prefix cache.
+    # Offload and limits
 
-        The instance accepts no requests for `down_s` seconds. A running transformation of the instance starts again
-        with all layers.
+    def _limit_batch(self, instance: SimInstance, size: int | None) -> None:
+        if instance.change is not None or instance.paused:
+            raise Refusal(f"instance {instance.devices[0]} is being transformed, or requests are paused there")
+        instance.batch_limit = size
+        instance.max_requests = min(size or instance.limits.max_requests, instance.limits.max_requests)
+
+    def _offload(self, request_id: str) -> None:
+        """Move the pages of a decoding request to host memory, and put the request back into the queue. A request whose
+        prompt is not computed yet is preempted instead."""
+        instance, run = self._take_off(request_id)
+        if run is None:
+            return
+        if not run.base:
+            self.preempt(instance, run)
+            return
+        waiting = replace(run.waiting_again(instance.steps, self.now_s), offloaded=True)
+        self._requeue(instance, run, waiting)
+        self.queue[request_id].offloaded = (run, instance.steps)
+        self._copy_to_host(instance, waiting.prompt_tokens)
+
+    def _bring_back(self, waiting: Waiting, instance: SimInstance) -> None:
+        """Continue an offloaded request on an instance, after its pages have been copied from host memory."""
+        assert waiting.offloaded is not None, "the pages of the request are in host memory"
+        (run, steps), name = waiting.offloaded, waiting.request.request_id
+        ready_s = drained_s(self, instance)
+        take_in(self, instance)
+        instance.ready_s = max(instance.ready_s, ready_s)
+        self._copy_to_host(instance, waiting.request.prompt_tokens)
+        self.records.waited_s[waiting.index] += self.now_s - waiting.since_s
+        self.tally.add_gaps(self.now_s - waiting.since_s, 1)
+        run.queued_s = waiting.request.waited_s(self.now_s)
+        instance.take_over({name: run}, steps)
+        self.rehome(instance)
+        self.begin(instance)
+
+    def _copy_to_host(self, instance: SimInstance, tokens: int) -> None:
+        """Let an instance start no step while the pages of some tokens are copied to or from host memory."""
+        if (cost := self.config.layers) is not None:
+            num_bytes = tokens * cost.sizes.kv_token_bytes * cost.sizes.num_layers
+            start_s = self.now_s if instance.block is None else instance.block.end_s
+            instance.ready_s = max(instance.ready_s, start_s) + num_bytes / cost.host_rate
+
+    def fail_device(self, device: int, down_s: float) -> None:
+        """Preempt all running and paused requests of the instances that compute on a device, and empty their prefix
+        caches.
+
+        The instances accept no requests for `down_s` seconds. A running transformation starts again with all layers.
         """
-        instance = next(i for i in self.instances if device in i.devices)
+        for instance in self.instances:
+            if device in (instance.devices if instance.spread is None else instance.spread.devices):
+                self._fail(instance, down_s)
+
+    def _fail(self, instance: SimInstance, down_s: float) -> None:
         if (change := instance.change) is not None and not change.fails:
             change.left = change.total  # The transformation starts again.
         self._between_steps(instance)
@@ -303,13 +389,18 @@ class SimExecutor:
         instance.down_until_s = self.now_s + down_s if down_s else -1.0
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Replace instances by other instances on the same devices. The new instances have the requests already."""
+        """Replace instances by new instances on the same devices. The new instances already have the requests."""
         self.tally.degrees += [(self.now_s, i.degree, -i.degree) for i in old]
         kept = [i for i in self.instances if i not in old]
         self.instances = sorted([*kept, *new], key=lambda i: i.devices[0])
         for instance in new:
-            for name in instance.runs:
-                self._home[name] = instance
+            self.rehome(instance)
+        self.placements.count_capacities()
+
+    def rehome(self, instance: SimInstance) -> None:
+        """Record an instance as the home of all its running requests."""
+        for name in instance.runs:
+            self._home[name] = instance
 
 
 def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) -> None:
@@ -330,7 +421,7 @@ def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) ->
 
 
 def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:
-    """Set the slowdown of an instance by other busy instances on the same processor, if it was measured."""
+    """Set the slowdown of an instance by other busy instances. Without measurements, nothing changes."""
     pricing = instance.pricing
     if pricing.crowding:
         busy = sum(other.block is not None for other in instances if other is not instance) + 1

@@ -10,7 +10,7 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class SimTimings:
-    """Measured times of one host by degree. They stay after the last instance of a degree is gone."""
+    """Measured times of one host by degree. The times of a degree are kept if there is no instance of this degree."""
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -33,7 +33,11 @@ class SimTimings:
         )
 
     def _take_throughput(self, instances: Collection[SimInstance]) -> None:
-        """Record the throughput of the host if all instances decode and have one degree. The highest value is kept."""
+        """Record the throughput of the host, if it is the highest so far of its degree.
+
+        Nothing is recorded if the instances have different degrees, or if an instance does not decode or is in
+        transformation.
+        """
         degrees = {len(instance.devices) for instance in instances}
         if len(degrees) != 1 or any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return

@@ -71,7 +71,8 @@ def simulate(
     Args:
         requests: result of `request_table`, to compute it once for several policies. None: computed here.
         progress: callback that receives the virtual time in seconds and the share of requests that have arrived.
-        queue_limit: maximum number of waiting requests of a scheduler. The run stops early above it. None: no limit.
+        queue_limit: maximum number of waiting requests of a scheduler. If more requests wait, the run stops early.
+            None: no limit.
     """
     setup = make_setup(config, policy)
     table = request_table(config) if requests is None else requests

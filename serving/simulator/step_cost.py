@@ -28,8 +28,8 @@ class StepShape(NamedTuple):
 class StepCost(Protocol):
     """Cost model of the steps of an instance.
 
-    A step takes `fixed_s`, plus `context_s` times the tokens of its decoding sequences, plus `pair_s` times the pairs
-    in its chunks. A pair is a prompt token and a token that it attends to.
+    The time of a step is a sum of three times: `fixed_s`; `context_s` for each token of the decoding sequences; and
+    `pair_s` for each pair. A pair is a prompt token of the step and a token that this prompt token attends to.
     """
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
@@ -54,8 +54,8 @@ def prompt_pairs(start: int, length: int) -> float:
 class ModelStepCost:
     """Cost of a step as the sum of its operators, for a model on a device.
 
-    The time of a matrix product comes from `profile` if the profile has the matrix, otherwise from `roofline_s`. Tokens
-    are spread evenly over experts.
+    If `profile` has a matrix, it gives the time of the matrix product. If not, `roofline_s` gives the time. Tokens are
+    spread evenly over experts.
     """
 
     model: ModelShape
@@ -150,7 +150,8 @@ class TableStepCost:
     """Value of `StepCost.pair_s` by degree; 0 for a missing degree. Empty if `prompt_s` includes prompt attention."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`. A step with more than `few_rows` sequences pays for the maximum number of rows."""
+        """See `StepCost.fixed_s`. If a step with one chunk has more than `few_rows` sequences, the additional time for
+        the maximum number of rows is added."""
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)
         several = self.prompts_s.get(degree, {})
@@ -185,7 +186,7 @@ def at_least(table: dict[int, float], wanted: int) -> float:
 class RateStepCost:
     """Cost of steps from given rates, in tokens per second by degree.
 
-    The time of a step is the sum of its prompt time and its decode time. It does not depend on the length of contexts.
+    The time of a step is the time of its prompts plus the time of its decodes. The length of contexts has no effect.
     """
 
     prefill: dict[int, float]

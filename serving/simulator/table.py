@@ -25,7 +25,8 @@ _COLUMNS = (
 
 
 def policies_table(results: Mapping[str, PolicyResult], title: str) -> Table:
-    """Return a table with a row for each policy, followed by a row for each class of requests if there are several."""
+    """Return a table with a row for each policy. If there are several classes of requests, each policy also has a row
+    for each class."""
     table = Table("policy", *(name for name, _, _ in _COLUMNS), title=title)
     for column in table.columns[1:]:
         column.justify = "right"

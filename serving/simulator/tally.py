@@ -29,8 +29,8 @@ class Ending(IntEnum):
 
 
 class Records:
-    """Table with a row for each request, the same rows as in `RequestTable`. Times are in seconds since the start; NaN:
-    the event did not happen."""
+    """Table with a row for each request, in the order of `RequestTable`. Times are in seconds since the start. NaN: the
+    event did not happen."""
 
     def __init__(self, count: int):
         self.dispatch_s = array("d", [math.nan]) * count
@@ -111,7 +111,8 @@ class Tally:
         self._gaps[place] = self._gaps.get(place, 0) + count
 
     def gap_percentiles_s(self, percentiles: Sequence[float]) -> list[float | None]:
-        """Return percentiles (0 to 100) of the gaps in seconds, accurate to 1%; None for each if there are no gaps."""
+        """Return percentiles (0 to 100) of the gaps in seconds, accurate to 1%. If there are no gaps, each percentile
+        is None."""
         places = sorted(self._gaps)
         if not places:
             return [None] * len(percentiles)

@@ -1,7 +1,7 @@
-"""Cost models: seconds and bytes of a transformation, which merges instances or splits one.
+"""Cost models of transformations: seconds and bytes of a merge or split.
 
-Layers switch to the new degree one after the other. Their pages move between devices in pieces: a piece is the part of
-a page that a rank of the higher degree stores. A phase is one exchange of a bounded number of pieces.
+Layers switch to the new degree one after the other. The pages of a layer move between devices in pieces: a piece is the
+part of a page that a rank of the higher degree stores. A phase is one exchange of a bounded number of pieces.
 """
 
 from dataclasses import dataclass
@@ -65,15 +65,15 @@ class TransformationCost(Protocol):
         Args:
             from_degree: degree before the change.
             to_degree: degree after the change.
-            tokens: tokens in the KV cache of these devices.
-            kept: whether the merged instance has all weights resident, so that a split copies none.
+            tokens: tokens in the KV cache of the affected devices.
+            kept: whether the merged instance has all weights resident. If so, a split copies no weights.
         """
         ...
 
 
 @lru_cache(maxsize=64)
 def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
-    """Count the moves if `higher / lower` instances of degree `lower` merge, each with `pages_each` pages.
+    """Count the moves of pages if `higher / lower` instances of degree `lower` merge, each with `pages_each` pages.
 
     The counts come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). The split back to `lower` has
     the same counts.

@@ -1,1 +1,2 @@
-"""Policies for comparison: the baselines of the papers, and the paper's own rules."""
+"""Policies for comparison: the baselines in the papers of AMOEBA and Gyges, and AMOEBA's own rules as its paper
+describes them."""

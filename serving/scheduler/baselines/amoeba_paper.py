@@ -1,6 +1,7 @@
-"""AMOEBA's policy as its paper describes it (3.3), with details that only Gyges gives (5, Algorithms 1 and 2).
+"""AMOEBA's policy as its paper describes it (section 3.3). Details that this paper omits come from the Gyges paper
+(section 5, Algorithms 1 and 2).
 
-It exists for comparison with `amoeba`. docs/scheduling.md lists the differences.
+The policy exists for comparison with `amoeba`. docs/scheduling.md lists the differences.
 """
 
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class PaperConfig:
 class AmoebaPaperPolicy:
     """The policy `amoeba_paper`: see docs/scheduling.md.
 
-    Between decisions it remembers the devices that merge for each waiting request, and the size of recent long
-    requests.
+    Between decisions the policy remembers which devices merge for each waiting request, and the size of the largest
+    recent long request.
     """
 
     name = "amoeba_paper"
@@ -70,8 +71,11 @@ class AmoebaPaperPolicy:
         return actions
 
     def _place(self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest) -> list[Action]:
-        """Return the dispatch of a request if an instance has room. Otherwise, return merges for a long request (with
-        `scale_up_under_load`: for any request), or reserve an instance for a short request."""
+        """Return the actions for a request.
+
+        If an instance has room, dispatch the request. If no instance has room, merge instances for a long request, or
+        reserve an instance for a short request. With `scale_up_under_load`, also merge instances for a short request.
+        """
         if (chosen := self._candidate(view, room, reserve, request)) is not None:
             self._scaling.pop(request.request_id, None)
             reason = f"the least loaded that has room: TP{chosen.degree}, load {room.load(chosen):.2f}"
@@ -85,8 +89,11 @@ class AmoebaPaperPolicy:
     def _candidate(
         self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest
     ) -> InstanceView | None:
-        """Return the least-loaded instance with room; None if no instance has room. Short requests skip instances that
-        are reserved for a long request. Long requests prefer a higher degree."""
+        """Return the best instance with room for a request; None if no instance has room.
+
+        For a short request, this is the least-loaded instance that is not reserved for a long request. For a long
+        request, it is the least-loaded instance of the highest degree.
+        """
         options, long = room.with_room(request), view.is_long(request.max_total_tokens)
         if options and not long:
             kept = reserve.kept_from(room.need(request))
@@ -94,10 +101,11 @@ class AmoebaPaperPolicy:
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
 
     def _scale_up(self, view: ClusterView, room: Room, request: WaitingRequest) -> list[ScaleUp]:
-        """Return merges that double the lowest degree in the group that will serve a request. Further decisions double
-        it again, until the group is one instance.
+        """Return merges in the group of instances that will serve a request. The group becomes one instance in several
+        decisions: each decision doubles the lowest degree in the group.
 
-        The instances of the group are closed. The merges start when the merged group would have room for the request.
+        If the group would lack room for the request, return an empty list. In any case close the instances of the
+        group, so that their requests end and free tokens.
         """
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := _whole_group(room, devices)) is None:
@@ -126,10 +134,11 @@ class AmoebaPaperPolicy:
         return [ScaleUp(pair, 2 * lowest, reason) for pair in pairs]
 
     def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
-        """Return the devices of the best open group to merge for a request; None if there is no group.
+        """Return the devices of the best group to merge for a request; None if no group can merge.
 
-        The group has the lowest degree with room for the request. If no group has room, it lacks the fewest tokens.
-        Among such groups, it has the best expected performance after the merge, then the lowest load.
+        The group has the lowest degree at which a group has room for the request. If no group has room, the group that
+        lacks the fewest tokens is chosen. Of equal groups, the group with the best expected performance after the merge
+        is chosen, then the group with the lowest load.
         """
         taken = {device for devices in self._scaling.values() for device in devices}
         need = room.need(request)
@@ -154,18 +163,18 @@ class AmoebaPaperPolicy:
 
 
 def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-    """Return the instances on `devices`; None if they do not cover exactly these devices, or one is draining."""
+    """Return the instances on `devices`. Return None if they do not cover exactly these devices, or if an instance is
+    draining."""
     members = room.members(devices)
     whole = sum([len(i.devices) for i in members]) == len(devices)
     return members if whole and not any(i.draining for i in members) else None
 
 
 def _relative_performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
-    """Return the expected tokens/s of a group after a merge to `degree`, relative to now (Gyges 5); 1 if no request
-    runs.
+    """Return the expected tokens per second of a group after a merge to `degree`, divided by its present tokens per
+    second (Gyges 5). If no request runs, the result is 1.
 
-    The estimate compares measured decode steps of `degree` and of the present degrees. If one of these degrees was not
-    measured, it uses Gyges' Table 1.
+    The estimate uses measured decode steps. If the steps of a degree were not measured, it uses Gyges' Table 1.
     """
     counts = [len(i.running) for i in members]
     if not any(counts):

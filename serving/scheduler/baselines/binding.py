@@ -1,4 +1,4 @@
-"""Common part of the baselines of AMOEBA and Gyges: each request is bound to an instance on arrival."""
+"""Base of the baseline policies of AMOEBA and Gyges, which bind each request to an instance on arrival."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -17,9 +17,9 @@ _MOST_SKIPPED = 32
 class BindingPolicy(ABC):
     """Base of policies that bind each request to an instance on arrival, without regard to its size.
 
-    An instance merges with its neighbours for a request that it cannot hold, and splits by `SplitRule`, because the
-    papers do not say when instances split. A request is bound to the first device of an instance. If the instance
-    splits or disappears, the request is bound again.
+    If an instance is too small for a request, it merges with its neighbours. Merged instances split by `SplitRule`,
+    because the papers do not say when instances split. If an instance splits or disappears, its waiting requests are
+    bound again.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BindingPolicy(ABC):
 
         Args:
             instances: possible instances in device order, at least one.
-            waiting_tokens: waiting prompt tokens that are bound to an instance, by instance id.
+            waiting_tokens: number of prompt tokens that wait for an instance, by instance id.
         """
 
     def decide(self, view: ClusterView) -> list[Action]:
@@ -59,7 +59,7 @@ class BindingPolicy(ABC):
         return [*rejects, *splits, *served]
 
     def _bind(self, room: Room, queue: list[WaitingRequest], view: ClusterView, leaving: set[int]) -> None:
-        """Bind the requests that have no instance, or whose instance will split."""
+        """Bind all requests that are not bound to an instance, or that are bound to an instance that will split."""
         present = {request.request_id for request in queue}
         staying = {device for device, instance in room.by_device.items() if instance.id not in leaving}
         self.device_of = {n: device for n, device in self.device_of.items() if n in present and device in staying}
@@ -77,8 +77,11 @@ class BindingPolicy(ABC):
                 waiting_tokens[instance.id] += request.prompt_tokens
 
     def _serve(self, view: ClusterView, room: Room, queue: list[WaitingRequest]) -> list[Action]:
-        """Return actions for the bound requests in the order of the queue. An instance serves no more requests when it
-        is closed or has skipped `_MOST_SKIPPED` requests."""
+        """Return actions for the bound requests, in the order of the queue.
+
+        When an instance is closed, or when `_MOST_SKIPPED` of its requests had to wait, the instance gets no more
+        requests.
+        """
         actions: list[Action] = []
         skipped: Counter[int] = Counter()
         done: set[int] = set()
@@ -96,8 +99,12 @@ class BindingPolicy(ABC):
         return actions
 
     def _place(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
-        """Dispatch a request to its instance if it has room. If the instance is too small, merge or split it. Otherwise
-        close it for this decision, so that later requests do not take the room."""
+        """Return the actions for a request that is bound to `instance`.
+
+        If the instance has room, dispatch the request. If the instance can hold the request but has no room now, close
+        the instance, so that later requests do not take its free tokens. If the instance is too small for the request,
+        merge or split the instance.
+        """
         if room.has_room(instance, request):
             reason = f"its turn, load {room.load(instance):.2f}"
             room.assign(instance, request)

@@ -7,8 +7,8 @@ from serving.scheduler.view import InstanceView
 
 
 class LeastLoadFirstPolicy(BindingPolicy):
-    """The policy `least_load_first`: each request goes to the instance with the smallest load, even if the instance
-    cannot hold it. The load includes requests that wait for the instance."""
+    """The policy `least_load_first`: each request goes to the instance with the smallest load, even if this instance is
+    too small for the request. Requests that wait for an instance count in its load."""
 
     name = "least_load_first"
 

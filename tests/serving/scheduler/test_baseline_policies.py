@@ -101,5 +101,7 @@ def test_policies_are_made_by_name(name):
 
 
 def test_unknown_policy_is_refused_with_the_known_names():
-    with pytest.raises(UnknownPolicyError, match=r"'lifo' is not known.*amoeba, amoeba_paper, flying, round_robin"):
+    with pytest.raises(
+        UnknownPolicyError, match=r"'lifo' is not known.*amoeba, amoeba_paper, flying, cocoserve, round_robin"
+    ):
         make_policy("lifo")

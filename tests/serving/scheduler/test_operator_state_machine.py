@@ -110,5 +110,5 @@ class OperatorMachine(RuleBasedStateMachine):
         assert len(executor.instances) == NUM_DEVICES, "all have split"
 
 
-OperatorMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+OperatorMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestOperator = OperatorMachine.TestCase

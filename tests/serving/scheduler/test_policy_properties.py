@@ -112,7 +112,7 @@ def check_transformation(view: ClusterView, action: ScaleUp | ScaleDown) -> None
         assert all(r.max_total_tokens <= CAPACITY[action.degree] for r in member.running)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(clusters(), st.sampled_from(POLICY_NAMES), st.sampled_from([0.0, 60.0]), st.sampled_from([0.0, 1.0]))
 def test_decisions_can_be_carried_out(view: ClusterView, name: str, linger_s: float, growth: float):
     policy = make_policy(name, config=AmoebaConfig(linger_s=linger_s, reserved_growth=growth))
@@ -137,7 +137,7 @@ def test_nobody_of_higher_priority_is_preempted(view: ClusterView, growth: float
             assert priority[action.request_id] > best
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.lists(
         st.tuples(st.floats(0, 20), st.sampled_from([1_000, 6_000, 11_000, 20_000, 50_000]), st.integers(-5, 5)),

@@ -86,6 +86,7 @@ def test_failing_transformations_are_not_asked_for_in_every_tick():
     assert "long" in ran.finished_s
 
 
+@pytest.mark.slow
 def test_amoeba_transforms_less_often_than_the_baselines_with_as_much_throughput():
     """All split by the same rule."""
     until_s = 1_200.0

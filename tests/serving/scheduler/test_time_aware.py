@@ -135,6 +135,7 @@ def long_ttfts_s(seed: int, ttft_slo_s: float | None) -> tuple[list[float], int]
     return ttfts_s, ran.count(ScaleUp)
 
 
+@pytest.mark.slow
 def test_second_merges_shorten_the_longest_waits_of_a_mix():
     """Three seeds. Where both groups are busy already, the third long request waits all the same."""
     late = {10.0: 0, None: 0}

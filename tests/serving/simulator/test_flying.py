@@ -162,7 +162,7 @@ def phases(low: float, high: float, seed: int, seconds: int = 60, count: int = 8
     return asked
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4))])
 def test_load_causes_one_change_a_phase_under_noise(seed: int):
     run = fly(phases(0.75, 10.0, seed))
     assert run.all_completed()
@@ -173,7 +173,9 @@ def test_load_causes_one_change_a_phase_under_noise(seed: int):
     assert all(a.running == "migrate" and not a.release_weights for _, a in changes if isinstance(a, ScaleUp))
 
 
-@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0])
+@pytest.mark.parametrize(
+    "rate", [0.5, 1.0, 2.0, 3.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (4.0, 5.0, 6.0, 8.0))]
+)
 def test_noise_about_any_load_causes_one_change_at_most(rate: float):
     """Also about the limits themselves."""
     for seed in range(2):
@@ -181,6 +183,7 @@ def test_noise_about_any_load_causes_one_change_at_most(rate: float):
         assert len(run.of(ScaleUp, ScaleDown)) <= 1, f"{rate} a second"
 
 
+@pytest.mark.slow
 def test_a_light_load_is_served_sooner_than_by_data_parallel_and_a_burst_as_soon():
     """TTFT and TPOT of the first low phase are a group's; of bursts those of four instances."""
     asked = phases(0.75, 10.0, 0)

@@ -1,21 +1,29 @@
 """What `benchmarks/papers.py` prints beside the papers' numbers."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import cocoserve_paper
 import flying_paper
 import papers
 import published_mechanisms
 
 
+@cache
+def rows() -> list[papers.Row]:
+    """All rows but those of comparators. They take seconds to compute."""
+    sections = (papers.table_1, papers.tables_2_and_3, papers.figures_9_to_11, papers.flying)
+    return [row for section in sections for row in section()]
+
+
 def found(where: str, what: str) -> papers.Row:
     """The one row of a place that begins so."""
-    sections = (papers.table_1, papers.tables_2_and_3, papers.figures_9_to_11, papers.flying)
-    (row,) = [r for section in sections for r in section() if r.where.startswith(where) and r.what.startswith(what)]
+    (row,) = [row for row in rows() if row.where.startswith(where) and row.what.startswith(what)]
     return row
 
 
@@ -41,6 +49,7 @@ def test_tpot_of_static_layouts_in_flying_serving(name: str):
     assert found("Flying Table 1", f"{name} mean TPOT").ratio == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.slow
 def test_comparators_are_within_15_percent_of_published_numbers_that_they_were_not_fitted_to():
     rows = [row for row in papers.comparators() if "Gyges" not in row.where and "this row" not in row.how]
     assert {row.where.split()[0].strip(",") for row in rows} == {"Shift", "LoongServe", "KunServe", "Seesaw"}
@@ -54,6 +63,28 @@ def test_sequence_parallelism_beside_tensor_parallelism_by_batch_and_length():
     assert len(pairs) == 24
     assert all(own == pytest.approx(paper, rel=0.15) for paper, own in pairs)
     assert np.median([abs(own / paper - 1) for paper, own in pairs]) < 0.06
+
+
+def test_cocoserve_replicas_raise_throughput_in_the_order_of_the_paper():
+    """And never above Equation 4, to which the simulation adds communication and the ends of the burst."""
+    latency, *rows = cocoserve_paper.figure_6(papers.LLAMA_13B, 1)
+    assert latency[3] == pytest.approx(latency[1], rel=0.15)
+    by_layers = [row for row in rows if "p = 4" not in row[0]]
+    assert [row[3] for row in by_layers] == sorted(row[3] for row in by_layers)
+    assert all(1 < found <= ideal for _, _, ideal, found in rows)
+    assert all(ideal < paper for _, paper, ideal, _ in rows), "the paper's gains are above its own Equation 4"
+
+
+def test_memory_of_cocoserve_instances_with_replicas():
+    assert cocoserve_paper.memory_ratio(papers.LLAMA_13B) == pytest.approx(64015.44 / 58786.68, rel=0.01)
+
+
+@pytest.mark.slow
+def test_cocoserve_doubles_the_load_within_the_objectives():
+    """On two devices; nothing about it was fitted."""
+    rows = {name: (paper, found) for name, paper, found, fitted in cocoserve_paper.figure_11(papers.LLAMA_13B)}
+    paper, found = rows["cocoserve on 2 devices: attainment falls below 90% (requests/s)"]
+    assert found == pytest.approx(paper, rel=0.15)
 
 
 @pytest.mark.slow

@@ -1,0 +1,419 @@
+"""Algorithms 1 and 2 of CoCoServe as pure functions: layers that replicate, and reductions that end SLO violations."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from serving.scheduler.actions import Evict, LimitBatch, Migrate, Modules, Offload, identity
+from serving.scheduler.cocoserve.config import CocoServeConfig
+from serving.scheduler.cocoserve.speedup import Homes, count_transitions, even_speedup
+from serving.scheduler.view import ClusterView, InstanceView
+
+MAX_DEVICES = 3
+"""Maximum number of devices that one call of `scale_up` considers."""
+SHORT = 0.1
+"""Free share of memory below which a device is short of memory. A migration leaves this share of a target free."""
+BUSY = 0.9
+"""Utilization from which a device has no computing time left."""
+MARGIN = 0.25
+"""Difference of the free shares of two devices from which a migration makes sense."""
+_GAIN = 1e-9
+"""Smallest growth of the speed-up that counts, so that rounding errors cause no replica."""
+_BREAK = 1e-7
+"""Cost of a gap between the layers of a device. Among equal results, consecutive layers are chosen: a run of layers
+replicates in one operation."""
+Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
+"""Actions of one reduction: a migration, an eviction, or a limit of the batch with the offloads for it."""
+
+
+def placement_speedup(homes: Sequence[Homes], head: Homes, transition_cost: float) -> float:
+    """Return the speed-up of a placement (Equation 4). See `scale_up` for the arguments."""
+    return even_speedup([len(layer) for layer in homes], count_transitions(homes, head), transition_cost)
+
+
+def max_replicas(free_bytes: float, replica_bytes: float, num_layers: int) -> int:
+    """Return the number of layers that fit a device as replicas, at most `num_layers`.
+
+    Args:
+        free_bytes: free bytes of the device.
+        replica_bytes: bytes of one replicated layer: its KV cache, and its weights if the device lacks them.
+        num_layers: number of layers of the model.
+    """
+    return max(min(int(free_bytes // replica_bytes), num_layers), 0)
+
+
+def scale_up(
+    homes: Sequence[Homes],
+    head: Homes,
+    room: Mapping[int, int],
+    transition_cost: float,
+    max_degree: int | None = None,
+) -> dict[int, tuple[int, ...]]:
+    """Return the layers to replicate on each device, ascending: Algorithm 1. Devices without new layers are left out.
+
+    The paper visits one device after the other, sorts its candidate layers by continuity, and adds a layer if the
+    speed-up (Equation 4) grows. A single layer may not pay for its two transitions although a run of layers does, and
+    a device may take layers that would serve better on a later device. Three refinements correct this: each device
+    receives its best set of layers, found by dynamic programming; devices are visited again until the speed-up stops
+    growing; and the search starts from no replicas, from replicas spread over all layers, and from replicas stacked on
+    the same layers, with the devices in every order.
+
+    From a placement without replicas, the result equals brute force for up to 6 layers and 3 devices. Present replicas
+    stay. In 0.3% of random placements with replicas, brute force finds a better result: the replicas that it adds pay
+    only if several devices add them at once.
+
+    Args:
+        homes: homes of each layer.
+        head: home of the embedding and the head.
+        room: maximum number of new replicas of each device (`max_replicas`). At most `MAX_DEVICES` devices.
+        transition_cost: constant of Equation 4 (`speedup.transition_cost`).
+        max_degree: maximum number of homes of a layer. None: no maximum.
+    """
+    assert len(room) <= MAX_DEVICES, "the number of orders grows with the factorial of the number of devices"
+    best = _best_placement(tuple(homes), head, tuple(sorted(room.items())), transition_cost, max_degree)
+    added = {d: tuple(i for i, layer in enumerate(best) if d in layer and d not in homes[i]) for d in room}
+    return {device: layers for device, layers in added.items() if layers}
+
+
+@lru_cache(maxsize=32)
+def _best_placement(
+    homes: tuple[Homes, ...],
+    head: Homes,
+    rooms: tuple[tuple[int, int], ...],
+    transition_cost: float,
+    max_degree: int | None,
+) -> tuple[Homes, ...]:
+    """Return the placement that `scale_up` chooses. It is computed once for equal arguments, because a controller asks
+    again while nothing changes."""
+    room = dict(rooms)
+    search = _Search(homes, head, transition_cost, max_degree or len(room) + max(map(len, homes)))
+    best = search.present
+    # Devices with equal room and no replicas can be exchanged: one order of such devices is enough.
+    alike = {device: (count, any(device in layer for layer in homes) and device) for device, count in rooms}
+    orders: dict[tuple, tuple[int, ...]] = {}
+    for order in itertools.permutations(room):
+        orders.setdefault(tuple(alike[d] for d in order), order)
+    for order in orders.values():
+        for start in (search.present, search.spread(order, room), search.stacked(order, room)):
+            found = search.improve(start, order, room)
+            if search.value(found) > search.value(best) + _GAIN:
+                best = found
+    return best
+
+
+class _Search:
+    """Search of `scale_up` for one placement.
+
+    Attributes:
+        present: present homes of each layer.
+    """
+
+    def __init__(self, homes: Sequence[Homes], head: Homes, transition_cost: float, max_degree: int):
+        self.present = tuple(homes)
+        self._head, self._cost, self._max_degree = head, transition_cost, max_degree
+        self._found: dict[tuple[int, tuple[Homes, ...]], tuple[Homes, ...]] = {}
+        """Results of `_solve`, by device and homes of the other devices."""
+
+    def value(self, homes: Sequence[Homes]) -> float:
+        """Return the speed-up of a placement (Equation 4)."""
+        return placement_speedup(homes, self._head, self._cost)
+
+    def spread(self, order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
+        """Return a placement in which each device takes as many layers as it has room for, those with the fewest homes
+        first."""
+        homes = self.present
+        for device in order:
+            homes = self._fill(homes, device, room[device], [len(layer) for layer in homes])
+        return homes
+
+    def stacked(self, order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
+        """Return a placement in which each device takes as many layers as it has room for, nearest to the layer with
+        the most homes first."""
+        homes = self.present
+        for device in order:
+            centre = max(range(len(homes)), key=lambda i: (len(homes[i]), -i))
+            homes = self._fill(homes, device, room[device], [abs(i - centre) for i in range(len(homes))])
+        return homes
+
+    def _fill(self, homes: tuple[Homes, ...], device: int, room: int, keys: Sequence[int]) -> tuple[Homes, ...]:
+        options = [i for i, layer in enumerate(homes) if device not in layer and len(layer) < self._max_degree]
+        taken = set(sorted(options, key=lambda i: (keys[i], i))[:room])
+        return tuple(_with(layer, device) if i in taken else layer for i, layer in enumerate(homes))
+
+    def improve(self, homes: tuple[Homes, ...], order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
+        """Give each device its best layers in turn, until the speed-up stops growing."""
+        grows = True
+        while grows:
+            grows = False
+            for device in order:
+                found = self._best_layers(homes, device, room[device])
+                if self.value(found) > self.value(homes) + _GAIN:
+                    homes, grows = found, True
+        return homes
+
+    def _best_layers(self, homes: tuple[Homes, ...], device: int, room: int) -> tuple[Homes, ...]:
+        """Return the placement with the best set of layers on one device; other devices keep their layers."""
+        without = tuple(
+            layer if device in now else tuple(d for d in layer if d != device)
+            for layer, now in zip(homes, self.present, strict=True)
+        )
+        if (device, without) not in self._found:
+            self._found[device, without] = self._solve(without, device, room)
+        return self._found[device, without]
+
+    def _solve(self, without: tuple[Homes, ...], device: int, room: int) -> tuple[Homes, ...]:
+        """See `_best_layers`. `without`: homes without the new layers of the device.
+
+        The dynamic program visits the layers from the last to the first, so that among equal results the device takes
+        the first layers. `costs[member][k]` is the lowest cost so far if the device took `k` new layers, and `member`
+        says whether it computes the layer that was visited last.
+        """
+        pairs = [(layer, _with(layer, device)) for layer in without]
+        costs = [[0.0] + [math.inf] * room, [math.inf] * (room + 1)]
+        before: tuple[Homes, Homes] = (self._head, self._head)
+        choices = []
+        for layer, now in zip(reversed(pairs), reversed(self.present), strict=True):
+            new, came = [], []
+            for member in (0, 1):
+                step = [
+                    1 / len(layer[member]) + _BREAK * (b != member) + self._cost * (before[b] != layer[member])
+                    for b in (0, 1)
+                ]
+                totals = [min(x + step[0], y + step[1]) for x, y in zip(*costs, strict=True)]
+                came.append([y + step[1] < x + step[0] for x, y in zip(*costs, strict=True)])
+                takes = member and device not in now
+                if (not member and device in now) or (takes and len(layer[0]) >= self._max_degree):
+                    totals = [math.inf] * (room + 1)
+                elif takes:
+                    totals = [math.inf, *totals[:-1]]
+                new.append(totals)
+            choices.append(came)
+            costs, before = new, layer
+        ends = [
+            (cost + self._cost * (before[m] != self._head), m, k) for m in (0, 1) for k, cost in enumerate(costs[m])
+        ]
+        _, member, taken = min(ends)
+        result: list[Homes] = []
+        for layer, now, came in zip(pairs, self.present, reversed(choices), strict=True):
+            result.append(layer[member])
+            taken -= bool(member) and device not in now
+            member = int(came[member][taken])
+        return tuple(result)
+
+
+def scale_down(
+    view: ClusterView,
+    instance: InstanceView,
+    config: CocoServeConfig,
+    slow: bool,
+    violated: Callable[[], bool],
+) -> Iterator[Reduction]:
+    """Yield reductions for an instance that violates its SLOs, one after the other: Algorithm 2.
+
+    The phases are migration, eviction of replicas, and reduction of the batch. The caller carries out a reduction
+    before it asks for the next. A reduction is computed only then, and the iteration ends as soon as `violated` returns
+    False. Reductions that were refused recently (`ClusterView.refused_changes`) are left out.
+
+    Args:
+        view: state before the first reduction.
+        instance: instance that violates its SLOs.
+        config: settings.
+        slow: whether its decode steps exceed the TPOT SLO and a smaller batch may help. If so, memory is not the cause,
+            so that no layers migrate for memory. If not, requests violate their SLO in the queue, and the batch is not
+            reduced, because they would wait longer. The paper does not distinguish the two cases.
+        violated: function that returns whether the violation persists.
+    """
+    state = _Reductions(view, instance, config, slow)
+    phases = [state.migrations(), state.evictions(), *([state.batch_reductions()] if slow else [])]
+    for phase in phases:
+        while violated():
+            if (reduction := next(phase, None)) is None:
+                break
+            yield reduction
+        else:
+            return
+
+
+class _Reductions:
+    """Phases of `scale_down`, and the state that their reductions lead to.
+
+    Attributes:
+        free: free bytes by device.
+        homes: homes of the attention of each layer, by instance id.
+    """
+
+    def __init__(self, view: ClusterView, instance: InstanceView, config: CocoServeConfig, slow: bool):
+        assert view.layer is not None, "placement changes need the sizes of a layer"
+        self._view, self._instance, self._config, self._layer = view, instance, config, view.layer
+        self._slow = slow
+        self._kv_bytes = instance.used_tokens * view.layer.kv_token_bytes
+        self.free = {device.id: device.free_bytes for device in view.devices}
+        self.homes = {i.id: layer_homes(i, view.layer.num_layers) for i in view.instances}
+
+    def free_share(self, device: int) -> float:
+        return self.free[device] / max(self._view.devices[device].memory_bytes, 1.0)
+
+    # Phase 1
+
+    def migrations(self) -> Iterator[Reduction]:
+        """Yield migrations of the last layers that the instance's own device computes alone.
+
+        They go on while requests wait because the device is short of memory. If the device is busy with modules of
+        several instances, one migration follows. A busy device that serves one instance gains nothing: its layers would
+        only wait for each other on two devices.
+        """
+        if self._instance.degree > 1:
+            return
+        source, homes = self._instance.id, self.homes[self._instance.id]
+        count = math.ceil(self._config.migrated_share * len(homes))
+        shared = bool(self._view.guests(source))
+        alone = [i for i in range(len(homes)) if all(home == (source,) for home in self._instance.homes(i))]
+        while True:
+            short = not self._slow and self.free_share(source) < SHORT
+            busy = shared and self._view.devices[source].utilization >= BUSY
+            layers = _last_run(alone)[-count:]
+            if not layers or not (short or busy):
+                return
+            why = "short of memory" if short else "busy with several instances"
+            first, end, refused = layers[0], layers[-1] + 1, self._view.refused_changes
+            options = [
+                (Migrate(self._instance.id, (first, end), target, "", modules, move_kv=modules != "ffn"), num_bytes)
+                for target, modules, num_bytes in self._targets(source, layers, short)
+            ]
+            option = next((option for option in options if identity(option[0]) not in refused), None)
+            if option is None:
+                return
+            action, num_bytes = option
+            free = f"{self.free_share(action.device):.0%} of the memory of device {action.device} is free"
+            alone = [i for i in alone if i not in layers]
+            if action.modules != "ffn":
+                homes[first:end] = [(action.device,)] * len(layers)
+            self.free[source] += num_bytes
+            self.free[action.device] -= num_bytes
+            yield (replace(action, reason=f"device {source} is {why}; {free}"),)
+            if not short:
+                return  # The present utilization says nothing about the next migration.
+
+    def _targets(self, source: int, layers: Sequence[int], short: bool) -> list[tuple[int, Modules, float]]:
+        """Return the devices for layers of a source, best first, each with the modules to move and their bytes.
+
+        Modules follow CoCoServe 3.3: whole layers if possible; only the FFN if the device has memory for no more; only
+        the KV cache if the device has memory but no computing time.
+
+        Args:
+            source: present home of the layers.
+            layers: consecutive layers.
+            short: whether the source lacks memory; otherwise it lacks computing time.
+        """
+        view, homes, options = self._view, self.homes[self._instance.id], []
+        beside = {d for i in (layers[0] - 1, layers[-1] + 1) if 0 <= i < len(homes) for d in homes[i]}
+        for device in view.devices:
+            relieved = device.utilization + MARGIN <= view.devices[source].utilization
+            if short:
+                relieved = self.free_share(device.id) >= self.free_share(source) + MARGIN
+            if device.id == source or not relieved or not can_host(view, device.id):
+                continue
+            has_weights = holds_weights(view, device.id)
+            ffn, weights = (0.0, 0.0) if has_weights else (self._layer.ffn_bytes, self._layer.weight_bytes)
+            choices: list[tuple[Modules, float]] = [("layer", weights + self._kv_bytes), ("ffn", ffn)]
+            if device.utilization >= BUSY:
+                choices = [("kv", self._kv_bytes)]
+            room = (1 - SHORT) * self.free[device.id] / len(layers)
+            if fitting := [(modules, size * len(layers)) for modules, size in choices if size <= room]:
+                key = (device.id not in beside, -self.free_share(device.id))
+                options.append((key, (device.id, *fitting[0])))
+        return [option for _, option in sorted(options)]
+
+    # Phase 2
+
+    def evictions(self) -> Iterator[Reduction]:
+        """Yield evictions of replicas that compute on a device beside modules of another instance: replicas of other
+        instances on the instance's devices, and its own replicas on their devices.
+
+        The replicas whose loss lowers the speed-up of their instance least go first. Each eviction removes a run of
+        consecutive layers. A replica stays if no other instance computes on its device.
+        """
+        while True:
+            options = []
+            for owner in self._view.instances:
+                for device, run in replica_runs(owner, self.homes[owner.id]):
+                    own_device = any(device in i.devices for i in self._view.instances)
+                    beside = own_device if owner.id == self._instance.id else device in self._instance.devices
+                    action = Evict(owner.id, run, device)
+                    if beside and identity(action) not in self._view.refused_changes:
+                        options.append((self._loss(owner, device, run), action))
+            if not options:
+                return
+            loss, action = min(options, key=lambda option: (option[0], identity(option[1])))
+            homes = self.homes[action.instance_id]
+            for layer in range(*action.layers):
+                homes[layer] = tuple(d for d in homes[layer] if d != action.device)
+            yield (replace(action, reason=f"the least useful replica there: it speeds up its instance by {loss:.2f}"),)
+
+    def _loss(self, owner: InstanceView, device: int, run: tuple[int, int]) -> float:
+        homes, cost = self.homes[owner.id], self._layer.transition_cost
+        without = [
+            tuple(d for d in home if d != device) if run[0] <= i < run[1] else home for i, home in enumerate(homes)
+        ]
+        return placement_speedup(homes, owner.devices, cost) - placement_speedup(without, owner.devices, cost)
+
+    # Phase 3
+
+    def batch_reductions(self) -> Iterator[Reduction]:
+        """Yield limits of the batch, each lower by `batch_step` requests, and offload the least urgent requests."""
+        step = self._config.batch_step
+        running = sorted(self._instance.running, key=lambda r: (r.rank, r.arrival_s, r.request_id))
+        while len(running) > step:
+            size = max(len(running) - step, step)
+            running, least_urgent = running[:size], running[size:]
+            reason = f"steps exceed the TPOT SLO with {size + len(least_urgent)} requests"
+            limit = LimitBatch(self._instance.id, size, reason)
+            yield (limit, *(Offload(r.request_id, f"{reason}, and it is less urgent") for r in least_urgent))
+
+
+# Placements in a snapshot
+
+
+def layer_homes(instance: InstanceView, num_layers: int) -> list[Homes]:
+    """Return the homes of the attention of each layer of an instance."""
+    return [instance.homes(layer, "attention")[0] for layer in range(num_layers)]
+
+
+def replica_runs(instance: InstanceView, homes: Sequence[Homes]) -> list[tuple[int, tuple[int, int]]]:
+    """Return the runs of consecutive layers that are replicated to devices which are not the instance's own, as
+    (device, (first, end)).
+
+    `homes`: result of `layer_homes`.
+    """
+    found = []
+    for device in sorted({device for layer in homes for device in layer} - set(instance.devices)):
+        left = [i for i, layer in enumerate(homes) if device in layer and len(layer) > 1]
+        while left:
+            run = _last_run(left)
+            found.append((device, (run[0], run[-1] + 1)))
+            left = left[: -len(run)]
+    return found
+
+
+def can_host(view: ClusterView, device: int) -> bool:
+    """Return whether a device may compute layers of other instances: it is empty, or has a steady TP1 instance."""
+    return all(i.degree == 1 and i.transition_to is None and not i.draining for i in view.instances_on((device,)))
+
+
+def holds_weights(view: ClusterView, device: int) -> bool:
+    """Return whether a device holds the weights of all layers, because it has a TP1 instance that computes them."""
+    assert view.layer is not None, "placement changes need the sizes of a layer"
+    own = view.instances_on((device,))
+    return any(all(device in home for home in layer_homes(i, view.layer.num_layers)) and i.degree == 1 for i in own)
+
+
+def _last_run(layers: Sequence[int]) -> Sequence[int]:
+    """Return the last consecutive numbers of an ascending sequence."""
+    first = next((k for k in range(len(layers) - 1, 0, -1) if layers[k] != layers[k - 1] + 1), 0)
+    return layers[first:]
+
+
+def _with(layer: Homes, device: int) -> Homes:
+    return tuple(sorted({*layer, device}))

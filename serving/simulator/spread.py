@@ -1,0 +1,164 @@
+"""Spread of an instance: the devices that compute its modules, and the costs of its steps there.
+
+A module is the attention of a layer, with its KV cache, or its FFN. Modules with several homes compute the batch in
+equal shares at the same time. Hidden states travel at each place where homes change.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from serving.scheduler import LayerSizes, PlacementView
+from serving.scheduler.cocoserve.speedup import Homes, count_transitions
+from serving.simulator.pricing import Pricing
+from serving.simulator.step_cost import StepShape
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Costs of placement changes, and of steps of instances whose modules have several homes."""
+
+    sizes: LayerSizes
+    device_bytes: float
+    """Bytes of a device for weights and KV cache."""
+    row_bytes: float
+    """Bytes of the hidden state of one token."""
+    link_rate: float
+    """Bytes per second from one device to another."""
+    host_rate: float
+    """Bytes per second between a device and host memory."""
+    launch_s: float
+    """Seconds of the shortest transfer."""
+
+    def hop_s(self, rows: int) -> float:
+        """Return the seconds of one place where homes change, for `rows` tokens."""
+        return self.launch_s + rows * self.row_bytes / self.link_rate
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Homes of the modules of an instance of degree 1.
+
+    Attributes:
+        own: device of the instance, with the embedding and the head.
+        attention: homes of the attention of each layer.
+        ffn: homes of the FFN of each layer.
+        cost: costs of transfers, and sizes of a layer.
+        kept: layers whose attention weights stay on `own` although their attention is elsewhere.
+    """
+
+    own: int
+    attention: tuple[Homes, ...]
+    ffn: tuple[Homes, ...]
+    cost: LayerCost
+    kept: frozenset[int] = frozenset()
+
+    @classmethod
+    def at_home(cls, device: int, cost: LayerCost) -> "Spread":
+        """Return the spread of an instance whose modules are all on its own device."""
+        homes = ((device,),) * cost.sizes.num_layers
+        return cls(device, homes, homes, cost)
+
+    @property
+    def is_home(self) -> bool:
+        """Whether all modules are on the instance's own device only."""
+        return self.devices == {self.own}
+
+    @cached_property
+    def devices(self) -> frozenset[int]:
+        """Devices that compute a module, and the own device."""
+        return frozenset(device for home in (*self.attention, *self.ffn, (self.own,)) for device in home)
+
+    @property
+    def view(self) -> PlacementView | None:
+        """Placement as policies see it."""
+        return None if self.is_home else PlacementView(self.attention, self.ffn)
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[Homes, float, float], ...]:
+        """Share of the time of a step without attention to the cache, and share of this attention, by tuple of homes.
+
+        The time of a layer is divided over attention and FFN as their weights are.
+        """
+        sizes, shares = self.cost.sizes, {}
+        attention_share = sizes.attention_bytes / sizes.weight_bytes / sizes.num_layers
+        for homes, fixed, context in (
+            *((homes, attention_share, 1 / sizes.num_layers) for homes in self.attention),
+            *((homes, 1 / sizes.num_layers - attention_share, 0.0) for homes in self.ffn),
+        ):
+            before = shares.get(homes, (0.0, 0.0))
+            shares[homes] = (before[0] + fixed, before[1] + context)
+        return tuple((homes, *both) for homes, both in shares.items())
+
+    @cached_property
+    def transitions(self) -> int:
+        """Number of places where homes change in a step."""
+        modules = [home for both in zip(self.attention, self.ffn, strict=True) for home in both]
+        return count_transitions(modules, (self.own,))
+
+    @cached_property
+    def time_shares(self) -> Mapping[int, float]:
+        """Share of the time of a step in which each device computes, if no module waits for another instance."""
+        return {d: sum(fixed for homes, fixed, _ in self._groups if d in homes) for d in self.devices}
+
+    @cached_property
+    def cache_shares(self) -> Mapping[int, float]:
+        """Bytes of KV cache on each device for each token of the instance."""
+        kv_bytes = self.cost.sizes.kv_token_bytes
+        return {d: kv_bytes * sum(1 / len(home) for home in self.attention if d in home) for d in self.devices}
+
+    def weight_layers(self, device: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the layers whose attention weights, and whose FFN weights, the instance needs on a device."""
+        attention = {i for i, home in enumerate(self.attention) if device in home}
+        ffn = frozenset(i for i, home in enumerate(self.ffn) if device in home)
+        return frozenset(attention | (self.kept if device == self.own else set())), ffn
+
+    def step_s(
+        self,
+        pricing: Pricing,
+        shape: StepShape,
+        context: float,
+        pairs: float,
+        crowding: Mapping[int, float],
+    ) -> float:
+        """Return the seconds of a step. Its prompt chunks are computed at one home of each module.
+
+        Args:
+            pricing: costs of a step on one device.
+            shape: contents of the step.
+            context: tokens of the decoding sequences.
+            pairs: pairs of the prompt chunks (`step_cost.prompt_pairs`).
+            crowding: factor of the time on each device, because other instances compute there.
+        """
+        seconds = self.transitions * self.cost.hop_s(shape.decodes + shape.prompt_tokens)
+        for homes, fixed, attention in self._groups:
+            part = shape._replace(decodes=-(-shape.decodes // len(homes)))
+            own_s = fixed * pricing.fixed_s(1, part)
+            own_s += attention * (pricing.context_s(1) * context / len(homes) + pricing.pair_s(1) * pairs)
+            seconds += own_s * max(crowding.get(device, 1.0) for device in homes)
+        return seconds
+
+    def slope_s(self, pricing: Pricing, decodes: int, crowding: Mapping[int, float]) -> float:
+        """Return the seconds by which a decode step is longer than the step before. See `step_s` for the arguments."""
+        return sum(
+            attention * pricing.context_s(1) * decodes / len(homes) * max(crowding.get(d, 1.0) for d in homes)
+            for homes, _, attention in self._groups
+        )
+
+    def moved(self, layers: range, modules: str, homes: Sequence[Homes]) -> "Spread":
+        """Return a spread with modules of layers at other homes.
+
+        Args:
+            layers: layers to move.
+            modules: modules of these layers, as in actions.
+            homes: new homes for each of the layers.
+        """
+        new = dict(zip(layers, homes, strict=True))
+        attention, ffn, kept = self.attention, self.ffn, set(self.kept) - set(layers)
+        if modules != "ffn":
+            attention = tuple(new.get(i, home) for i, home in enumerate(attention))
+        if modules in ("layer", "ffn"):
+            ffn = tuple(new.get(i, home) for i, home in enumerate(ffn))
+        if modules == "kv":
+            kept |= set(layers)
+        return Spread(self.own, attention, ffn, self.cost, frozenset(kept))
