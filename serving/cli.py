@@ -15,6 +15,7 @@ from amoeba_jax.sampling_params import SamplingParams
 from serving.bench.load_config import LoadConfig
 from serving.bench.options import BenchConfig, ConnectionConfig, OutputConfig
 from serving.bench.workload import WorkloadConfig
+from serving.commands import placement
 from serving.commands.simulate import simulate
 from serving.errors import EXIT_FAILURE, clean_exit, flush_or_discard
 from serving.flags import Flags, fields_of, with_flags
@@ -56,7 +57,8 @@ _NOT_COMPILED_FOR = (
 
 
 class WaitFor(StrEnum):
-    """Programs that must be compiled before a server is ready: of its first layout (`start`), or all."""
+    """Programs that must be compiled before a server is ready. `start`: the programs of its first layout. `all`: the
+    programs of all layouts."""
 
     START = "start"
     ALL = "all"
@@ -174,7 +176,7 @@ def warmup(
 ) -> None:
     """Compile all programs of a server into the compile cache.
 
-    Takes the options of `amoeba serve` that affect programs. Loads no weights: a model's config.json is enough.
+    Takes the options of `amoeba serve` that affect programs. Loads no weights: the config.json of a model is enough.
     """
     with clean_exit():
         from serving.commands.serve_config import merge_settings, serve_settings
@@ -345,7 +347,7 @@ def bench(
 def demo(values: dict[str, Any]) -> None:
     """Watch instances merge for a long prompt and split again.
 
-    Serves short requests on virtual CPU devices meanwhile, and prints a report.
+    Serves short requests at the same time, on virtual CPU devices, and prints a report.
     """
     with clean_exit():
         from serving.commands.demo import run_demo
@@ -368,6 +370,8 @@ def doctor(
 
 
 app.command()(simulate)
+for _command in ("placement", "replicate", "evict", "migrate", "scale_out", "scale_in"):
+    app.command(_command.replace("_", "-"))(getattr(placement, _command))
 
 
 def main() -> None:

@@ -12,16 +12,15 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def say(text: str) -> None:
-    """Print a line on stderr. Ignores errors such as a closed terminal or a full disk."""
+    """Print a line on stderr. Ignore errors, such as a closed terminal or a full disk."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def flush_or_discard(stream: TextIO | None) -> None:
-    """Flush a stream, or redirect it to the null device if that fails.
+    """Flush a stream. If that fails, redirect the stream to the null device.
 
-    Without the redirection, Python would flush the stream again at exit; this would fail and change the exit code to
-    120.
+    Without the redirection, Python would flush the stream again at exit, fail again, and exit with 120.
     """
     if stream is None or stream.closed:
         return
@@ -38,8 +37,8 @@ def clean_exit() -> Iterator[None]:
     """Turn errors that users can cause into a message without a traceback.
 
     Exit codes: 2 for an invalid setting, model name or request; 1 for a damaged checkpoint or a closed stdout; 130 for
-    Ctrl-C. Other errors are bugs and keep their traceback. Put the imports of a command into the `with` block, so that
-    Ctrl-C works during the imports too.
+    Ctrl-C. Other errors are bugs and keep their traceback. Import the modules of a command inside the `with` block, so
+    that Ctrl-C also works during the imports.
     """
     try:
         yield

@@ -24,13 +24,13 @@ class Flags:
 
     Attributes:
         heading: title of the group in the help.
-        settings: dataclass. Each field with an option has a docstring, and the type bool, int, float, str, Path or
-            `str | int`, possibly with `| None`.
-        only: names of the fields with an option; empty: all fields that are not in `without`.
-        without: names of fields without an option.
+        settings: dataclass. A field with an option has a docstring. Its type is `str | int`, or one of bool, int,
+            float, str and Path, possibly with `| None`.
+        only: names of the fields with an option. Empty: all fields except the fields in `without`.
+        without: names of the fields without an option.
         spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. The default is `--` and the
-            name with hyphens.
-        defaults: default values of this command by field name, in place of the defaults of the dataclass.
+            name of the field with hyphens.
+        defaults: default values by field name, which replace the defaults of the dataclass.
     """
 
     heading: str
@@ -61,11 +61,12 @@ class Flags:
         return parameters
 
     def spelling(self, name: str) -> tuple[str, ...]:
-        """Return the option strings of a field; an empty tuple if typer derives them from the name."""
+        """Return the option strings of a field in `spellings`; an empty tuple if the field is not in `spellings`."""
         return self.spellings.get(name, ())
 
     def _help(self, name: str, docs: Mapping[str, str], default: Any) -> tuple[str, str | bool]:
-        """Return the help text of an option and its displayed default (False: none is displayed)."""
+        """Return the help text of an option, and the default that the help displays (False: no default is
+        displayed)."""
         text, without_value = docs[name], ""
         if match := _WITHOUT.search(text):
             without_value = match[1]
@@ -88,8 +89,9 @@ class Flags:
 def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Add the options of `groups` to a typer command.
 
-    The first parameter of the command receives a dict of values by field name: options that were given, and `defaults`
-    of the groups for other options. Two groups must not have fields of the same name.
+    The first parameter of the command receives a dict of values by field name. It has the options that the user gave.
+    An option that the user did not give has the value in `Flags.defaults`, or is missing. Two groups must not have
+    fields of the same name.
     """
     generated = [parameter for group in groups for parameter in group.parameters()]
     defaults = {name: value for group in groups for name, value in group.defaults.items()}
@@ -121,7 +123,7 @@ def fields_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def field_docs(settings: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a dataclass by field name, each as one line."""
+    """Return the docstrings of the fields of a dataclass by field name, each as one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -136,7 +138,8 @@ def field_docs(settings: type) -> dict[str, str]:
 
 
 def _option_type(settings: type, name: str, hint: Any) -> Any:
-    """Return the type of an option; str if the field accepts text or an integer. Raises `TypeError` for other types."""
+    """Return the type of an option. For a field of the type `str | int`, this is str. Raises `TypeError` if the type of
+    a field cannot be an option."""
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
     kinds.discard(NoneType)
     if str in kinds and kinds <= {str, int}:

@@ -15,10 +15,10 @@ def draw_arrivals(
     """Draw ascending arrival times in seconds.
 
     Args:
-        rate: requests per second. Intervals have a gamma distribution with mean 1 / `rate`. At an infinite rate, all
-            requests arrive at 0.
-        burstiness: shape of the distribution: 1 is a Poisson process, less is burstier, infinity gives equal intervals.
-        count: maximum number of requests; required for an infinite rate.
+        rate: mean number of requests per second. At an infinite rate, all requests arrive at 0.
+        burstiness: shape of the gamma distribution of the intervals between arrivals. 1: a Poisson process; below 1:
+            burstier; infinity: equal intervals.
+        count: maximum number of requests. Required if `rate` is infinite.
         duration_s: end of the arrivals in seconds. At least one of `count` and `duration_s` is required.
     """
     if math.isinf(rate):

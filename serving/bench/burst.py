@@ -1,4 +1,4 @@
-"""Bursty load: alternating phases of a low and a high rate (Flying Serving 6.1.3)."""
+"""Arrival times of bursty load: phases with a low and with a high request rate alternate (Flying Serving 6.1.3)."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ LOW, HIGH = "low", "high"
 
 
 def read_rates(name: str, text: str) -> tuple[float, float]:
-    """Parse the lowest and the highest rate from a text such as "2:5", or "4" for both.
+    """Return the lowest and the highest rate in a text such as "2:5". For a text with one number, such as "4", both
+    rates are equal.
 
     Raises `ConfigError` for an invalid text. `name`: name of the setting in the error message.
     """
@@ -40,13 +41,13 @@ def draw_phases(
 ) -> Iterator[tuple[float, str]]:
     """Yield ascending arrival times in seconds, each with the kind of its phase (`LOW` or `HIGH`).
 
-    Phases alternate, beginning with a low phase. The rate of a phase is drawn uniformly from its range.
+    The first phase is low, the second is high, and so on. The rate of each phase is drawn uniformly between two limits.
 
     Args:
         low: lowest and highest rate of low phases, in requests per second.
-        high: lowest and highest rate of high phases.
+        high: lowest and highest rate of high phases, in requests per second.
         phase_s: seconds of each phase.
-        burstiness: shape of the intervals; see `draw_arrivals`.
+        burstiness: shape of the distribution of the intervals between arrivals; see `draw_arrivals`.
         most: maximum number of requests.
         duration_s: end of the arrivals in seconds. At least one of `most` and `duration_s` is required.
     """

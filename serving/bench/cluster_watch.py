@@ -38,11 +38,13 @@ class ClusterWatch:
     """Reason why there are no further samples, such as a status of the server. None: samples still arrive."""
 
     def end_s(self, duration_s: float) -> float:
-        """Return the end of the watched time in seconds: the end of the run or, if watching failed, the last sample."""
+        """Return the end of the sampled time in seconds, which is `duration_s`. If sampling has failed, return the time
+        of the last sample."""
         return duration_s if self.problem is None else max((sample.time_s for sample in self.samples), default=0.0)
 
     async def follow(self, client: AsyncClient, interval_s: float, clock: Callable[[], float]) -> None:
-        """Add samples until the task is cancelled or the stream ends. If the stream ends, set `problem`.
+        """Add samples until the task is cancelled or the server ends its stream. If the server ends the stream, set
+        `problem`.
 
         Args:
             interval_s: seconds between samples; 0: no samples.
@@ -71,14 +73,13 @@ def read_sample(cluster: Cluster, time_s: float) -> Sample:
 
 
 def changes_of(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the first sample, and each sample whose instances differ from the previous sample."""
+    """Return the first sample, and each sample whose instances differ from the instances of the previous sample."""
     changed = [after for before, after in pairwise(samples) if after.devices != before.devices]
     return [*samples[:1], *changed]
 
 
 def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Return `(merges, splits)`: the numbers of merges and of splits between consecutive samples. A change that is
-    undone between two samples does not count."""
+    """Return `(merges, splits)`: the number of merges and the number of splits between consecutive samples."""
     merges = splits = 0
     for before, after in pairwise(samples):
         merges += _joined(before.devices, after.devices)
@@ -93,8 +94,8 @@ def _joined(parts: Iterable[tuple[int, ...]], wholes: Iterable[tuple[int, ...]])
 
 
 def device_seconds(samples: Sequence[Sample], end_s: float) -> dict[int, float]:
-    """Return the device seconds by degree until `end_s`. Each sample counts until the next sample. The first
-    sample counts from 0."""
+    """Return the device seconds until `end_s`, by degree. A sample describes the time until the next sample. The first
+    sample also describes the time before it."""
     totals: dict[int, float] = {}
     for place, sample in enumerate(samples):
         start_s = 0.0 if place == 0 else sample.time_s

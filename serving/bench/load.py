@@ -46,7 +46,7 @@ class Record:
     error: str = ""
     """Message of the gRPC status of a failed request; may be empty."""
     server_queue_s: float | None = None
-    """Seconds from the arrival at the server to the dispatch, by the server's clock."""
+    """Seconds from the arrival of the request at the server to its dispatch, by the server's clock."""
     preemptions: int = 0
     """Number of preemptions at the server."""
 
@@ -103,11 +103,11 @@ class Load:
         stop: asyncio.Event,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> float:
-        """Send each request at its time, wait for all, and return the seconds of the run. Call it once.
+        """Send each request at its time, wait until all requests end, and return the seconds of the run. Call it once.
 
         Args:
             requests: requests in the order of arrival.
-            stop: event that ends the run: running requests are cancelled, and no others are sent.
+            stop: event that ends the run: running requests are cancelled, and no further requests are sent.
             on_end: callback that receives the record of each finished or failed request.
         """
         self._begin = time.perf_counter()

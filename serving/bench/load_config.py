@@ -1,4 +1,7 @@
-"""Settings of the requests of `amoeba bench`. Imports no gRPC, because the command line reads its options here."""
+"""Settings of the requests of `amoeba bench`.
+
+Imports no gRPC, because the command line imports this module and needs no gRPC.
+"""
 
 from dataclasses import dataclass
 
@@ -11,7 +14,8 @@ MAX_PREFIX_CHARS = 80
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Settings of requests. Raises `ConfigError` for an invalid value, or `RequestError` for the temperature."""
+    """Settings of requests. Raises `RequestError` for an invalid temperature, and `ConfigError` for any other invalid
+    value."""
 
     seed: int = 0
     """Seed of the random generator for prompts."""

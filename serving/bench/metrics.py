@@ -75,8 +75,8 @@ class MetricsConfig:
 
 
 def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Return all values of each metric (`METRICS`) in seconds, for completed requests. Requests without a value are
-    left out, and `itl` has a value for each message after the first."""
+    """Return the values of each metric (`METRICS`) in seconds, for completed requests. `itl` has a value for each
+    message after the first message of a request. The other metrics have at most one value for each request."""
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     return {
         "ttft": [value for r in done if (value := r.ttft_s) is not None],
@@ -89,10 +89,10 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
-    """Return vLLM's metrics of completed requests, with rates over `duration_s`.
+    """Return vLLM's metrics of completed requests. Rates are per second of `duration_s`.
 
-    A latency is None if no completed request has a value. `request_goodput` is None if neither `config` nor a request
-    has a limit.
+    A latency is None if no completed request has a value for it. `request_goodput` is None if there is no limit,
+    neither in `config` nor in a request.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -120,9 +120,10 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 
 
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
-    """Return whether a request met all limits in `objectives_ms`. SLOs of the request replace limits of the same name.
+    """Return whether a request met all limits in `objectives_ms`. If the request sets a limit itself, its limit
+    replaces the limit of the same name.
 
-    A request without a second token meets any limit of TPOT. A request without a token meets no limit.
+    A request with one token meets any TPOT limit. A request without a token meets no limit.
     """
     objectives_ms = objectives_ms | own_objectives_ms(record)
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}

@@ -1,4 +1,7 @@
-"""Settings of `amoeba bench`. Imports no gRPC, because the command line reads its options here."""
+"""Settings of `amoeba bench`.
+
+Imports no gRPC, because the command line imports this module and needs no gRPC.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +72,7 @@ class ConnectionConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Outputs besides the terminal. Raises `ConfigError` if a file cannot be written."""
+    """Files that a run writes. Raises `ConfigError` if a file cannot be written."""
 
     label: str | None = None
     """Label in the report."""
@@ -120,7 +123,8 @@ class BenchConfig:
 
 
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
-    """Build all settings from options by name. Tokens come from files, or else from the environment.
+    """Return the settings of a run for the options of `amoeba bench` (`flags`). If no token file is given, the token
+    comes from the environment.
 
     Raises `ConfigError` for invalid settings.
     """

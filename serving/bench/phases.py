@@ -1,4 +1,4 @@
-"""Metrics of a run by phase of load, by priority, and during changes of instances."""
+"""Metrics of the requests of each phase of load and of each priority, and latencies during changes of instances."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,14 +15,16 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 def by_phase(
     records: Sequence[Record], duration_s: float, phase_s: float, load_s: float | None, config: MetricsConfig
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of requests by phase of their arrival, `low` or `high`; an empty dict without phases.
+    """Return the metrics of the requests that arrived in low phases (key `low`) and in high phases (key `high`). The
+    dict is empty if the load has no phases.
 
-    Rates are per second of all low phases, or of all high phases.
+    The rates of `low` are per second of low phases, and the rates of `high` are per second of high phases.
 
     Args:
         duration_s: seconds of the run.
         phase_s: seconds of each phase.
-        load_s: end of the arrivals, at which the last phase ends; None: the last arrival.
+        load_s: end of the arrivals, in seconds from the start of the run. The last phase ends there. None: the last
+            arrival.
     """
     last_s = max((record.request.arrival_s for record in records), default=0.0)
     end_s = min(duration_s, last_s if load_s is None else load_s)
@@ -42,7 +44,8 @@ def by_phase(
 
 
 def by_priority(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each priority, the most urgent first; an empty dict if all requests have one priority."""
+    """Return the metrics of the requests of each priority, the most urgent priority first. The dict is empty if all
+    requests have the same priority."""
     priorities = sorted({record.request.priority for record in records})
     if len(priorities) < 2:
         return {}
@@ -53,10 +56,10 @@ def by_priority(records: Sequence[Record], duration_s: float, config: MetricsCon
 
 
 def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
-    """Return the start and end in seconds of each window in which instances changed.
+    """Return the start and the end, in seconds, of each period in which instances changed.
 
-    A window begins at the last sample before a change, and ends `settle_s` after the first sample that shows the
-    change. Overlapping windows are joined.
+    A period starts at the last sample before a change. It ends `settle_s` after the first sample that shows the change.
+    Overlapping periods are joined.
     """
     windows: list[tuple[float, float]] = []
     for before, after in pairwise(samples):
@@ -77,13 +80,14 @@ def transitions(
     settle_s: float,
     config: MetricsConfig,
 ) -> dict[str, Any]:
-    """Return statistics of TTFT and ITL of completed requests, `during` and `outside` of changes of instances.
+    """Return statistics of TTFT and ITL of completed requests: `during` changes of instances, and `outside` of changes.
 
-    A TTFT or an interval between tokens counts as `during` if it overlaps a window of `transition_windows`.
+    A latency is counted as `during` if its time overlaps a period of `transition_windows`.
 
     Args:
-        changes: number of merges and splits, reported per hour of `watched_s`.
-        watched_s: seconds in which the instances were sampled.
+        changes: number of merges and splits in the run.
+        watched_s: seconds in which the instances were sampled. The result `per_hour` is `changes` for each hour of this
+            time.
         settle_s: see `transition_windows`.
     """
     windows = transition_windows(samples, settle_s)

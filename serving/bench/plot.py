@@ -24,7 +24,10 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(run: Run, path: Path) -> None:
-    """Write the plot of a run to a file, whose suffix determines the format. Raises `ConfigError` if that fails."""
+    """Write the plot of a run to a file. The suffix of the file name determines the format.
+
+    Raises `ConfigError` if the file cannot be written.
+    """
     try:
         draw_run(run).savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # ValueError: unknown format.
@@ -32,7 +35,8 @@ def save_plot(run: Run, path: Path) -> None:
 
 
 def draw_run(run: Run) -> Any:
-    """Return a figure with output tokens per second, TTFT by arrival, and devices by degree over time.
+    """Return a figure with three plots: output tokens per second over time, TTFT by arrival time, and devices by degree
+    over time.
 
     Raises `ConfigError` if matplotlib is not installed.
     """
@@ -83,10 +87,10 @@ def _draw_degrees(axes: Any, run: Run) -> None:
 
 
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:
-    """Return the number of devices by degree over time, as `(times, counts)`.
+    """Return `(times, counts)`: the number of devices in instances of each degree, over time.
 
-    `times` has the seconds of all samples, and of the end. The first sample counts from 0, the last sample until
-    `end_s`. `counts[degree][i]` is the number of devices in instances of that degree from `times[i]` on.
+    `counts[degree][i]` is the number of devices in instances of `degree` from `times[i]` on. `times` has 0, the time of
+    each sample after the first, and `end_s`.
     """
     times = [0.0, *(sample.time_s for sample in samples[1:]), max(end_s, samples[-1].time_s)]
     by_degree = [sample.devices_by_degree() for sample in (*samples, samples[-1])]

@@ -38,7 +38,7 @@ class Run:
 
 
 def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bool) -> dict[str, Any]:
-    """Return the report for JSON: vLLM's fields, and further fields. See docs/serving.md."""
+    """Return the report of a run, ready for JSON. docs/serving.md explains its fields."""
     report = _settings(run, label)
     report["duration"] = run.duration_s
     report |= compute_metrics(run.records, run.duration_s, config)
@@ -110,7 +110,8 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
 
 
 def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the number of failed requests and the first error message for each gRPC status, most frequent first."""
+    """Return an entry for each gRPC status of failed requests, the most frequent status first: the status, the number
+    of requests, and the first error message."""
     failed = [record for record in records if record.outcome is Outcome.FAILED]
     texts: dict[str, str] = {}
     for record in failed:
@@ -120,7 +121,7 @@ def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _details(records: Sequence[Record]) -> dict[str, Any]:
-    """Return vLLM's lists, with an entry for each request in the order of arrival. Times are in seconds."""
+    """Return vLLM's lists with one entry for each request, in the order of arrival. Times are in seconds."""
     return {
         "input_lens": [r.request.input_len for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -141,7 +142,7 @@ def _details(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert settings for JSON: infinity to text, a path to its last part."""
+    """Convert settings for JSON: infinity becomes text, and a path becomes its last part."""
     return {
         name: value.name if isinstance(value, Path) else "inf" if value == math.inf else value
         for name, value in settings.items()
@@ -149,7 +150,8 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Return the path of the report. Without `filename`, the name contains workload, rate, model and time."""
+    """Return the path of the report file. The default file name consists of the workload, the rate, the model and the
+    time."""
     rate = run.workload.rate
     name = filename or f"amoeba-{run.workload.dataset_name}-{rate:g}qps-{run.model.model}-{run.date:%Y%m%d-%H%M%S}.json"
     return (directory or Path()) / name

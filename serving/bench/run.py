@@ -28,8 +28,8 @@ from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED, say
 def run_bench(config: BenchConfig) -> int:
     """Run a benchmark, print and save its report, and return the exit code.
 
-    The exit code is 130 after Ctrl-C, 1 if no request completed, else 0. Raises `ConfigError` for invalid settings, and
-    `grpc.RpcError` if the server does not answer.
+    The exit code is 130 after Ctrl-C. Otherwise the exit code is 1 if no request completed, else 0. Raises
+    `ConfigError` for invalid settings, and `grpc.RpcError` if the server does not answer.
     """
     run = asyncio.run(_run(config))
     output = config.output
@@ -80,7 +80,8 @@ async def _run(config: BenchConfig) -> Run:
 
 
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
-    """Return the model of the server. Repeat the call for up to `timeout_s` seconds while the server is UNAVAILABLE."""
+    """Return the model of the server. While the server is UNAVAILABLE, repeat the call for up to `timeout_s`
+    seconds."""
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while True:
@@ -95,7 +96,7 @@ async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
 async def _warm_up(
     client: AsyncClient, model: ModelInfo, config: LoadConfig, first: PlannedRequest, number: int, stop: asyncio.Event
 ) -> None:
-    """Send the first request `number` times before the run, and warn if some fail."""
+    """Send the first request `number` times before the run. Print a warning if some of these requests fail."""
     load = Load(client, model, replace(config, request_id_prefix=f"{config.request_id_prefix}warmup-"))
     await load.run([replace(first, index=i, arrival_s=0.0) for i in range(number)], stop)
     failed = [record for record in load.records if record.outcome is Outcome.FAILED]
@@ -151,7 +152,7 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """Yield a callback that counts ended requests in a progress bar on stderr, hidden if stderr is no terminal."""
+    """Yield a callback that counts ended requests in a progress bar. The bar is hidden if stderr is no terminal."""
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),

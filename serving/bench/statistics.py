@@ -8,8 +8,14 @@ import numpy as np
 def statistics(
     name: str, values_s: Sequence[float] | np.ndarray, percentiles: Sequence[float]
 ) -> dict[str, float | None]:
-    """Return `mean_<name>_ms`, `median_<name>_ms`, `std_<name>_ms` and `p<percentile>_<name>_ms` of values in seconds.
-    Each result is None if there are no values."""
+    """Return mean, median, standard deviation and percentiles of values, in milliseconds, with vLLM's names (such as
+    `mean_ttft_ms`). Without values, each result is None.
+
+    Args:
+        name: name of the metric, such as "ttft".
+        values_s: values in seconds.
+        percentiles: percentiles to compute, from 0 to 100.
+    """
     values_ms = np.array(values_s) * 1000
     keys = [f"{kind}_{name}_ms" for kind in ("mean", "median", "std")]
     keys += [f"p{percentile:g}_{name}_ms" for percentile in percentiles]

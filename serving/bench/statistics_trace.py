@@ -1,4 +1,5 @@
-"""Requests drawn from statistics of real traffic: rates over time, and distributions of lengths (ServeGen)."""
+"""Requests that are drawn from statistics of real traffic: request rates over time, and distributions of lengths
+(ServeGen)."""
 
 import math
 from pathlib import Path
@@ -22,8 +23,9 @@ def draw_specs(
 ) -> dict[str, np.ndarray]:
     """Draw requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
 
-    In each window, arrivals are a gamma process. Its rate is `rate_scale` times the rate of the window. Its coefficient
-    of variation is `cv_rate_weighted` of the window (1 if missing). Lengths of prompts and outputs are independent.
+    The statistics have a rate for each window of time. The intervals between the arrivals of a window have a gamma
+    distribution. Its coefficient of variation is `cv_rate_weighted` of the window, or 1 if the file has no such array.
+    The lengths of prompts and outputs are drawn independently.
 
     Raises `ConfigError` for more than `MAX_DRAWN` requests, and for negative rates.
 
@@ -31,7 +33,8 @@ def draw_specs(
         path: file of the statistics, for error messages.
         arrays: arrays of the file by name: `KEYS`, and optionally `cv_rate_weighted`.
         rate_scale: factor of all rates.
-        duration_s: end of the arrivals, in seconds from the start of the first window; None: all windows.
+        duration_s: end of the arrivals, in seconds from the start of the first window. None: the end of the last
+            window.
         most: maximum number of requests.
     """
     starts, rates = arrays["window_s"].astype(float), arrays["rate_rps"].astype(float) * rate_scale

@@ -22,13 +22,13 @@ def print_report(report: dict[str, Any], config: MetricsConfig, console: Console
 
 
 def _groups(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each class, phase and priority by column name."""
+    """Return the metrics of each class, phase and priority, by the heading of their column."""
     phases = {f"{name} phases": figures for name, figures in report["phases"].items()}
     return report["classes"] | phases | {f"priority {name}": it for name, it in report["priorities"].items()}
 
 
 def _totals(report: dict[str, Any]) -> Table:
-    """Return a table with a column for all requests, and for each class, phase and priority."""
+    """Return a table of totals. It has a column for all requests, and a column for each class, phase and priority."""
     groups = _groups(report)
     table = Table("", "all", *groups, title=f"{report['model_id']}, {report['duration']:.2f} s")
     for column in table.columns[1:]:
@@ -88,7 +88,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
 
 
 def _transitions(figures: dict[str, Any]) -> list[str]:
-    """Return a line with latencies during and outside of changes; an empty list without changes."""
+    """Return a line with the latencies during and outside of changes of instances. The list is empty if there was no
+    change."""
     if not figures["per_hour"]:
         return []
 

@@ -1,4 +1,4 @@
-"""Traces in CSV or JSON lines, with a time, prompt tokens and output tokens in each row."""
+"""Traces as CSV or JSON lines. Each row has a time, a number of prompt tokens and a number of output tokens."""
 
 import csv
 import gzip
@@ -23,15 +23,16 @@ _BLOCKS = "hash_ids"
 
 
 def is_text_trace(path: Path) -> bool:
-    """Return whether a file name has a suffix of CSV or JSON lines, compressed or not."""
+    """Return whether a file name has a suffix of CSV or JSON lines, such as `.csv` or `.jsonl.gz`."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
     """Return `(columns, blocks)` of a file. Raises `ConfigError` with the invalid column or line.
 
-    `columns` has the arrays `input_tokens` and `output_tokens` and, if the file has times, `arrival_s` in seconds.
-    `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces), or is None.
+    `columns` has the arrays `input_tokens` and `output_tokens`. It also has `arrival_s` in seconds if the file has
+    times. `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces). It is None if
+    the file has no ids.
 
     The times come from a column `arrival_s`, `arrival` or `time_s` in seconds, or from a column `timestamp` with ISO
     dates (Azure) or milliseconds (Mooncake).
@@ -91,7 +92,8 @@ def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
 
 
 def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
-    """Return the ids in a list, or in the JSON text of a list (from CSV); an empty tuple without ids."""
+    """Return the block ids of a row. `value` is a list, or text with a list in JSON (from a CSV file). If `value` is
+    empty, the result is an empty tuple."""
     try:
         ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []
         if not isinstance(ids, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in ids):

@@ -24,8 +24,9 @@ class Trace:
     Attributes:
         input_tokens: prompt lengths, int64.
         output_tokens: output lengths, int64.
-        arrival_s: seconds since the first arrival, float64; None if the file has no times.
-        prefix_blocks: ids of the prompt blocks of each request, by index; None if unknown. Equal ids mean equal tokens.
+        arrival_s: seconds since the first arrival, float64. None: the file has no times.
+        prefix_blocks: ids of the prompt blocks of each request, by the index of the request. Blocks with equal ids have
+            equal tokens. None: the file has no ids.
     """
 
     input_tokens: np.ndarray
@@ -47,10 +48,16 @@ class Draw:
 def read_trace(path: Path, draw: Draw | None = None) -> Trace:
     """Read a trace. Raises `ConfigError` for an invalid file.
 
-    There are three kinds of files. A .npz file of requests has the integer arrays `input_tokens` and `output_tokens`,
-    and optional arrays: `arrival_s` in seconds, and prompt blocks as `hash_ids` and `hash_ptr` (request `i` has the
-    blocks `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]`). `serving.bench.text_trace` describes CSV and JSON lines. For a .npz
-    file of statistics (`serving.bench.statistics_trace`), requests are drawn with the settings `draw` (None: seed 0).
+    There are three kinds of files:
+
+    A .csv or .jsonl file of requests: see `serving.bench.text_trace`.
+
+    A .npz file of requests has the integer arrays `input_tokens` and `output_tokens`. It may also have `arrival_s` in
+    seconds, and the ids of prompt blocks as `hash_ids` and `hash_ptr`. The blocks of request `i` are
+    `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]`.
+
+    A .npz file of statistics: see `serving.bench.statistics_trace`. Its requests are drawn with the settings `draw`.
+    The default of `draw` has the seed 0.
     """
     blocks: list[tuple[int, ...]] | None = None
     if is_text_trace(path):
@@ -117,9 +124,11 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
 def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace:
     """Return a trace with `scale` times as many requests in the same time.
 
-    With a scale of 2.3, each request occurs twice, and a random 30% of the requests a third time. With a scale of 0.3,
-    a random 30% remain. Copies arrive within 30 s of the original. Copies stand for other users: the n-th copies of all
-    requests share prefixes only with each other.
+    With a scale of 0.3, a random 30% of the requests remain. With a scale of 2.3, each request occurs twice, and a
+    random 30% of the requests occur a third time.
+
+    A copy arrives within 30 s of its original. The second occurrences of all requests share prefixes with each other,
+    but not with the first or third occurrences, because they stand for other users.
     """
     size = len(trace.input_tokens)
     whole = int(scale)
@@ -138,12 +147,12 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Return the block ids of copied requests, by index. Each round of copies has its own ids.
+    """Return the block ids of requests and their copies, by index. The n-th copies of all requests get new ids.
 
     Args:
         blocks: block ids of the original requests, by row.
-        rows: row of the original of each request.
-        copies: number of the copy of each request; 0: the original.
+        rows: row in `blocks` of each request's original.
+        copies: 0 for an original request, n for the n-th copy of a request.
     """
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
     pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))
@@ -151,10 +160,10 @@ def _of_copies(
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompt and output lengths that fit a context of `max_model_len` tokens together.
+    """Return prompt and output lengths, shortened so that prompt and output of a request together have at most
+    `max_model_len` tokens.
 
-    Lengths that are too long together are shortened. Each of the two may take half of the context, or more if the other
-    length is below half.
+    A prompt or output of at most half of `max_model_len` is not shortened.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -44,7 +44,7 @@ class WorkloadConfig:
     random_output_len: int = 128
     """Mean number of generated tokens, for `random`."""
     random_range_ratio: float = 0.0
-    """Spread of the lengths of `random`: from (1 - ratio) to (1 + ratio) times their means."""
+    """Spread of the lengths of `random`: a length is from (1 - ratio) to (1 + ratio) times its mean."""
     short_input_len: int = 1000
     """Prompt length of the short requests in tokens, for `mix`."""
     short_output_len: int = 128
@@ -64,8 +64,8 @@ class WorkloadConfig:
     trace_time_scale: float = 1.0
     """Factor of the arrival times of a trace; below 1 is faster."""
     trace_rate_scale: float = 1.0
-    """Factor of the number of requests of a trace in the same time: below 1 removes requests, above 1 adds copies at
-    other times."""
+    """Factor of the number of requests of a trace in the same time. Below 1, requests are removed. Above 1, copies of
+    requests are added."""
     low_rate: str = "2:5"
     """Range of requests per second in low phases of `burst`; the rate is drawn for each phase."""
     high_rate: str = "10:30"
@@ -73,7 +73,8 @@ class WorkloadConfig:
     phase_s: float = 30.0
     """Seconds of each phase of `burst`."""
     priority_share: float = 0.0
-    """Share of requests with `urgent_priority`; the others have `best_effort_priority`. 0: all have priority 0."""
+    """Share of requests with `urgent_priority`. All other requests have `best_effort_priority`. 0: all requests have
+    priority 0."""
     urgent_priority: int = 0
     """Priority of urgent requests; the lowest value is served first."""
     best_effort_priority: int = 1
@@ -149,7 +150,8 @@ class WorkloadConfig:
 
     @property
     def rate(self) -> float:
-        """Mean requests per second; infinite if all requests arrive at once. Unused if the times of a trace apply."""
+        """Mean requests per second. Infinite if all requests arrive at once. Meaningless for a trace with its own
+        times."""
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
         if self.dataset_name == "burst":
@@ -164,7 +166,7 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """Request to send. Lengths are in tokens, `arrival_s` in seconds from the start."""
+    """Request to send. Lengths are in tokens. `arrival_s` is in seconds from the start of the run."""
 
     index: int
     kind: str
@@ -184,15 +186,15 @@ class PlannedRequest:
     """`SamplingParams.tpot_slo_s`."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
-        """Return random token ids, which depend on the seed and `index` only. Call it when the request is sent: all
-        prompts together would fill the memory."""
+        """Return random token ids, which depend only on the seed and `index`. Call this when the request is sent,
+        because the prompts of all requests together would fill the memory."""
         random = np.random.default_rng((seed, _PROMPTS, self.index))
         return random.integers(0, vocab_size, self.input_len).tolist()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Requests in columns, in the order of arrival. Lengths are in tokens, times in seconds from the start."""
+    """Table of requests in the order of arrival. Lengths are in tokens, times in seconds from the start of the run."""
 
     arrival_s: np.ndarray
     input_len: np.ndarray
@@ -218,10 +220,10 @@ class Plan:
 
 
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
-    """Plan the requests of a workload in the order of arrival.
+    """Return the requests of a workload in the order of arrival.
 
-    Requests of a trace are shortened to the context of `max_model_len` tokens. Raises `ConfigError` if requests of
-    another dataset do not fit the context, or if a trace cannot be read or has too few requests.
+    A request of a trace is shortened if it does not fit the context of `max_model_len` tokens. Raises `ConfigError` if
+    a request of another dataset does not fit, if a trace cannot be read, or if a trace has too few requests.
     """
     plan = plan_columns(config, max_model_len)
     lengths = plan.input_len, plan.output_len
@@ -341,7 +343,7 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _is_drawn(path: Path) -> bool:
-    """Return whether a trace is a file of statistics. The rate of such a trace is scaled when requests are drawn."""
+    """Return whether a trace is a .npz file of statistics."""
     if path.suffix != ".npz":
         return False
     with np.load(path, allow_pickle=False) as file:
@@ -351,8 +353,7 @@ def _is_drawn(path: Path) -> bool:
 def _synthetic_arrivals(config: WorkloadConfig, most: int | None) -> np.ndarray:
     """Draw arrival times.
 
-    If the number of requests is fixed, all times are scaled so that the last request arrives at number / rate, as in
-    vLLM. So runs with different seeds offer the same load.
+    If the number of requests is fixed, all times are scaled so that the mean rate is exact, as in vLLM.
     """
     random = _stream(config, _ARRIVALS)
     arrivals = draw_arrivals(random, config.rate, config.burstiness, most, config.duration_s)

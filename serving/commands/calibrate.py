@@ -1,4 +1,4 @@
-"""`amoeba simulate --calibrate`: measurements of this project's engine on this machine, as input of simulations."""
+"""`amoeba simulate --calibrate`: measure this project's engine on this machine, for simulations of this machine."""
 
 import asyncio
 import platform
@@ -62,7 +62,10 @@ def run_calibration(
     max_model_len: int | None,
     layers_per_step: int,
 ) -> None:
-    """Load a model, time its steps and transformations, and write the calibration to `path`. Raises `ConfigError`."""
+    """Load a model, time its steps and transformations, and write the times to the file `path`.
+
+    Raises `ConfigError` for invalid settings.
+    """
     settings: dict[str, Any] = {"kv_cache_tokens": kv_cache_tokens, "max_model_len": max_model_len}
     with LLM(
         model,
@@ -78,7 +81,7 @@ def run_calibration(
 
 
 def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
-    """Measure an idle engine at each possible degree. At the end, its instances have the same degree as before."""
+    """Measure an idle engine at each possible degree. Afterwards its instances have their old degree again."""
     engine = llm._engine
     config, layers = engine.config, engine.dims.config.num_layers
     degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
@@ -149,7 +152,7 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
     """Return the seconds that each page in use adds to the switch of one layer.
 
-    Compares switches with a nearly half full cache to switches with an empty cache.
+    The result is the difference between switches with a partly full cache and switches with an empty cache.
     """
     found = []
     for turn in range(_REPEATS + 1):
@@ -167,9 +170,10 @@ def _page_layer_s(llm: LLM, low: int, high: int) -> float:
 
 
 async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
-    """Transform the first group to `degree` while its requests fill about two fifths of the cache.
+    """Transform the first `high` devices to `degree` while about two fifths of their cache is full.
 
-    Return the number of pages in use and the mean seconds to switch a layer; None if all requests ended too early.
+    Return the number of pages in use, and the mean seconds to switch a layer. Return None if all requests ended too
+    early. `degree` must be `low` or `high`.
     """
     engine, random = llm._engine, np.random.default_rng(0)
     capacity, instances = engine.capacity_tokens(low), high // low
@@ -195,7 +199,8 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
 
 
 def _switch_s(report: TransformReport) -> float:
-    """Return the mean seconds to switch a layer, in the slowest group of an `in_place` transformation."""
+    """Return the mean seconds to switch a layer. If a transformation has several groups, this is the mean of the
+    slowest group."""
     return max(
         sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)
         for group in report.groups
@@ -222,7 +227,8 @@ class _Timer:
             llm.remove_scheduler_hook()
 
     def _tpot_s(self, count: int, prompt: int, width: int = 1) -> float:
-        """Return the seconds of a decode step with `count` requests on each of `width` instances."""
+        """Return the seconds of a decode step if each of `width` instances runs `count` requests. Each request has
+        `prompt` prompt tokens."""
         found, tokens = [], min(_TOKENS, self._room(count) - prompt)
         for _ in range(_REPEATS):
             outputs = self._run(count * width, prompt, tokens, width)
@@ -230,30 +236,29 @@ class _Timer:
         return median(found)
 
     def _ttft_s(self, prompt: int, count: int = 1) -> float:
-        """Return the seconds until all of `count` equal prompts that arrive together have a token.
-
-        The requests decode a few tokens, because the launch of the next step delays the first token.
-        """
+        """Send `count` requests of `prompt` tokens at the same time. Return the seconds until each request has its
+        first token."""
         runs = [self._run(count, prompt, 4) for _ in range(2 * _REPEATS + 1)]
         return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in runs)
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
-        """Return the seconds of a decode step by number of rows, for all `sizes` whose requests fit the cache."""
+        """Return the seconds of a decode step by number of rows. A number in `sizes` is left out if so many requests do
+        not fit the cache."""
         fitting = [size for size in sizes if self._room(size) >= _SHORT + _FEWEST_TOKENS] or sizes[:1]
         for size in fitting:
             self._run(size, _SHORT, 4)  # compiles
         return {size: self._tpot_s(size, _SHORT) for size in fitting}
 
     def _room(self, count: int) -> int:
-        """Return the maximum tokens of each request if `count` equal requests run on one instance."""
+        """Return the maximum number of tokens of a request if `count` equal requests run on one instance."""
         page = self._llm._engine.config.page_size
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return `(steps_s, alone_s)`, two dicts by chunk size in tokens: the seconds of a step with one chunk, and the
-        TTFT of a prompt of one chunk.
+        """Return `(steps_s, alone_s)`, two dicts by chunk size in tokens.
 
-        The seconds of a step come from the difference in TTFT between a longer prompt and a prompt of one chunk.
+        `steps_s` has the seconds of a step with one chunk. `alone_s` has the TTFT of a prompt that consists of one
+        chunk.
         """
         steps_s, alone_s = {}, {}
         for chunk in chunks:
@@ -271,8 +276,13 @@ class _Timer:
     def several_prompts(
         self, buckets: Buckets, alone_s: dict[int, float], steps_s: dict[int, float]
     ) -> dict[int, float]:
-        """Return the seconds of a step with the maximum number of chunks, by tokens of a chunk. Chunk sizes that do not
-        fit the cache or the context are missing. `alone_s` and `steps_s`: results of `prompts`."""
+        """Return the seconds of a step with the maximum number of chunks, by chunk size in tokens. A chunk size is left
+        out if its prompts do not fit the cache or the context.
+
+        Args:
+            alone_s: second result of `prompts`.
+            steps_s: first result of `prompts`.
+        """
         found = {}
         for chunk in buckets.chunk_sizes:
             count = buckets.chunk_rows(chunk)[-1]
@@ -283,8 +293,11 @@ class _Timer:
         return found
 
     def context_s(self, short_s: float) -> float:
-        """Return the seconds that each token of context adds to a decode step; 0 if the cache is too small. `short_s`:
-        seconds of a decode step of one request with a short context."""
+        """Return the seconds that each token of context adds to a decode step; 0 if the cache is too small to measure
+        this.
+
+        `short_s`: seconds of a decode step of one request with a short context.
+        """
         length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
         if length < 128:
             return 0.0
@@ -292,9 +305,10 @@ class _Timer:
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - _SHORT)
 
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
-        """Return the duration of decode steps relative to one busy instance, by number of busy instances from 2 on.
+        """Return how much longer decode steps take if several instances are busy: a factor of at least 1, by the number
+        of busy instances from 2 on.
 
-        The result is the median over batch sizes, and at least 1. `decode_s`: result of `decodes`.
+        The factor compares with one busy instance. It is the median over batch sizes. `decode_s`: result of `decodes`.
         """
         found = {}
         for busy in range(2, instances + 1):
@@ -303,8 +317,13 @@ class _Timer:
         return found
 
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
-        """Return the duration of a step with a prompt relative to one busy instance, by number of busy instances from 2
-        on. The other busy instances decode. `alone_s` and `steps_s`: results of `prompts`.
+        """Return how much longer a step with a prompt takes if other instances decode at the same time: a factor of at
+        least 1, by the number of busy instances from 2 on.
+
+        Args:
+            instances: number of instances.
+            alone_s: second result of `prompts`.
+            steps_s: first result of `prompts`.
         """
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]
@@ -315,7 +334,7 @@ class _Timer:
         return found
 
     async def _ttft_beside_s(self, prompt: int, decoding: int) -> float:
-        """Return the TTFT of a prompt on an idle instance while `decoding` other instances decode one request each."""
+        """Return the TTFT of a prompt on an idle instance while `decoding` other instances decode."""
         llm, random = self._llm, self._random
         llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(decoding + 1)))
         try:

@@ -29,7 +29,7 @@ def open_client(
     tls_certificate: Path | None,
     tls_key: Path | None,
 ) -> Client:
-    """Connect to a server with the token in `token_file` or, without a file, `token`.
+    """Connect to a server with the token in `token_file`. If no file is given, use `token`.
 
     Raises `ConfigError` if a file cannot be read, or if only one of certificate and key is given.
     """
@@ -41,7 +41,10 @@ def open_client(
 
 
 def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:
-    """Read questions and stream the answers until end of input. Ctrl-C ends an answer or, at the prompt, the chat."""
+    """Read questions from stdin and stream the answers, until the end of the input.
+
+    Ctrl-C during an answer ends the answer. Ctrl-C at the prompt ends the chat.
+    """
     interactive = sys.stdin.isatty()
     accept_any_bytes()
     check_unicode(system or "", "--system")
@@ -122,8 +125,7 @@ def run_transform(
 
 @contextmanager
 def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator[None]:
-    """Print the state of a transformation on stderr each second: in place on a terminal, else a line for each
-    change."""
+    """Print the state of a transformation on stderr each second."""
     over = threading.Event()
 
     def poll() -> None:
@@ -153,7 +155,10 @@ def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """Print an error of the server or of a request on stderr. If `fatal`, exit with 1 or raise the `RequestError`."""
+    """Print an error of the server on stderr. If `fatal`, exit with 1 afterwards.
+
+    A `RequestError` is also printed. If `fatal`, it is raised instead.
+    """
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""`amoeba demo`: short requests on small instances, which merge for a long prompt and split again."""
+"""`amoeba demo`: instances serve short requests, merge for a long prompt, and split again."""
 
 import sys
 import time
@@ -34,7 +34,7 @@ def run_demo(model: str, num_devices: int, device_memory: str) -> None:
 
     Args:
         model: name or directory of a model with a tokenizer.
-        num_devices: devices to serve on; with one device nothing merges.
+        num_devices: number of devices. With one device, no instances merge.
         device_memory: memory of each device, such as "1GiB".
     """
     console = Console(highlight=False)
@@ -82,7 +82,7 @@ def run_demo(model: str, num_devices: int, device_memory: str) -> None:
 
 
 def _check(llm: LLM, work: Work, short: Sequence[Answer], long: Answer) -> Check:
-    """Compare answers with the answers of runs in which the layout does not change."""
+    """Compare the answers of a run with answers that are generated without a change of the layout."""
     llm.set_layout(1)
     expected = _answers(llm.generate(work.short, work.short_params))
     llm.set_layout(llm.config.max_tp)

@@ -20,13 +20,13 @@ _NUMBERS = {2: "Two", 4: "Four", 8: "Eight"}
 
 @dataclass(frozen=True)
 class Check:
-    """Comparison of answers with expected answers.
+    """Comparison of generated answers with expected answers.
 
     Attributes:
         answers: number of answers.
-        equal: number of answers that are equal token for token.
+        equal: number of answers that equal the expected answer.
         tokens: number of tokens of all answers.
-        equal_tokens: number of tokens before the first difference of each answer.
+        equal_tokens: number of tokens before the first wrong token of each answer, summed over all answers.
     """
 
     answers: int
@@ -89,7 +89,7 @@ def print_answers(console: Console, tokenizer: Tokenizer, texts: Sequence[str], 
 
 
 def _visible_text(tokenizer: Tokenizer, answer: Answer) -> str:
-    """Return the text of an answer up to its end-of-text token, as one line."""
+    """Return the text of an answer before its end-of-text token, as one line."""
     tokens = answer.token_ids
     end = next((i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids), None)
     text = answer.text if end is None else tokenizer.decode(tokens[:end])

@@ -1,7 +1,5 @@
-"""Requests of `amoeba demo`: short prompts on small instances, and a long prompt for which the instances merge.
-
-All requests go through a gRPC server. Its scheduler decides when instances merge and split.
-"""
+"""Run of `amoeba demo`. A gRPC server serves short requests on small instances. Then its scheduler merges the instances
+for a long prompt, and splits the merged instance."""
 
 import itertools
 import threading
@@ -70,13 +68,13 @@ class Answer:
 
 @dataclass
 class Stream:
-    """Request to a server, whose tokens a thread receives.
+    """Request to a server. A thread receives its tokens.
 
     Attributes:
         label: text that the live view shows.
-        times: arrival of each token, by `time.perf_counter()`.
-        ended_at: arrival of the end, or None while the request runs.
-        error: exception that ended the request, or None.
+        times: arrival time of each token, by `time.perf_counter()`.
+        ended_at: time at which the request ended, by `time.perf_counter()`. None: the request runs.
+        error: exception that ended the request. None: no exception.
     """
 
     client: Client
@@ -135,10 +133,8 @@ class Phase:
     """Part of a run between two events.
 
     Attributes:
-        name: name of the phase.
-        seconds: length of the phase.
-        gaps: seconds between two tokens of a short request, for each gap that ended in this phase.
-        running: short requests that had not ended when the phase ended.
+        gaps: seconds between consecutive tokens of a short request, for all tokens that arrived in this phase.
+        running: number of short requests that were still running at the end of the phase.
     """
 
     name: str
@@ -153,12 +149,12 @@ class Run:
 
     Attributes:
         phases: phases in order: before, merge, merged, split, after.
-        maps: memory reports with the names of their moments.
-        reports: reports of the merge and of the split.
-        texts: texts of the short requests.
+        maps: memory reports in the order of time, each as (name of the moment, report).
+        reports: report of the merge, and report of the split.
+        texts: prompts of the short requests.
         short: answers to the short requests.
         long: answer to the long prompt.
-        device_tokens: tokens that the KV cache of one device holds at TP1.
+        device_tokens: tokens that the KV cache of a TP1 instance holds.
     """
 
     phases: tuple[Phase, ...]
@@ -176,9 +172,9 @@ class Work:
 
     Attributes:
         short: token ids of the short prompts.
-        long: token ids of the long prompt; empty on one device.
-        short_tokens: tokens to generate for each short prompt.
-        kv_cache_tokens: minimum KV cache of each device in tokens, enough for the short requests that run there.
+        long: token ids of the long prompt. Empty if there is only one device.
+        short_tokens: number of tokens to generate for each short prompt.
+        kv_cache_tokens: minimum size of each device's KV cache in tokens, so that its short requests fit.
     """
 
     short: list[list[int]]
@@ -193,8 +189,8 @@ class Work:
 
     @property
     def short_params(self) -> SamplingParams:
-        """Parameters of the short requests. They ignore the end-of-text token, so that they run until the split is
-        over."""
+        """Parameters of the short requests. End-of-text tokens are ignored, so that these requests run until the split
+        has ended."""
         return SamplingParams(temperature=0, max_tokens=self.short_tokens, ignore_eos=True)
 
     @property
@@ -204,7 +200,8 @@ class Work:
 
 
 def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_devices: int) -> Work:
-    """Choose the lengths so that short requests run throughout, and the long prompt fits the merged instance only."""
+    """Choose the lengths of the requests. The short requests run until the split has ended, and the long prompt fits
+    only the merged instance."""
     chat = uses_chat(tokenizer)
 
     def encode(text: str) -> list[int]:
@@ -230,7 +227,7 @@ def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_d
 
 
 def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView) -> Run:
-    """Send the requests to a server of this process, and show the run in a view."""
+    """Send the requests to a server in this process, and show the progress in `view`."""
     degree = llm.config.max_tp
     layout = f"{llm.config.num_devices} x TP1"
     device_tokens = llm.instances[0].kv_total_pages * llm.config.page_size
@@ -282,7 +279,7 @@ def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView) -> Run:
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
-    """Wait until `count` transformations have ended. Raises the error of the long request or of the engine."""
+    """Wait until `count` transformations have ended. Raises an error of the long request or of the engine."""
     while len(ended) < count:
         long.check()
         _ = llm.instances
@@ -296,10 +293,10 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 
 
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
-    """Return a list with one pair `("half way", report)`; an empty list if there are no reports.
+    """Return the report from the middle of a transformation as a list of one pair `("half way", report)`. The list is
+    empty if `maps` is empty.
 
-    In this report, the size of the KV cache of device 0 is closest to the mean of its sizes in the first and the last
-    report.
+    In this report, the size of the KV cache of device 0 is closest to the mean of its first and its last size.
     """
     if not maps:
         return []
@@ -309,7 +306,7 @@ def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
 
 
 def _fill(encode: Callable[[str], list[int]], num_tokens: int) -> list[int]:
-    """Return a prompt of at most `num_tokens` tokens: as many notes of a voyage as fit."""
+    """Return a prompt of at most `num_tokens` tokens: many lines of notes, and a question about them."""
     things = ("two whales", "a lighthouse", "a red sail", "many gulls", "an island", "a storm far away", "calm water")
     weather = ("clear", "cloudy", "windy", "foggy", "rainy")
 

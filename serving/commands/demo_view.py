@@ -1,4 +1,5 @@
-"""Live picture of `amoeba demo`: devices, instances and requests. Plain lines if stdout is no terminal."""
+"""Live picture of `amoeba demo`: devices, instances and requests. If stdout is no terminal, only event lines are
+printed."""
 
 import threading
 import time
@@ -45,7 +46,7 @@ class DemoView:
     """Live picture and event lines of a run, shown inside a `with` block.
 
     Attributes:
-        requests: requests to show, in order; the run appends to it.
+        requests: requests to show. The run appends each request that it sends.
     """
 
     def __init__(self, console: Console, llm: LLM) -> None:
@@ -70,7 +71,7 @@ class DemoView:
             self._live.stop()
 
     def event(self, text: str) -> None:
-        """Print a line with the seconds since the start; it stays on the screen, above the picture."""
+        """Print a line with the seconds since the start. The line stays on the screen, above the picture."""
         self._console.print(f"{time.perf_counter() - self._start:5.1f} s  {text}", markup=False)
 
     def _follow(self) -> None:
@@ -88,12 +89,11 @@ def draw(
     page_size: int,
     width: int,
 ) -> RenderableType:
-    """Return a picture: a box for each instance, as wide as its devices, and a line for each request.
+    """Return a picture. It has a box for each instance, as wide as the number of its devices, and a line for each
+    request.
 
     Args:
-        instances: instances of the engine.
-        memory: memory of its devices.
-        requests: requests to show.
+        memory: memory of all devices.
         page_size: tokens of a page of the KV cache.
         width: maximum width in characters.
     """
@@ -140,7 +140,7 @@ def _instance_box(instance: InstanceStatus, memory: MemoryReport, page_size: int
 
 
 def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
-    """Return a bar that shows the parts of a device's memory for layers (`MEMORY_PARTS`), to scale."""
+    """Return a bar that shows how the layers use the memory of a device. Its sections (`MEMORY_PARTS`) are to scale."""
     sizes = layer_bytes(memory, device)
     total = max(sum(sizes.values()), 1)
     # A short request uses about 1% of a device, and is visible too.
@@ -161,7 +161,7 @@ def memory_legend() -> Text:
 
 
 def layer_bytes(memory: MemoryReport, device: int) -> dict[str, int]:
-    """Return the bytes of a device's memory for layers, by part (`MEMORY_PARTS`). Padding counts as weights."""
+    """Return the bytes that all layers use on a device, by part (`MEMORY_PARTS`). Padding counts as weights."""
     sizes = dict.fromkeys((part for part, _, _ in MEMORY_PARTS), 0)
     for layer, parts in memory.parts(device).items():
         if layer is not None:

@@ -17,7 +17,7 @@ MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[r
 
 
 def examine() -> list[Finding]:
-    """Run all checks. Starts JAX if all dependencies are installed; writes no files."""
+    """Run all checks. If all dependencies are installed, this starts JAX. No file is written."""
     findings = _versions()
     if any(finding.status == "fail" for finding in findings):
         return findings
@@ -28,7 +28,7 @@ def examine() -> list[Finding]:
 
 
 def print_findings(findings: list[Finding], as_json: bool) -> None:
-    """Print the findings on stdout as a table, or as one JSON object with `ok` and `checks`."""
+    """Print the findings on stdout, as a table or as a JSON object with the keys `ok` and `checks`."""
     failed = sum(finding.status == "fail" for finding in findings)
     if as_json:
         print(json.dumps({"ok": not failed, "checks": [asdict(finding) for finding in findings]}, indent=2))
@@ -42,7 +42,7 @@ def print_findings(findings: list[Finding], as_json: bool) -> None:
 
 
 def _versions() -> list[Finding]:
-    """Compare the versions of Python and the dependencies with the ranges that this package declares."""
+    """Check that Python and the dependencies have the versions that this package requires."""
     try:
         declared = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -9,8 +9,7 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        name: name of the check.
-        status: "fail" if a feature does not work, "warn" if it may not work or runs slower, else "ok".
+        status: "ok"; "warn" if a feature may not work or runs slowly; "fail" if a feature does not work.
         detail: facts that the check found.
         advice: action for the user.
     """

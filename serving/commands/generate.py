@@ -14,11 +14,11 @@ from serving.commands.terminal_input import accept_any_bytes
 
 
 def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, chat: bool | None) -> None:
-    """Load a model and stream the answer to stdout; timings go to stderr.
+    """Load a model and stream the answer to stdout. Timings go to stderr.
 
     Args:
-        prompt: text to answer, or "-" for the text on stdin.
-        chat: whether to wrap the prompt in the chat template; None: wrap it if the model has a template.
+        prompt: text to answer. "-": read the text from stdin.
+        chat: whether to wrap the prompt in the chat template. None: wrap it if the model has a template.
     """
     accept_any_bytes()
     text = check_unicode(sys.stdin.read() if prompt == "-" else prompt, "the prompt")
@@ -40,12 +40,12 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
 
 
 def uses_chat(tokenizer: Tokenizer | None) -> bool:
-    """Return whether the model has a chat template, so that prompts are messages by default."""
+    """Return whether a model has a chat template. If so, prompts are messages by default."""
     return tokenizer is not None and tokenizer.has_chat_template
 
 
 def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Return the token ids of a text in the chat template, as a user's message.
+    """Return the token ids of a user message in the chat template of the model.
 
     Raises `RequestError` if the model has no chat template.
     """
@@ -55,8 +55,7 @@ def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
 
 
 def _figures(output: RequestOutput, loaded_s: float, gaps_s: np.ndarray) -> str:
-    """Return the timings as one line. `gaps_s`: seconds between tokens. Their median is not affected by the step that
-    compiles."""
+    """Return the timings of a completion as one line. `gaps_s`: seconds between consecutive tokens."""
     completion = output.outputs[0]
     parts = [
         f"{len(output.prompt_token_ids)} prompt tokens",

@@ -22,11 +22,14 @@ def local_server(
     config: ServerConfig | None = None,
     on_report: OnReport = lambda report: None,
 ) -> Iterator[tuple[str, Scheduling]]:
-    """Serve an LLM over gRPC until the `with` block ends; yield the address and the scheduler.
+    """Serve an LLM over gRPC until the `with` block ends. Yield the address and the scheduler.
 
-    The default `config` binds a free port of the loopback interface, without metrics. `on_report` is called with the
-    report of each transformation. After the block, the LLM stays open and places requests with its own scheduler again.
-    Raises `ConfigError` for a port that cannot be bound.
+    Afterwards the LLM stays open, and its engine places requests without this scheduler. Raises `ConfigError` for a
+    port that cannot be bound.
+
+    Args:
+        config: settings of the server. None: a free port of the loopback interface, and no metrics.
+        on_report: function that is called with the report of each transformation.
     """
     loop = _LoopThread()
     config = config or ServerConfig(port=0, metrics_port=None)

@@ -39,13 +39,13 @@ def run_server(
 ) -> int:
     """Serve until a signal arrives, and return the exit code: 0, or 70 if the engine fails.
 
-    If the engine is stuck, the function ends the process and does not return. Raises the errors of loading a model, and
-    `ConfigError` for a port that cannot be bound.
+    If the engine is stuck, this function ends the process. Raises the errors of loading a model, and `ConfigError` for
+    a port that cannot be bound.
 
     Args:
-        warm_up: programs that must be compiled before the server is ready: "start" for the programs of the first layout
-            (the other programs are compiled while the server serves), "all", or None for no programs (each is compiled
-            on first use).
+        warm_up: programs that must be compiled before the server is ready. "start": the programs of the first layout;
+            all other programs are compiled while the server serves. "all": all programs. None: no programs; each
+            program is compiled when it is first used.
     """
     # The import of Orbax configures a log without times.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
@@ -105,7 +105,7 @@ async def _serve(
 
 
 def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
-    """Report the state of the server after loading, and return whether it serves."""
+    """Print the state of the server after the model is loaded. Return whether the server is ready."""
     where = f"{name} on {join_address(server.config.host, server.port)}"
     if (state := server.request_handler.state) is State.READY:
         say(f"ready: {where}, policy {policy_name}")
@@ -115,7 +115,8 @@ def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
 
 
 def _tracing(config: ServerConfig) -> "Tracing | None":
-    """Return an exporter of spans if an endpoint is set. Raises `ConfigError` if packages are missing."""
+    """Return the sender of spans if the configuration has a collector; else None. Raises `ConfigError` if packages are
+    missing."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -137,9 +138,9 @@ def _degrees(config: EngineConfig) -> list[int]:
 
 
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
-    """Compile the programs of these degrees while the server serves, and report each degree that becomes ready.
+    """Compile the programs of these degrees while the server serves. Print a line for each degree that becomes ready.
 
-    A failure is logged. The server then compiles missing programs on first use. Without degrees, nothing happens.
+    A failure is logged, and missing programs are then compiled when they are first used.
     """
     ready: set[int] = set()
     try:
@@ -163,7 +164,7 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
 
 
 def _load(config: EngineConfig, warm_up: str | None):
-    """Load the model, and compile and run the programs that the server must have before it is ready."""
+    """Load the model. Compile the programs that must be compiled before the server is ready."""
     from amoeba_jax import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -209,7 +210,7 @@ def _stop_signal() -> "asyncio.Future[None]":
 
 
 def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Call a function in a daemon thread, for which the interpreter does not wait at exit."""
+    """Call a function in a daemon thread, so that the interpreter can exit before the function ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

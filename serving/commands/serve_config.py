@@ -1,4 +1,4 @@
-"""Settings of `amoeba serve`, from a YAML file and from options; options take precedence."""
+"""Settings of `amoeba serve`, from a YAML file and from options. Options take precedence over the file."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,7 +20,7 @@ _FILES = {field.name for field in fields(SecretFiles)}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file by option name. Raises `ConfigError` for an invalid file."""
+    """Return the settings in a YAML file, by option name. Raises `ConfigError` for an invalid file."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -33,7 +33,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a YAML file, if given, overridden by options. Raises `ConfigError` for an invalid file."""
+    """Return the settings of options and of a YAML file, if a file is given. Options take precedence over the file.
+
+    Raises `ConfigError` for an invalid file.
+    """
     values = read_file(file) if file else {}
     return values | {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
@@ -41,7 +44,7 @@ def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any
 def serve_settings(
     values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[ServerConfig, EngineConfig, SchedulingConfig]:
-    """Build the configurations from settings by name. Tokens come from files, or else from the environment.
+    """Build the configurations from settings by name. If no token file is given, the tokens come from the environment.
 
     Raises `ConfigError` for invalid settings.
     """
@@ -65,8 +68,7 @@ def serve_settings(
 
 
 def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` unchanged. Raises `ConfigError` if a value from YAML has the wrong type, such as text for a
-    number."""
+    """Return `values` unchanged. Raises `ConfigError` if a value has the wrong type, such as text for a number."""
     for name, value in values.items():
         texts = ("host", "otlp_traces_endpoint")
         wanted = str if name in texts else (int, float) if name.endswith("_s") else int
@@ -86,7 +88,8 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 
 
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
-    """Return the tokens of clients: one for each line of a file or, without a file, of `from_environment`."""
+    """Return the tokens of clients, one for each line of a file. If no file is given, use the lines of
+    `from_environment`."""
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
 

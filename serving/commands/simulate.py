@@ -19,6 +19,13 @@ def simulate(
     devices_per_scheduler: Annotated[
         int | None, typer.Option(help="Devices of each scheduler.", show_default="the devices of a host")
     ] = None,
+    instances_at_start: Annotated[
+        int | None,
+        typer.Option(
+            help="Instances of each scheduler at the start. The other devices are empty: only cocoserve uses them.",
+            show_default="as many as fit",
+        ),
+    ] = None,
     policies: Annotated[
         str, typer.Option(help="Policies with commas between: amoeba, flying, static-tp1, static-mixed, seesaw, ...")
     ] = "amoeba,least_load_first,static-tp1",
@@ -114,7 +121,7 @@ def simulate(
         bool, typer.Option("--find-min-devices", help="Search for the fewest devices within --slo.")
     ] = False,
 ) -> None:
-    """Simulate scheduling policies on devices that this machine need not have.
+    """Simulate scheduling policies on devices that you need not have.
 
     The load is a trace or synthetic. See docs/simulation.md.
     """

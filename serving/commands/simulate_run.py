@@ -39,9 +39,9 @@ class OutputConfig:
     Attributes:
         json: file for the results.
         plot: file for a plot.
-        explain: whether to print comparisons of the policies with the best policy.
-        find_max_rate: whether to search for the highest rate within the limits.
-        find_min_devices: whether to search for the fewest devices within the limits.
+        explain: whether to print how each policy compares with the best policy.
+        find_max_rate: whether to search for the highest rate at which a policy meets the limits (`--slo`).
+        find_min_devices: whether to search for the fewest devices with which a policy meets the limits.
     """
 
     json: Path | None = None
@@ -107,7 +107,8 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 def run_simulation(config: SimulationConfig, output: OutputConfig, console: Console | None = None) -> int:
     """Simulate all policies, print and save the results, and return the exit code.
 
-    The exit code is 1 if no request completed or, in a search, no value passed; else 0. Raises `ConfigError`.
+    The exit code of a simulation is 0 if a request completed, else 1. The exit code of a search is 0 if a value passed,
+    else 1. Raises `ConfigError`.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in config.policies:
@@ -168,7 +169,7 @@ def _search(config: SimulationConfig, output: OutputConfig, console: Console) ->
 
 
 def _progress() -> Progress:
-    """Return a progress bar on stderr; it is hidden if stderr is no terminal."""
+    """Return a progress bar on stderr. The bar is hidden if stderr is no terminal."""
     columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 

@@ -5,10 +5,10 @@ import sys
 
 
 def accept_any_bytes() -> None:
-    """Let stdin accept bytes that are not UTF-8. They become unpaired surrogates, as in arguments of Python.
+    """Let stdin accept bytes that are not UTF-8, as Python does for command-line arguments.
 
-    Otherwise, reading such bytes would fail with a traceback. Later, `check_unicode` refuses the text and names their
-    position.
+    Without this, reading such bytes would fail with a traceback. `check_unicode` later refuses the text with a clear
+    message.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -47,14 +47,14 @@ def run_warmup(
 ) -> int:
     """Fill the compile cache. Return the exit code.
 
-    Raises `ConfigError`, and `MemoryBudgetError` if the model does not fit, except in a dry run.
+    Raises `ConfigError`. If the model does not fit, raises `MemoryBudgetError`, except in a dry run.
 
     Args:
         config: settings of the server.
-        degrees: degrees of its instances; all degrees if None.
-        platform: platform of the server; this machine's platform if None.
+        degrees: degrees to compile for. None: all degrees.
+        platform: platform of the server. None: the platform of this machine.
         dry_run: whether to print programs and memory only, without compiling.
-        check: whether to only look for missing programs. Exit code 1 if a program is missing.
+        check: whether to look for missing programs only. The exit code is 1 if a program is missing.
         as_json: whether to print JSON instead of tables.
     """
     devices = serving_devices(config.num_devices)
@@ -97,7 +97,10 @@ def run_warmup(
 def _plan(
     config: EngineConfig, devices: tuple[jax.Device, ...], platform: str, dry_run: bool
 ) -> tuple[EnginePlan, int]:
-    """Return the plan of the engine, and the bytes by which a device is too small: 0 except in a dry run."""
+    """Return the plan of the engine, and the number of bytes that are missing on each device; 0 if the model fits.
+
+    Raises `DeviceTooSmallError` if bytes are missing, except in a dry run.
+    """
     dims = _dims(config, platform)
     config = replace(config, segment_layers=config.segment_layers or segment_layers(platform, dims.config.num_layers))
     weights = WeightLayout(dims)
@@ -114,7 +117,7 @@ def _plan(
 
 
 def _dims(config: EngineConfig, platform: str) -> ModelDims:
-    """Return the model's sizes. Of a safetensors directory, only config.json is read."""
+    """Return the sizes of the model. For a directory of safetensors, read only config.json."""
     kind = resolve_model(config.model, revision=config.revision).kind
     source = ModelSource(replace(config, load_format="random") if kind == "safetensors" else config)
     source.close()

@@ -15,8 +15,11 @@ from sharding.ledger import format_bytes
 
 
 def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
-    """Return a dict with the totals of the programs of each degree, lowest degree first. `hits`: programs that were in
-    the compile cache. Programs on one device count as TP1, also if TP4 uses them."""
+    """Return a dict with the totals of the programs for each degree, lowest degree first. `hits` is the number of
+    programs that were in the compile cache.
+
+    A program that runs on one device counts as TP1, even if instances of other degrees use it.
+    """
     rows = []
     for tp in sorted({info.tensor_parallel_size for info in infos}):
         mine = [info for info in infos if info.tensor_parallel_size == tp]
@@ -52,7 +55,7 @@ def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
 
 
 def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None:
-    """Print the division of a device's memory and the capacity of instances."""
+    """Print how a device's memory is divided, and how many tokens an instance of each degree holds."""
     memory, console = plan.memory, Console(highlight=False, soft_wrap=True)
     kv_bytes = memory.num_pages * memory.page_bytes * plan.dims.config.num_layers
     table = Table("each device", "", title=f"{config.model}, {config.num_devices} devices, {plan.dims.dtype}")
@@ -79,7 +82,7 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
 
 
 def print_requests(requests: Sequence[ProgramSpec]) -> None:
-    """Print the number of programs of each kind, and the bytes that each updates in place."""
+    """Print the number of programs of each kind, and the bytes that a program updates in place on each device."""
     table = Table("layout", "kind", "programs", "updated in place, each device")
 
     def group(request: ProgramSpec) -> tuple[int, str]:

@@ -1,1 +1,1 @@
-"""The gRPC server: an `LLM` behind amoeba.v1, the Open Inference Protocol, health and reflection."""
+"""gRPC server of an `LLM`. Its services are amoeba.v1, the Open Inference Protocol, health and reflection."""

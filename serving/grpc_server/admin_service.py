@@ -1,19 +1,28 @@
 """amoeba.v1.AdminService."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
-from amoeba_jax.transform.options import ChangeOrder, RunningRequests
-from amoeba_jax.transform.report import TransformReport, TransformVariant
+from amoeba_jax.transform.options import ChangeOrder, PlacementKind, RunningRequests
+from amoeba_jax.transform.report import PlacementReport, TransformReport, TransformVariant
 from amoeba_jax.views import InstanceStatus
+from serving.grpc_server.messages import (
+    placement_message,
+    placement_report,
+    placement_status,
+    read_index,
+    read_layers,
+    read_modules,
+)
 from serving.grpc_server.request_handler import RequestHandler, State
-from serving.grpc_server.statuses import PreconditionError
+from serving.grpc_server.statuses import LimitError, PreconditionError
 from serving.runtime.snapshot import take_snapshot
 
 Context = grpc.aio.ServicerContext
@@ -37,12 +46,13 @@ _ORDERS: dict[int, ChangeOrder] = {pb.CHANGE_ORDER_LAYER: "layer", pb.CHANGE_ORD
 
 
 def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
-    """Return the kinds of a transformation to `degree`: `scale_up`, `scale_down` or both; else `unchanged`.
+    """Return the kinds of a transformation to `degree`: `scale_up`, `scale_down` or both. If no instance changes its
+    degree, the kind is `unchanged`.
 
     Args:
         instances: present instances.
         degree: degree after the transformation.
-        devices: devices of the instances to transform. Empty, or on no instance: all instances count.
+        devices: devices of the instances to transform. Empty: all instances.
     """
     named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
     changes = {"scale_up": any(i.tensor_parallel_size < degree for i in named)}
@@ -133,10 +143,75 @@ class AdminService(pb_grpc.AdminServiceServicer):
         metrics.transformed(report)
         return report
 
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Refuse new requests, wait for running requests, and return the number of aborted requests.
+    async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
+        """Return the placement of an instance."""
+        backend = self._handler.backend
+        instance = read_index("instance", request.instance, backend.num_devices)
+        try:
+            return placement_message(await self._handler.control(backend.placement, instance))
+        except RequestError as error:
+            raise PreconditionError(str(error)) from error
 
-        Requests that run longer than `timeout_s` are aborted. 0: no limit.
+    async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.PlacementReport:
+        """Replicate layers on another device."""
+        return await self._change_placement("replicate", *self._read_change(request))
+
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.PlacementReport:
+        """Remove the replicas of layers from a device."""
+        return await self._change_placement("evict", *self._read_change(request))
+
+    async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.PlacementReport:
+        """Move layers to another device."""
+        move_kv = request.move_kv if request.HasField("move_kv") else True
+        return await self._change_placement("migrate", *self._read_change(request), move_kv)
+
+    async def ScaleOut(self, request: pb.ScaleOutRequest, context: Context) -> pb.PlacementReport:
+        """Make an empty device an instance, with the layers of another instance."""
+        return await self._change_placement("scale_out", *self._read_devices(request))
+
+    async def ScaleIn(self, request: pb.ScaleInRequest, context: Context) -> pb.PlacementReport:
+        """End the instance on a device."""
+        return await self._change_placement("scale_in", *self._read_devices(request))
+
+    def _read_change(
+        self, request: pb.ReplicateRequest | pb.EvictRequest | pb.MigrateRequest
+    ) -> tuple[range, int, int, str]:
+        layers = read_layers(request, self._handler.backend.dims.config.num_layers)
+        return layers, *self._read_devices(request), read_modules(request.modules)
+
+    def _read_devices(self, request: Any) -> tuple[int, int]:
+        most = self._handler.backend.num_devices
+        return read_index("device", request.device, most), read_index("instance", request.instance, most)
+
+    async def _change_placement(self, kind: PlacementKind, *arguments: Any) -> pb.PlacementReport:
+        """Call the method `kind` of the engine, and return its report."""
+        if self._handler.state is not State.READY:
+            raise PreconditionError("the server is shutting down: placements can no longer be changed")
+        change = partial(getattr(self._handler.backend, kind), *arguments)
+        # If the client leaves, the change continues and is still counted in the metrics.
+        work = asyncio.ensure_future(self._counted(kind, change))
+        return placement_report(await asyncio.shield(work))
+
+    async def _counted(self, kind: PlacementKind, change: Callable[[], PlacementReport]) -> PlacementReport:
+        handler, metrics = self._handler, self._handler.metrics
+        try:
+            report = await handler.transform(change)
+        except LimitError:
+            metrics.not_scaled(kind, "refused")
+            raise
+        except (LayoutError, RequestError, MemoryBudgetError) as error:
+            metrics.not_scaled(kind, "refused")
+            raise PreconditionError(str(error)) from error
+        except Exception:
+            metrics.not_scaled(kind, "failed")
+            raise
+        metrics.scaled(report)
+        return report
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Refuse new requests, and wait until all running requests end. Return the number of aborted requests.
+
+        A request that still runs after `timeout_s` seconds is aborted. If `timeout_s` is 0, no request is aborted.
         """
         if not 0 <= request.timeout_s < float("inf"):
             raise RequestError(f"timeout_s={request.timeout_s} must be finite and at least 0")
@@ -167,6 +242,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
                     paused=view.paused,
                     paused_degree=view.paused_degree,
                     phase=view.phase,
+                    placement=placement_message(view.placement) if view.placement else None,
                 )
                 for view in snapshot.instances
             ],
@@ -201,6 +277,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 )
                 for it in snapshot.stats.transformations
             ],
+            placements=[placement_status(it) for it in snapshot.stats.placements],
             waiting=snapshot.waiting,
             accepted=len(request_handler.admission.ids),
         )

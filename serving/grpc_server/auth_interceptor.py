@@ -23,7 +23,7 @@ class _Malformed:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that refuses calls without the right token and turns exceptions into statuses."""
+    """Interceptor that refuses calls without a valid token, and turns exceptions into gRPC statuses."""
 
     def __init__(self, callers: Callers, refusals: Refusals):
         self._callers, self._refusals = callers, refusals
@@ -36,7 +36,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Check the token of a call, and return a handler that wraps the handler of the method.
 
         If the token is not valid, return a handler that refuses the call. If the server does not have the method,
-        return None without a check of the token: gRPC refuses the call.
+        return None, so that gRPC refuses the call.
         """
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -75,12 +75,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
-        """Return a handler that parses messages, calls the given handler, and turns its errors into statuses.
+        """Return a handler that parses messages, calls `handler`, and turns its errors into statuses.
 
-        The returned handler always streams in both directions. In a call with a single request, gRPC would keep the
-        request in memory until the call ends, which can be long after the refusal. In a call with a single answer, the
-        server would not learn when the client has read the answer. So the given handler may also write its answer
-        itself and return None.
+        The returned handler streams in both directions: only then the server can free a request before the end of the
+        call. `handler` may write its answer itself and return None.
         """
         parse = handler.request_deserializer
 

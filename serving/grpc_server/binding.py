@@ -9,9 +9,9 @@ from amoeba_jax.errors import ConfigError
 
 
 def binding_error(host: str, port: int, flag: str) -> ConfigError:
-    """Return an error with the reason why `host:port` cannot be bound, and with the option to change.
+    """Return the error for an address that cannot be bound. Its message has the reason, and names the option to change.
 
-    gRPC does not tell the reason, so this function tries to bind the port itself.
+    gRPC does not tell the reason. So this function tries to bind the port itself.
     """
     return ConfigError(f"{join_address(host, port)} cannot be bound: {_reason(host, port, flag)}")
 

@@ -13,13 +13,14 @@ class Caller:
     """Identity of the client that sent a call.
 
     Attributes:
-        client: address without port. The limits of requests and bytes count all connections of one address together.
-        scope: name space of request ids: the token or, without tokens, the connection.
-        account: owner of slots and pages for fair sharing: the token or, without tokens, the client.
-        salt: salt of cached prefixes, different for each token; "" without tokens.
-        has_admin_token: whether the call has the admin's token.
-        may_abort_all: whether the caller may abort requests of other callers: true for admins, and for all callers of a
-            server without tokens.
+        client: address without the port. All connections from one address share the limits of requests and bytes.
+        scope: name space of the request ids: the token of the caller. If the caller has no token: its connection.
+        account: owner of slots and pages for fair sharing: the token of the caller. If the caller has no token:
+            `client`.
+        salt: salt of cached prefixes, different for each token. "": the caller has no token.
+        has_admin_token: whether the caller sent the admin token.
+        may_abort_all: whether the caller may abort requests of other callers. This is true for the admin, and for every
+            caller if the server has no tokens.
     """
 
     client: str
@@ -31,7 +32,7 @@ class Caller:
 
 
 class Callers:
-    """The tokens of a server. Without tokens, every caller may do everything."""
+    """Tokens of a server. If the server has no tokens, every caller may call every method."""
 
     def __init__(self, api_tokens: Iterable[str] = (), admin_token: str | None = None):
         self._api_tokens, self._admin_token = tuple(api_tokens), admin_token
@@ -68,7 +69,7 @@ class Callers:
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """Return the bearer token in the metadata of a call; None if there is no such token."""
+    """Return the bearer token in the metadata of a call; None if the metadata has no token."""
     for key, value in metadata:
         if key == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
             return value[7:].strip()

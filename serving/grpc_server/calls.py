@@ -16,15 +16,15 @@ class Call:
     """A generation request.
 
     Attributes:
-        name: id that the client chose, or "". Replies, traces and `Abort` use it. Inside the server a request has
-            another id, which no client can choose.
+        name: id that the client chose; "" if the client chose no id. Replies, traces and `Abort` use this id. Inside
+            the server, the request has another id, which no client can choose.
         prompt: text, token ids or conversation.
         params: sampling settings.
         caller: identity of the client.
-        timeout_s: seconds that the request may take from now on. None: no limit.
-        num_bytes: size of the request message, plus the parts of it that the reply repeats.
+        timeout_s: time limit of the request in seconds. None: no limit.
+        num_bytes: size of the request message in bytes, plus the bytes of the prompt that the reply repeats.
         cache_salt: salt that the client sent, or "".
-        unique_name: whether to refuse the request while another request of the caller has the same name.
+        unique_name: whether to refuse the request if another unfinished request of the caller has the same `name`.
         trace_headers: `traceparent` and `tracestate` of W3C Trace Context, if the client sent them.
     """
 
@@ -40,7 +40,7 @@ class Call:
 
     @property
     def salt(self) -> str | None:
-        """Salt of cached prefixes: the salt of the caller's token and the salt that the client sent. None: no salt."""
+        """Salt of cached prefixes, made of the salt of the caller and `cache_salt`. None: both salts are empty."""
         if not self.caller.salt:
             return self.cache_salt or None
         return f"{self.caller.salt}/{self.cache_salt}"

@@ -11,7 +11,8 @@ DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and of their fields. Raises `ConfigError` for a limit below 1, except `min_priority`."""
+    """Limits of requests and of their fields. Raises `ConfigError` for a limit below 1. Only `min_priority` may be
+    below 1."""
 
     max_message_bytes: int = 4 * 2**20
     """Bytes of a message to the server. Replies have no limit: a long reply is split into several messages."""

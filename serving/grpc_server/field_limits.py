@@ -19,14 +19,17 @@ _LISTS = {
 
 
 def check_length(name: str, length: int, limit_name: str, limits: Limits, what: str = "elements") -> None:
-    """Raise `RequestError` if the `length` of field `name`, in units of `what`, is over the limit `limit_name`."""
+    """Raise `RequestError` if the field `name` is longer than the limit `limit_name`.
+
+    `what`: unit of `length`, such as "characters".
+    """
     limit = getattr(limits, limit_name)
     if length > limit:
         raise RequestError(f"{name} has {length} {what}: at most {limit} may be given ({limit_name})")
 
 
 def check_lists(values: Mapping[str, Any], limits: Limits) -> None:
-    """Raise `RequestError` if a list in sampling settings has too many elements or an element that is too long."""
+    """Raise `RequestError` if a list in sampling settings has too many elements, or if an element is too long."""
     for name, (most, most_chars) in _LISTS.items():
         value = values.get(name)
         if isinstance(value, str):

@@ -16,8 +16,8 @@ NOT_SERVING = _messages.HealthCheckResponse.NOT_SERVING
 class HealthServicer(health_pb2_grpc.HealthServicer):
     """`grpc.health.v1.Health` with Check, List and Watch.
 
-    The servicer of `grpcio-health-checking` holds a lock while it writes to a watcher: one watcher that reads nothing
-    would stop all status changes. Here each watcher waits for an event and reads the current status itself.
+    A watcher that reads nothing does not delay the watchers of other clients, as it would with
+    `grpcio-health-checking`.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set_status(self, service: str, status: Any) -> None:
-        """Set the status of a service and wake all watchers. "" is the whole server."""
+        """Set the status of a service and wake all watchers. The service "" is the whole server."""
         self._statuses[service] = status
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,23 +1,33 @@
 """Conversion between messages of amoeba.v1 and the objects of the engine."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.transform.options import PlacementModules
+from amoeba_jax.transform.report import PlacementReport
+from amoeba_jax.views import PlacementStatus
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.calls import Prompt
 from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length, check_lists, checked_params
+from sharding.placement import Placement
 
 FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     "abort": pb.FINISH_REASON_ABORT,
 }
-
+_MODULES: dict[int, PlacementModules] = {
+    pb.PLACEMENT_MODULES_LAYER: "layer",
+    pb.PLACEMENT_MODULES_ATTENTION: "attention",
+    pb.PLACEMENT_MODULES_FFN: "ffn",
+    pb.PLACEMENT_MODULES_KV: "kv",
+}
+_MODULE_NUMBERS = {name: number for number, name in _MODULES.items()}
 
 # Most tokens and log-probabilities in one message: about 2 ms of work for the event loop, and 64 KiB.
 _MAX_ENTRIES = 2048
@@ -62,12 +72,12 @@ def read_prompt(
 
 
 def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") -> Iterator[pb.GenerateResponse]:
-    """Yield the messages for new output of a request: one message, or several for long output.
+    """Yield the messages for new output of a request: one message, or several messages if the output is long.
 
     Args:
         request_id: id that the client knows.
         delta: new output.
-        usage: usage for the last message of a finished request. None: the request continues.
+        usage: usage of a finished request, which the last message carries. None: the request has not finished.
     """
     message, room = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES
     for entry in delta.prompt_logprobs:
@@ -117,7 +127,7 @@ def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> p
 
 
 def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.PositionLogprobs:
-    """Return the entries of one position: first the token at this position, then the others by rank."""
+    """Return the log-probabilities at one position: first of the token `first`, then of all other tokens by rank."""
     items = sorted((entry or {}).items(), key=lambda item: (item[0] != first, item[1].rank))
     return pb.PositionLogprobs(
         tokens=[
@@ -140,3 +150,75 @@ def usage(delta: RequestDelta, completion_tokens: int) -> pb.Usage:
         e2e_s=metrics.e2e_s,
         preemptions=metrics.num_preemptions,
     )
+
+
+def read_layers(message: pb.ReplicateRequest | pb.EvictRequest | pb.MigrateRequest, num_layers: int) -> range:
+    """Return the layers of a change of placement. Raise `RequestError` if the model does not have them."""
+    first, end = message.layers.first, message.layers.end
+    if not first < end <= num_layers:
+        given = f"[{first}, {end})" if message.HasField("layers") else "missing"
+        raise RequestError(f"layers={given} must be [first, end) with first below end, and end at most {num_layers}")
+    return range(first, end)
+
+
+def read_index(name: str, value: int, limit: int) -> int:
+    """Return the index of a device or an instance. Raise `RequestError` if it is not below `limit`."""
+    if value >= limit:
+        raise RequestError(f"{name}={value} must be from 0 to {limit - 1}")
+    return value
+
+
+def read_modules(number: int) -> PlacementModules:
+    """Return the name of the modules of a change of placement. Raise `RequestError` for an unknown number."""
+    if (modules := _MODULES.get(number)) is None:
+        known = ", ".join(f"{number} ({name})" for number, name in _MODULES.items())
+        raise RequestError(f"modules={number} is not known: it must be one of {known}")
+    return modules
+
+
+def placement_message(placement: Placement) -> pb.Placement:
+    """Return the message for the placement of an instance."""
+    data = placement.to_dict()
+    stages = [
+        pb.PlacementStage(
+            layers=_layers(stage["layers"]),
+            modules=_MODULE_NUMBERS[stage.get("module", "layer")],  # type: ignore[arg-type]
+            homes=[pb.Home(devices=devices) for devices in stage["homes"]],
+        )
+        for stage in data["stages"]
+    ]
+    return pb.Placement(head=pb.Home(devices=data["head"]), stages=stages)
+
+
+def placement_report(report: PlacementReport) -> pb.PlacementReport:
+    """Return the message for the report of a change of placement."""
+    return pb.PlacementReport(
+        kind=report.kind,
+        instance=report.instance,
+        device=report.device,
+        layers=_layers(report.layers),
+        seconds=report.seconds,
+        copied_bytes=report.copied_bytes,
+        shared_bytes=report.shared_bytes,
+        kv_moved_bytes=report.kv_moved_bytes,
+        device_bytes_delta=report.device_bytes_delta,
+        steps=report.steps,
+        recomputed=report.recomputed,
+    )
+
+
+def placement_status(status: PlacementStatus) -> pb.PlacementStatus:
+    """Return the message for a change of placement that has not ended."""
+    return pb.PlacementStatus(
+        kind=status.kind,
+        instance=status.instance,
+        device=status.device,
+        layers=_layers(status.layers),
+        state=status.state,
+        layers_switched=status.layers_switched,
+    )
+
+
+def _layers(layers: Sequence[int]) -> pb.LayerRange:
+    first, end = layers
+    return pb.LayerRange(first=first, end=end)

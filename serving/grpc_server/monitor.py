@@ -1,4 +1,4 @@
-"""The task that polls the engine: it updates the gauges and detects failures."""
+"""Task that polls the engine, updates the gauges of the metrics, and detects failures of the engine."""
 
 import asyncio
 import logging
@@ -23,11 +23,9 @@ _TRIM_INTERVAL_S = 60.0
 async def watch_engine(
     backend: "LLM", metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
 ) -> EngineClosedError | EngineStuckError:
-    """Poll the state of the engine into `metrics` until the engine fails. Return the error within two intervals of the
-    failure.
+    """Poll the state of the engine into `metrics` until the engine fails. Return the error.
 
-    While an engine compiles, it answers late; this is no failure. An engine that has not answered for `timeout_s` is
-    stuck, for example in a device call that never returns.
+    An engine that has not answered for `timeout_s` seconds is stuck and counts as failed.
     """
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="amoeba-monitor")

@@ -53,7 +53,7 @@ class _Infer:
 
     Attributes:
         id: id that the client chose, or "". Replies repeat it.
-        streams: whether each new output is sent at once. If not, one message at the end has the whole output.
+        streams: whether output is sent as soon as it is generated. If not, one message at the end has the whole output.
         outputs: names of the output tensors.
         prefix: text before the output of each sample: the prompt, or "".
     """
@@ -156,7 +156,10 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelStatisticsResponse(model_stats=[model])
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
-        """Return the model of the server and its state. With `ready`, return it only if the server accepts requests."""
+        """Return the model of the server and its state.
+
+        If `ready` of the request is set, return the model only if the server accepts requests.
+        """
         if request.repository_name:
             raise UnknownModelError("repository_name must be empty: this server has one repository, without a name")
         state = "READY" if self._ready else "UNAVAILABLE"
@@ -184,12 +187,12 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         await self._infer(infer, self._writer(context).write)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        """Serve many requests of one stream. Answers to different requests are mixed, in the order of their output.
+        """Serve the requests of one stream at the same time. Messages for different requests may alternate.
 
-        The call ends when the client has ended its side and all requests have ended.
+        The call ends when the client has closed its side of the stream and all requests have ended.
 
         Raises:
-            SlowReaderError: the client does not read the refusal of a request.
+            SlowReaderError: the client does not read the error message of a refused request.
         """
         one_writer, room, writer = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM), self._writer(context)
         tasks: set[asyncio.Task[None]] = set()
@@ -245,10 +248,11 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         context: Context,
         write_message: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
     ) -> None:
-        """Serve one request of a stream. Send its errors as messages, so that other requests continue.
+        """Serve one request of a stream. If the request fails, send the error as a message, so that the other requests
+        of the stream continue.
 
         Raises:
-            SlowReaderError: the client does not read the message with an error.
+            SlowReaderError: the client does not read the message with the error.
         """
 
         async def write(response: pb.ModelInferResponse) -> None:
@@ -330,7 +334,8 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
 
 def _check_reply(params: SamplingParams, streams: bool, echo_bytes: int, limits: Limits) -> None:
-    """Raise `RequestError` if the reply could be too long for one message, or repeats too much of the prompt."""
+    """Raise `RequestError` if the reply could be too long for one message, or if the prompts that it repeats are too
+    long."""
     if echo_bytes > limits.max_echo_bytes:
         raise RequestError(
             f"the prompt before each of n={params.n} samples takes {echo_bytes} bytes of the reply: at most "
@@ -358,8 +363,10 @@ def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
 
 
 def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
-    """Return sampling settings by name. They come from the tensor `sampling_parameters` or, without it, from the
-    request parameters. Request parameters in `_SERVICE` override the tensor.
+    """Return sampling settings by name.
+
+    They come from the tensor `sampling_parameters`. If the request has no such tensor, they come from the request
+    parameters. The request parameters in `_SERVICE` are used in any case.
     """
     if len(request.parameters) > _MAX_PARAMETERS:
         raise RequestError(
@@ -389,7 +396,10 @@ def _parameter(key: str, value: pb.InferParameter) -> Any:
 
 
 def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
-    """Return the smaller of the seconds until the deadline of the call and the parameter `timeout`. None: no limit."""
+    """Return the time limit of a request in seconds. None: no limit.
+
+    The limit is the deadline of the call or the parameter `timeout`, whichever is earlier.
+    """
     limits = [] if (left := time_left(context)) is None else [left]
     if "timeout" in request.parameters:
         timeout_us = _parameter("timeout", request.parameters["timeout"])

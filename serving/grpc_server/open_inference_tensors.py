@@ -52,7 +52,7 @@ class Inputs:
 
 
 def read_inputs(request: pb.ModelInferRequest) -> Inputs:
-    """Return the input tensors of a request. Raise `RequestError` for an unknown, doubled or malformed tensor."""
+    """Return the input tensors of a request. Raise `RequestError` for an unknown, repeated or malformed tensor."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise RequestError(f"there are {len(raw)} raw_input_contents for {len(request.inputs)} inputs")
@@ -99,9 +99,11 @@ def _from_raw(name: str, kind: str, data: bytes) -> bytes | bool:
 
 
 def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, ...]:
-    """Return the names of the output tensors: `text_output`, and the outputs that flags in the inputs ask for.
+    """Return the names of the output tensors: `text_output`, and each output whose flag in the inputs (`return_<name>`)
+    is set.
 
-    If the request lists outputs, only the listed names remain. Raises `RequestError` for an unknown name.
+    If the request lists outputs, names that are not in this list are left out. Raises `RequestError` for an unknown
+    name.
     """
     if len(request.outputs) > len(OUTPUTS):
         raise RequestError(f"{len(request.outputs)} outputs are listed: there are {len(OUTPUTS)}, {', '.join(OUTPUTS)}")
@@ -114,11 +116,11 @@ def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, 
 
 
 class Replies:
-    """The output tensors of one request's messages.
+    """Output tensors of the messages of one request.
 
     Args:
         names: names of the outputs.
-        num_samples: number of samples. Each output except `num_input_tokens` has one element for each sample.
+        num_samples: number of samples. Each output has one element for each sample; `num_input_tokens` has one element.
         prefix: text before the output of each sample, in the first message only.
     """
 
@@ -160,9 +162,9 @@ class Replies:
 
 
 def _logprobs_json(delta: CompletionDelta | None) -> str:
-    """Return a JSON list with one object for each new token, or `null` if the request has no log-probabilities.
+    """Return the log-probabilities of one sample as JSON: a list with one object for each new token.
 
-    Without new output, the list is empty.
+    If there is no new token, the list is empty. If the request did not ask for log-probabilities, the result is `null`.
     """
     if delta is None:
         return "[]"

@@ -17,10 +17,10 @@ _NO_PARAMS = SamplingParams()
 
 
 class Ticket:
-    """An admitted request. It counts as queued until its first token or its end.
+    """An admitted request. It counts as queued until its first token is generated or it ends.
 
     Attributes:
-        id: id of the request inside this server. No client can choose it.
+        id: id of the request inside this server. No client can choose this id.
     """
 
     def __init__(self, admission: "OpenRequests", priority_class: PriorityClass):
@@ -30,7 +30,8 @@ class Ticket:
         self._queued = True
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of the prompt as queued. Raise `LimitError` as in `OpenRequests.add_tokens`."""
+        """Add the tokens of the prompt to the queued tokens. Raise `LimitError` if a limit is reached
+        (`OpenRequests.add_tokens`)."""
         self._admission.add_tokens(num_tokens, self._class)
         self._tokens = num_tokens
 
@@ -46,9 +47,9 @@ class OpenRequests:
     """The admitted requests. All methods run in the event loop of the server.
 
     Attributes:
-        ids: ids of all admitted requests inside this server.
+        ids: ids that this server has given to the admitted requests.
         requests_by_class: number of queued requests of each class.
-        tokens_by_class: prompt tokens of the queued requests of each class.
+        tokens_by_class: number of prompt tokens of the queued requests of each class.
     """
 
     def __init__(self, limits: Limits):
@@ -78,13 +79,14 @@ class OpenRequests:
 
         Args:
             caller: client that sent the request.
-            num_bytes: size of the request message, plus the parts of it that the reply repeats.
-            name: name for `find`, unless another request of the caller already has it. "": no name.
-            unique: whether to refuse a name that another request of the caller has.
+            num_bytes: see `Call.num_bytes`.
+            name: name by which `find` finds the request; "" for no name. If another request of the caller has this
+                name, `find` finds only the other request.
+            unique: whether to raise `DuplicateIdError` if another request of the caller has this name.
             params: sampling settings. `priority` gives the class of the request.
 
         Raises:
-            DuplicateIdError: the name is taken.
+            DuplicateIdError: another request of the caller has this name, and `unique` is true.
             LimitError: a limit is reached.
         """
         key = (caller.scope, name)
@@ -114,7 +116,8 @@ class OpenRequests:
                 del self._requests_of[client], self._samples_of[client]
 
     def count_bytes(self, client: str, num_bytes: int) -> None:
-        """Count bytes that the server keeps in memory for a client; subtract them if `num_bytes` is negative."""
+        """Add to the count of bytes that the server keeps in memory for a client. A negative `num_bytes` reduces the
+        count."""
         self._bytes_of[client] += num_bytes
         if not self._bytes_of[client]:
             del self._bytes_of[client]
@@ -122,8 +125,9 @@ class OpenRequests:
     def find(self, caller: Caller, name: str) -> list[str]:
         """Return the ids of the requests that a caller means by a name.
 
-        If the caller has a request with this name, the result is the id of that request. Otherwise, the result has all
-        requests with this name if the caller may abort requests of other callers, and is empty if not.
+        If the caller has a request with this name, the result is the id of this request. If the caller has no such
+        request and may abort requests of other callers, the result has the ids of all requests with this name. If the
+        caller may not abort requests of other callers, the result is empty.
         """
         own = self._named.get((caller.scope, name))
         if own is not None:
@@ -133,10 +137,10 @@ class OpenRequests:
         return [request_id for (_, other), request_id in self._named.items() if other == name]
 
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
-        """Count the tokens of a prompt of class `mine` as queued.
+        """Add the tokens of a prompt of class `mine` to the queued tokens.
 
-        Raise `LimitError` if prompts of this class or a more urgent class are queued, and would exceed
-        `max_queued_tokens` together with this prompt. So a single prompt is never too long for the queue.
+        Raise `LimitError` if the queued prompts of this class and of more urgent classes would then have more than
+        `max_queued_tokens` tokens. If no such prompt is queued, a prompt of any length is accepted.
         """
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
         if queued and queued + num_tokens > most:
@@ -187,5 +191,5 @@ def _up_to(mine: PriorityClass, counts: Counter[PriorityClass]) -> int:
 
 
 def _and_before(mine: PriorityClass) -> str:
-    """Return the words of an error message that name class `mine` and the more urgent classes."""
+    """Return the part of an error message that names class `mine` and all more urgent classes."""
     return "" if mine is PriorityClass.BEST_EFFORT else f" of class {mine.label} or more urgent"

@@ -1,4 +1,4 @@
-"""The unsent output of a request. It is merged while the client is slow, up to a limit."""
+"""Buffer for the output of a request that has not been sent yet. Its size has a limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,7 +43,7 @@ class _Grown:
 
 
 class DeltaSum:
-    """The sum of several deltas of one request. The time to add a delta does not grow with the sum."""
+    """Sum of consecutive deltas of one request. The time to add a delta does not grow with the length of the sum."""
 
     def __init__(self) -> None:
         self._latest: RequestDelta | None = None
@@ -58,7 +58,7 @@ class DeltaSum:
             self._grown.setdefault(completion.index, _Grown()).add(completion)
 
     def take(self) -> RequestDelta | None:
-        """Return the sum of all deltas since the last call, or None if there were none."""
+        """Return the sum of the deltas that were added since the last call; None if no delta was added."""
         latest = self._latest
         if latest is None:
             return None
@@ -88,10 +88,11 @@ class DeltaSum:
 
 
 class OutputCoalescer:
-    """A buffer between a request and its client. Output that arrives during a write is sent as one message.
+    """A buffer between a request and its client. The outputs that arrive during a write are sent together, as the next
+    message.
 
-    Only output that arrives while a write is blocked counts against the client, and only if the write stays blocked. So
-    no client is cut off because the server itself is slow.
+    If too many tokens arrive while a write is blocked, and the write then stays blocked for `CUT_OFF_S` seconds, the
+    client is cut off. Tokens that arrive between writes do not count.
 
     Args:
         max_tokens: tokens and log-probabilities of each sample that may arrive while a write is blocked
@@ -110,7 +111,7 @@ class OutputCoalescer:
         self._give_up_at: float | None = None  # time of the event loop, set when the last message is being written
 
     def put(self, delta: RequestDelta) -> None:
-        """Add new output. If a write is blocked and too much output is unread, give the write a time limit."""
+        """Add new output. If a write is blocked and too much output is unsent, give the write a time limit."""
         self._sum.add(delta)
         self._ended = delta.finished
         self._news.set()
@@ -184,8 +185,10 @@ class OutputCoalescer:
 
 
 def _parts(delta: RequestDelta, num_positions: int) -> Iterator[RequestDelta]:
-    """Split a delta, so that each part has log-probabilities of at most `num_positions` positions of the prompt. The
-    last part also has the other fields of the delta."""
+    """Split a delta into parts. Each part has log-probabilities of at most `num_positions` positions of the prompt.
+
+    The last part also has all other fields of the delta.
+    """
     positions = delta.prompt_logprobs
     last = max(0, (len(positions) - 1) // num_positions * num_positions)
     for start in range(0, last, num_positions):

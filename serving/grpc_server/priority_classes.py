@@ -4,10 +4,10 @@ from enum import IntEnum
 
 
 class PriorityClass(IntEnum):
-    """A class of requests. Lower values are more urgent.
+    """Class of requests by priority. A lower value is more urgent.
 
-    A request counts against the limits of its own class and of less urgent classes. So a full queue of one class does
-    not refuse requests of a more urgent class.
+    The limits for a class count the requests of this class and of all more urgent classes. So a request is not refused
+    because of less urgent requests.
     """
 
     URGENT = 0

@@ -10,7 +10,7 @@ from serving.grpc_server._proto import open_inference_pb2
 
 
 class _Pools:
-    """A pool that looks up definitions in several pools, one after the other."""
+    """Pool of message definitions. It searches several pools in order."""
 
     def __init__(self, *pools: Any):
         self._pools = pools

@@ -33,11 +33,12 @@ _DELAYED = frozenset(
 
 
 class Refusals:
-    """The rate of refusals of each client (generic cell rate algorithm). All methods run in the server's event loop.
+    """Counter of the refused calls of each client. It delays clients with many refused calls (generic cell rate
+    algorithm). All methods run in the server's event loop.
 
-    Reading and refusing a message takes 1 to 2 ms of the event loop, which all clients share. A client that waits for
-    its refusals is slowed down by late answers (`wait`). A client that cancels its requests at once is slowed down by a
-    late start of its next requests (`before_request`).
+    A refused call takes 1 to 2 ms of the event loop, which all clients share. `wait` delays the answer to a refused
+    call. Clients that cancel their calls do not wait for answers, so `before_request` delays the start of their next
+    requests.
     """
 
     def __init__(self, limits: Limits):
@@ -46,8 +47,10 @@ class Refusals:
         self._held: Counter[str] = Counter()
 
     def delay_s(self, client: str, now_s: float) -> float:
-        """Count a refusal at `now_s` (`time.monotonic()`), and return the seconds by which to delay its answer. The
-        result is at most `MAX_DELAY_S`. Values below 0 mean no delay."""
+        """Count a refusal at the time `now_s` (`time.monotonic()`). Return the seconds by which to delay its answer.
+
+        The result is at most `MAX_DELAY_S`. A negative result means no delay.
+        """
         if len(self._paid_until_s) >= _MAX_CLIENTS:
             self._paid_until_s = {name: time_s for name, time_s in self._paid_until_s.items() if time_s > now_s}
         paid_until_s = max(now_s, self._paid_until_s.get(client, 0.0)) + self._interval_s
@@ -55,8 +58,11 @@ class Refusals:
         return self._paid_until_s[client] - now_s - _BURST_S
 
     async def wait(self, client: str, status: grpc.StatusCode) -> None:
-        """Count a refused call and wait until its answer may be sent. Statuses that are not refusals do not count. If
-        `_MAX_HELD` calls of the client already wait, do not wait."""
+        """Count a refused call, and wait until its answer may be sent.
+
+        If `status` is no refusal, the call is not counted and does not wait. If `_MAX_HELD` calls of the client already
+        wait, the call does not wait.
+        """
         if status not in _DELAYED:
             return
         delay_s = self.delay_s(client, time.monotonic())
@@ -64,12 +70,17 @@ class Refusals:
             await self._sleep(client, delay_s)
 
     def given_up(self, client: str, after_s: float) -> None:
-        """Count a cancelled or expired request as a refusal if it ended within `GIVEN_UP_WITHIN_S` of its start."""
+        """Count a cancelled or expired request as a refusal if it ended at most `GIVEN_UP_WITHIN_S` seconds after its
+        start.
+
+        `after_s`: seconds from the start to the end of the request.
+        """
         if after_s <= GIVEN_UP_WITHIN_S:
             self.delay_s(client, time.monotonic())
 
     async def before_request(self, client: str) -> None:
-        """Wait until a client may start another request. Raise `LimitError` if many of its calls already wait."""
+        """Wait until a client may start another request. Raise `LimitError` if `_MAX_HELD` calls of the client already
+        wait."""
         delay_s = self._paid_until_s.get(client, 0.0) - time.monotonic() - _BURST_S
         if delay_s <= 0:
             return

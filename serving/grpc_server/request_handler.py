@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """State of the server. The value is the error message for refused requests."""
+    """State of the server. The value is the error message of a request that is refused in this state."""
 
     LOADING = "the server is loading its model: try again later"
     READY = "ready"
@@ -55,7 +55,8 @@ class State(Enum):
 
 
 class RequestHandler:
-    """The requests of all protocols, from admission to the last message. All methods run in the server's event loop."""
+    """Handler of the requests of all protocols, from admission to the last message. All methods run in the event loop
+    of the server."""
 
     def __init__(
         self,
@@ -106,13 +107,13 @@ class RequestHandler:
 
     @property
     def backend(self) -> "LLM":
-        """Loaded model. Raises `NotServingError` if it is still loading or has failed."""
+        """Loaded model. Raises `NotServingError` if the model is still loading, or if the engine has failed."""
         if self._backend is None or self.state is State.DEAD:
             raise NotServingError(self.state.value)
         return self._backend
 
     def check_model(self, name: str) -> None:
-        """Raise `UnknownModelError` if a call names another model. "" always means the served model."""
+        """Raise `UnknownModelError` if `name` is not the name of the served model. The name "" is accepted."""
         if name and name != self.backend.name:
             raise UnknownModelError(f"model {name[:100]!r} is not served here: this server has {self.backend.name!r}")
 
@@ -123,10 +124,10 @@ class RequestHandler:
         return self.backend.tokenizer
 
     async def serve(self, call: Call, send: Send) -> None:
-        """Serve a request and send its output in deltas. The pages of the request are free when this method returns or
-        raises.
+        """Serve a request, and pass its output to `send` in deltas. When this method ends, the pages of the request are
+        free.
 
-        Cancelling the task aborts the request. The module `statuses` lists the exceptions.
+        If the task is cancelled, the request is aborted. `statuses.py` lists the exceptions.
         """
         backend = self.backend
         if self.state is not State.READY:
@@ -223,7 +224,7 @@ class RequestHandler:
         return tokens
 
     async def detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids. Raise `RequestError` for more tokens than the context has."""
+        """Return the text of token ids. Raise `RequestError` if there are more tokens than the context has."""
         self.check_num_tokens("token_ids", len(token_ids))
         decode = partial(self.tokenizer().decode, token_ids, skip_special_tokens)
         return await self._threads.tokenize(len(token_ids), decode)
@@ -239,9 +240,11 @@ class RequestHandler:
 
     @contextlib.asynccontextmanager
     async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
-        """Admit a call that only tokenizes or detokenizes. It counts as a request and has a deadline.
+        """Admit a call that only tokenizes or detokenizes. Until the `with` block ends, the call counts as a request of
+        the caller.
 
         Raises:
+            DeadlineError: the `with` block took more than `timeout_s` seconds. None: no limit.
             NotServingError: the server is not ready.
             LimitError: a limit is reached (see `OpenRequests.admit`).
         """
@@ -264,7 +267,8 @@ class RequestHandler:
         return await self._threads.run(self._threads.control, function, *args)
 
     async def transform(self, function: Callable[[], T]) -> T:
-        """Run a transformation in a thread. Raise `LimitError` if too many calls already wait for transformations."""
+        """Run a transformation in a thread. Raise `LimitError` if `MAX_TRANSFORM_CALLS` transformations already run or
+        wait."""
         if self._num_transforming >= MAX_TRANSFORM_CALLS:
             raise LimitError(
                 f"{MAX_TRANSFORM_CALLS} calls already wait for transformations, which is the limit: try again later"
@@ -276,9 +280,9 @@ class RequestHandler:
             self._num_transforming -= 1
 
     async def abort(self, caller: Caller, name: str) -> bool:
-        """Abort the requests with a name (see `OpenRequests.find`) and return whether there was one.
+        """Abort all requests that `OpenRequests.find` finds for a name. Return whether a request was aborted.
 
-        Their clients get the output so far, with finish reason `abort`.
+        The client of an aborted request gets the output so far, with the finish reason `abort`.
         """
         found = self.admission.find(caller, name)
         return any([await self._abort(request_id) for request_id in found])
@@ -287,10 +291,10 @@ class RequestHandler:
         return await self._threads.run(self._threads.aborting, self.backend.cancel, request_id)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuse new requests, wait for running requests, then abort the rest. Return the number of aborted requests.
+        """Refuse new requests, and wait until all running requests end. Return the number of aborted requests.
 
         Args:
-            timeout_s: seconds to wait for running requests. None: no limit.
+            timeout_s: seconds after which requests that still run are aborted. None: no request is aborted.
         """
         if self.state is State.READY:
             # In parallel: even if it fails, requests that have not ended in time are aborted.
@@ -331,7 +335,10 @@ def resume_paused(backend: "LLM") -> None:
 
 @contextlib.asynccontextmanager
 async def _time_limit(timeout_s: float | None):
-    """Raise `DeadlineError` if the body takes longer. Yield the deadline (`time.monotonic()`), or None for no limit."""
+    """Raise `DeadlineError` if the `with` block takes more than `timeout_s` seconds.
+
+    Yield the deadline (`time.monotonic()`), or None if there is no limit.
+    """
     started = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
@@ -341,7 +348,8 @@ async def _time_limit(timeout_s: float | None):
 
 
 async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
-    """Wait for both tasks of a request. `receiving` is cancelled already; `sending` is cancelled after a short time."""
+    """Wait for the two tasks of a request. `receiving` is already cancelled. `sending` is cancelled after a short
+    time."""
     # gRPC accepts no status during a write, so give the write a short time to end.
     await asyncio.wait((sending,), timeout=_LAST_WRITE_S)
     sending.cancel()

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Files:
-    """The PEM files of a server, with their state at the last reading."""
+    """PEM files of a server. Remembers the state in which the files were last read."""
 
     def __init__(self, tls: TLS):
         self._paths = tuple(path for path in (tls.certificate, tls.key, tls.client_ca) if path is not None)
@@ -24,9 +24,9 @@ class _Files:
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificates if a file has changed. gRPC calls this method for each new connection.
+        """Return the certificates if a file has changed since the files were last read. Otherwise, return None.
 
-        None: no file has changed, or a file cannot be read.
+        If a file cannot be read, return None. gRPC calls this method for each new connection.
         """
         try:
             stamps = self._stamp()

@@ -135,7 +135,8 @@ class Server:
             self._health.set_status(service, status)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, and wait for running requests for at most `timeout_s` seconds. Then abort the rest.
+        """Refuse new requests, and wait until all running requests end. After `timeout_s` seconds, abort the requests
+        that still run.
 
         Return the number of aborted requests.
         """

@@ -41,8 +41,10 @@ _DEPTH_CHANGES[list(b"]}")] = -1
 
 
 def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
-    """Return the object in the JSON text `data`. Raise `RequestError` for invalid JSON, another type than an object, a
-    key that occurs twice, or a text that is too long or nested too deep."""
+    """Return the settings in `data`, the text of a JSON object.
+
+    Raise `RequestError` if the text is no JSON object, has a key twice, is too long, or is nested too deep.
+    """
     check_length("sampling_parameters", len(data), "max_settings_bytes", limits, "bytes")
     text = decode_utf8("sampling_parameters", data)
     if (depth := _depth(text)) > MAX_JSON_DEPTH:
@@ -59,7 +61,8 @@ def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Return sampling settings from values by name. Numbers may be strings. Raise `RequestError` for invalid values."""
+    """Return the sampling settings for values by name. A number may be given as a string. Raise `RequestError` for
+    invalid values."""
     unknown = sorted(set(values) - KNOWN)
     if unknown:
         raise RequestError(f"unknown sampling parameters {shorten(unknown)}: known are {', '.join(sorted(KNOWN))}")
@@ -78,7 +81,8 @@ def decode_utf8(name: str, data: bytes) -> str:
 
 
 def _converted(name: str, value: Any) -> Any:
-    """Convert a string to the type of its setting. `SamplingParams` checks all other values."""
+    """Return the value of a setting. A string is converted to the type of the setting; other values are not checked
+    here."""
     if name == "logit_bias" and isinstance(value, dict):
         return {_number(name, token, int): bias for token, bias in value.items()}
     if not isinstance(value, str):
@@ -100,7 +104,7 @@ def _number(name: str, text: str, kind: type) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Return the depth of brackets outside strings. The JSON parser would raise RecursionError for a deep text."""
+    """Return how deep the brackets of a JSON text are nested. Brackets in strings do not count."""
     outside = np.frombuffer(_STRING.sub("", text).encode("utf-8", errors="replace"), np.uint8)
     return int(np.cumsum(_DEPTH_CHANGES[outside], dtype=np.int64).max(initial=0))
 

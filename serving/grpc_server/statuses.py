@@ -91,7 +91,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Return status and text of an error. Unknown errors are INTERNAL, and their text goes to the log only."""
+    """Return the gRPC status of an error, and the text for the client. An unknown error is INTERNAL, and its own text
+    is only logged."""
     code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("a call failed", exc_info=error)
@@ -116,10 +117,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def public_text(text: str) -> str:
-    """Return a text without file paths and memory addresses, cut to fit a header.
-
-    The text is cut before paths and addresses are removed, so that long texts are not slow.
-    """
+    """Return a text without file paths and memory addresses, shortened to `MAX_MESSAGE_CHARS` characters."""
     cut = text[: 2 * MAX_MESSAGE_CHARS]
     cut = _ADDRESS.sub("(address)", _WORD.sub(_without_path, cut))
     whole = len(text) <= 2 * MAX_MESSAGE_CHARS and len(cut) <= MAX_MESSAGE_CHARS

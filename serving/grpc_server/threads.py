@@ -28,7 +28,8 @@ class Threads:
         return asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
     def tokenize(self, length: int, function: Callable[[], T]) -> "asyncio.Future[T]":
-        """Call a function that tokenizes a text of `length` characters. Long texts have a thread of their own."""
+        """Call a function that tokenizes a text of `length` characters. Long texts have a thread of their own, so that
+        short texts do not wait for them."""
         return self.run(self.tokenizing if length < _LONG_TEXT_CHARS else self.tokenizing_long, function)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ Attribute = str | int | float | Sequence[str] | Sequence[int]
 
 
 class Tracing:
-    """A sender of spans. Methods may be called from any thread and never wait for the collector."""
+    """Sender of spans. Any thread may call the methods. No method waits for the collector."""
 
     def __init__(self, provider: TracerProvider):
         self._provider = provider
@@ -32,7 +32,10 @@ class Tracing:
 
     @classmethod
     def to_collector(cls, endpoint: str) -> "Tracing":
-        """Return a sender of spans by OTLP over gRPC, in batches. `endpoint`: http://HOST:PORT or https://HOST:PORT."""
+        """Return a sender that sends batches of spans to an OTLP collector over gRPC.
+
+        `endpoint`: address of the collector, http://HOST:PORT or https://HOST:PORT.
+        """
         _, host, _ = read_url(endpoint, "endpoint")
         options: Any = (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
         provider = TracerProvider(resource=Resource.create({"service.name": "amoeba-jax"}))
@@ -48,14 +51,14 @@ class Tracing:
         record: RequestRecord,
         error: BaseException | None,
     ) -> None:
-        """Record a span of a request that ends now. Attributes have the names of vLLM.
+        """Record a span of a request that ends now. The attributes of the span have vLLM's names.
 
         Args:
-            call: request. Its `trace_headers` name the parent span, if there is one.
+            call: request. If it has `trace_headers`, they name the parent of the span.
             model: name of the model.
             started_ns: time of arrival, in nanoseconds since 1970.
             record: counts and times of the request.
-            error: error of a failed call. None: the call succeeded.
+            error: error that ended the request. None: the request succeeded.
         """
         attributes: dict[str, Attribute | None] = {
             "gen_ai.request.id": call.name,
@@ -107,7 +110,7 @@ class Tracing:
         self._tracer.start_span("transformation", attributes=_given(attributes), start_time=started_ns).end(now_ns)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """Record a span of a `scale_up` or `scale_down` that was `refused` or has `failed`."""
+        """Record a span of a transformation that was refused or has failed. `result` is `refused` or `failed`."""
         attributes = {"amoeba.transform.kind": kind, "amoeba.transform.variant": variant}
         span = self._tracer.start_span("transformation", attributes=attributes)
         span.set_status(Status(StatusCode.ERROR, result))

@@ -1,4 +1,4 @@
-"""The writer of a call's messages. It counts the bytes that gRPC keeps for a client that does not read."""
+"""Writer of the messages of a call. It counts the bytes that gRPC keeps for a client that does not read."""
 
 import asyncio
 from typing import Any, cast
@@ -13,8 +13,8 @@ from serving.grpc_server.statuses import SlowReaderError
 class Writer:
     """A writer of the messages of one call.
 
-    If a write is cancelled, gRPC keeps its message until the client reads it or disconnects, even after the end of the
-    call. Until then, the bytes of the message count against the limit of the client.
+    If a write is cancelled, gRPC keeps the message until the client reads the message or disconnects. Until then, the
+    bytes of the message count against the limit of the client.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, admission: OpenRequests, client: str):
@@ -24,8 +24,7 @@ class Writer:
         context.add_done_callback(cast(Any, self._end))
 
     async def write(self, message: Any) -> None:
-        """Write a message. The caller must not start another write before this one ends, because gRPC allows one at a
-        time."""
+        """Write a message. Only one write may run at a time."""
         if not self._has_begun:
             # Sent with the first message, the metadata would wait for the client, and gRPC would accept no status.
             self._has_begun = True

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property, partial
 
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.reports import engine_stats
 from amoeba_jax.errors import (
     DeadlineError,
     LayoutError,
@@ -18,27 +20,44 @@ from amoeba_jax.errors import (
 )
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.transform.options import LayersPerStep, TransformOptions
-from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.options import LayersPerStep, PlacementKind, PlacementOptions, TransformOptions
+from amoeba_jax.transform.report import PlacementReport, TransformReport
+from serving.runtime.device_reader import DeviceReader
+from serving.runtime.placements import placement_view
 from serving.runtime.timings import Timings
 from serving.runtime.waiting_view import WaitingView, by_name
 from serving.scheduler import (
     Action,
+    AmoebaConfig,
     ClusterView,
     DegreeLimits,
     Dispatch,
+    Evict,
     InstanceView,
+    LayerSizes,
+    LimitBatch,
+    Migrate,
+    Offload,
     Outcome,
+    PlacementChange,
+    PlacementView,
     Policy,
     Preempt,
     Reject,
     RejectKind,
+    Replicate,
     RunningRequest,
     ScaleDown,
+    ScaleIn,
+    ScaleOut,
     ScaleUp,
     Scheduler,
     invalid,
 )
+from serving.scheduler.cocoserve.config import CocoServeConfig
+from serving.scheduler.cocoserve.monitor import Monitor
+from sharding.owners import Owner
+from sharding.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -47,27 +66,51 @@ _ERRORS = {
     RejectKind.DEADLINE: DeadlineError,
     RejectKind.QUEUE_FULL: QueueFullError,
 }
+PLACEMENT_KINDS: dict[type[PlacementChange], PlacementKind] = {
+    Replicate: "replicate",
+    Evict: "evict",
+    Migrate: "migrate",
+    ScaleOut: "scale_out",
+    ScaleIn: "scale_in",
+}
+"""Kind of each action that changes a placement."""
 OnTransformed = Callable[[ScaleUp | ScaleDown, "Future[TransformReport]"], None]
+OnPlaced = Callable[[PlacementChange, "Future[PlacementReport]"], None]
 
 
 class JaxExecutor:
-    """`Executor` of an engine. Used by the dispatcher thread only.
+    """`Executor` of an engine. Only the dispatcher thread uses it.
 
     Args:
         engine: engine that carries out the actions.
         layers_per_step: number of layers that a transformation changes between two steps.
-        on_transformed: function `(action, future)`, called at the end of each started transformation. The future has
-            the report or the error.
+        on_transformed: function `(action, future)` that is called when a transformation ends. The future has the report
+            or the error.
+        on_placed: the same for each started change of a placement.
+        monitor: averages for metrics, updated with each snapshot.
+
+    Attributes:
+        waiting: waiting requests.
     """
 
-    def __init__(self, engine: Engine, layers_per_step: LayersPerStep, on_transformed: OnTransformed):
-        self._engine, self._on_transformed = engine, on_transformed
+    def __init__(
+        self,
+        engine: Engine,
+        layers_per_step: LayersPerStep,
+        on_transformed: OnTransformed,
+        on_placed: OnPlaced,
+        monitor: Monitor,
+    ):
+        self._engine, self._on_transformed, self._on_placed = engine, on_transformed, on_placed
+        self._monitor = monitor
         self._layers_per_step: LayersPerStep = layers_per_step
         self.waiting = WaitingView(engine)
+        self._devices = DeviceReader(engine)
         self._running: dict[str, Sequence] = {}
         self._preparing: dict[tuple[tuple[int, ...], int], TransformOptions] = {}
         """Requested transformations whose programs are being compiled, by (devices, degree)."""
         self._timings = Timings()
+        self._placement_views: dict[int, tuple[Placement, PlacementView | None]] = {}
         cluster = engine.cluster
         base = engine.config.tensor_parallel_size
         self._degrees = tuple(
@@ -80,8 +123,12 @@ class JaxExecutor:
             for tp in cluster.plan.degrees
         )
 
+    @cached_property
+    def _layer_sizes(self) -> LayerSizes:
+        return layer_sizes(self._engine)
+
     def snapshot(self) -> ClusterView:
-        """Return the present state, without waiting requests that cannot start yet (see `WaitingView`)."""
+        """Return the present state. Waiting requests that cannot start yet are left out (see `WaitingView`)."""
         engine = self._engine
         self._preparing = {
             key: options
@@ -91,14 +138,20 @@ class JaxExecutor:
         self._running = by_name(s for i in engine.cluster.all_instances for s in i.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
         targets = engine.transformations.targets()
+        changes = engine_stats(engine).placements
+        changing = {change.instance for change in changes} | {
+            change.device for change in changes if change.kind in ("scale_out", "scale_in")
+        }
         degrees = tuple(
             replace(limits, ready=engine.background_warmup.is_ready(limits.degree)) for limits in self._degrees
         )
         groups = {limits.degree: engine.cluster.sub_meshes.groups(limits.degree) for limits in degrees}
         refused = frozenset((g.device_indices, d.degree) for d in degrees if not d.ready for g in groups[d.degree])
-        return ClusterView(
+        view = ClusterView(
             now_s=time.monotonic(),
-            instances=tuple(self._instance_view(i, names, targets.get(i.id)) for i in engine.instances),
+            instances=tuple(
+                self._instance_view(i, names, targets.get(i.id), i.id in changing) for i in engine.instances
+            ),
             queue=self.waiting.snapshot(),
             degrees=degrees,
             num_devices=len(engine.cluster.sub_meshes.devices),
@@ -108,9 +161,15 @@ class JaxExecutor:
             refused=refused.union(self._preparing),
             timing=self._timings.take(engine.instances),
             hidden_tokens=self.waiting.hidden_tokens,
+            layer=self._layer_sizes,
+            devices=self._devices.read(),
         )
+        self._monitor.update(view)
+        return view
 
-    def _instance_view(self, instance: Instance, names: dict[int, str], target: int | None) -> InstanceView:
+    def _instance_view(
+        self, instance: Instance, names: dict[int, str], target: int | None, changes_placement: bool
+    ) -> InstanceView:
         paused = tuple(_requests(member, names) for member in instance.paused) if instance.paused_sequences else ()
         return InstanceView(
             id=instance.id,
@@ -125,11 +184,24 @@ class JaxExecutor:
             step_s=instance.pace.step_s,
             paused=paused,
             paused_degree=instance.paused[0].tp if paused else None,
+            placement=self._placement_view(instance),
+            changes_placement=changes_placement,
+            batch_limit=instance.batch_limit,
         )
 
+    def _placement_view(self, instance: Instance) -> PlacementView | None:
+        """Return the view of the latest snapshot if the placement is the same, because a new view takes 0.1 ms."""
+        placement, (known, view) = instance.runner.placement, self._placement_views.get(instance.id, (None, None))
+        if known is not placement:
+            view = placement_view(placement, instance.group.device_indices)
+            self._placement_views[instance.id] = placement, view
+        return view
+
     def apply(self, action: Action) -> Outcome:
-        """Carry out an action, or refuse it and change no request or instance. If a transformation is refused because
-        its programs are missing, their compilation starts."""
+        """Carry out an action, or refuse it. A refused action changes no request and no instance.
+
+        If a transformation is refused because its programs are missing, the compilation of these programs starts.
+        """
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
         try:
@@ -137,10 +209,10 @@ class JaxExecutor:
         except (RequestError, LayoutError, MemoryBudgetError) as error:
             return Outcome(False, str(error), soon=isinstance(error, ProgramsNotReadyError))
         except Exception as error:
-            if not isinstance(action, ScaleUp | ScaleDown):
+            if not isinstance(action, ScaleUp | ScaleDown | PlacementChange):
                 raise
-            # For example, a program does not compile or load. The transformation has restored the previous state.
-            logger.exception("a transformation could not start")
+            # For example, a program does not compile or load. The change has restored the previous state.
+            logger.exception("a transformation or a change of a placement could not start")
             return Outcome(False, f"{type(error).__name__}: {error}")
         return Outcome(True)
 
@@ -160,6 +232,13 @@ class JaxExecutor:
                     )
                 future = engine.transform(options)
                 future.add_done_callback(lambda done: self._transformed(action, done))
+            case Replicate() | Evict() | Migrate() | ScaleOut() | ScaleIn():
+                placed = engine.change_placement(_placement_options(action))
+                placed.add_done_callback(partial(self._on_placed, action))
+            case Offload(request_id):
+                engine.offload(_known(self._running, request_id))
+            case LimitBatch(instance_id, size):
+                engine.limit_batch(instance_id, size)
             case Preempt(request_id):
                 engine.admission.preempt(_known(self._running, request_id))
             case Reject(request_id, kind, reason):
@@ -192,13 +271,15 @@ class JaxExecutor:
 
 
 class EngineScheduler:
-    """The `SchedulerHook` of an engine. Used by the dispatcher thread only, except for `policy`.
+    """The `SchedulerHook` of an engine. Only the dispatcher thread uses it, but any thread may replace `policy`.
 
     Args:
         engine: engine to schedule.
         policy: first policy.
         layers_per_step: see `JaxExecutor`.
         on_transformed: see `JaxExecutor`.
+        on_placed: see `JaxExecutor`.
+        monitor: see `JaxExecutor`. Any thread may read it.
     """
 
     interval_s = 1.0
@@ -209,9 +290,12 @@ class EngineScheduler:
         policy: Policy,
         layers_per_step: LayersPerStep = "auto",
         on_transformed: OnTransformed = lambda action, future: None,
+        on_placed: OnPlaced = lambda action, future: None,
+        monitor: Monitor | None = None,
     ):
         self._engine = engine
-        self._executor = JaxExecutor(engine, layers_per_step, on_transformed)
+        monitor = monitor or Monitor(CocoServeConfig(), AmoebaConfig())
+        self._executor = JaxExecutor(engine, layers_per_step, on_transformed, on_placed, monitor)
         self.scheduler = Scheduler(policy, self._executor)
         self._decided_on: object = None
         self._next_s = 0.0
@@ -226,12 +310,13 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Start waiting samples on the instance of the first sample of their request. Then run the scheduler, if the
-        state has changed or a second has passed."""
+        """Start waiting samples whose request already runs. Then run the scheduler if the state has changed, or if a
+        second has passed since the last run of the scheduler."""
         engine = self._engine
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
-        state = (engine.sequences.num_changes, engine.instances, engine.transformations.targets(), moving)
+        placements = [instance.runner.placement for instance in engine.instances]
+        state = (engine.sequences.num_changes, engine.instances, engine.transformations.targets(), moving, placements)
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
         # Decisions of the scheduler may change the state. If so, the next call runs the scheduler again.
@@ -243,10 +328,8 @@ class EngineScheduler:
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
-        """Start further samples of a request on the instance of its first sample, which has the pages of the prompt.
-
-        Samples beyond the share of their client stay in the queue.
-        """
+        """Start further samples of a request on the instance that runs the first sample, because it has the pages of
+        the prompt."""
         engine = self._engine
         for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
             if (
@@ -258,11 +341,37 @@ class EngineScheduler:
                     engine.admission.start(home, sequence)
 
 
-def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return the tokens available to a new request during a transformation (`InstanceView.joinable_tokens`), else 0.
+def layer_sizes(engine: Engine) -> LayerSizes:
+    """Return the sizes of the first layer. Norms count as attention."""
+    dims, plan = engine.dims, engine.cluster.memory_plan
+    specs = engine.cluster.weights.specs.values()
 
-    A lane is a share of the instance's sequences during a transformation. The result is the number of free tokens of a
-    lane, minus one page for each of its sequences: the highest of all lanes with a free slot, and at least 0.
+    def num_bytes(layer: int | None, *owners: Owner) -> int:
+        return sum(it.num_bytes(dims.dtype) for it in specs if it.layer == layer and (not owners or it.owner in owners))
+
+    return LayerSizes(
+        num_layers=dims.config.num_layers,
+        attention_bytes=num_bytes(0, Owner.ATTENTION, Owner.NORM),
+        ffn_bytes=num_bytes(0, Owner.FFN),
+        kv_token_bytes=plan.page_bytes / dims.page_size,
+        other_bytes=num_bytes(None),
+    )
+
+
+def _placement_options(action: PlacementChange) -> PlacementOptions:
+    kind = PLACEMENT_KINDS[type(action)]
+    if isinstance(action, ScaleOut | ScaleIn):
+        return PlacementOptions(kind, action.device, action.instance_id)
+    options = PlacementOptions(kind, action.device, action.instance_id, range(*action.layers), action.modules)
+    return replace(options, move_kv=action.move_kv) if isinstance(action, Migrate) else options
+
+
+def _joinable_tokens(instance: Instance, page_size: int) -> int:
+    """Return the tokens that are available to a new request on an instance in transformation
+    (`InstanceView.joinable_tokens`). Return 0 if the instance is not in transformation.
+
+    The new request would run in one lane. The tokens available in a lane are its free tokens, less one page for each
+    sequence in the lane. The result is the highest number over the lanes with a free slot, but at least 0.
     """
     if instance.transition is None:
         return 0

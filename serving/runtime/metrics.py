@@ -1,8 +1,9 @@
-"""Prometheus metrics of a server. They have the names of vLLM's metrics under `amoeba:`."""
+"""Prometheus metrics of a server. Their names are the names of vLLM's metrics with the prefix `amoeba:`."""
 
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -10,20 +11,23 @@ from prometheus_client.registry import Collector
 
 from amoeba_jax.outputs import RequestDelta
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
-from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.options import PlacementKind
+from amoeba_jax.transform.report import PlacementReport, TransformReport
 from serving.runtime.snapshot import Snapshot
 from serving.scheduler import SchedulerCounters
+from serving.scheduler.cocoserve.monitor import Monitor
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_SCALING_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 40, 80)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of their own.
+    """All metrics of one server. Each server has a registry of its own.
 
-    The event loop updates them. Any thread may read them.
+    The event loop updates the metrics. Any thread may read them.
     """
 
     def __init__(self) -> None:
@@ -34,6 +38,8 @@ class ServerMetrics:
         """`EngineStats.awaited_programs` at the time when the server became ready. None: it is not ready yet."""
         self.scheduler: SchedulerCounters | None = None
         """Decisions of the scheduler. None: no scheduler."""
+        self.monitor: Monitor | None = None
+        """Averages of vacancy and SLO violations. None: no scheduler."""
         self.on_transformed: Callable[[TransformReport], None] = lambda report: None
         """Function for the reports of transformations. Called from any thread."""
         self.on_not_transformed: Callable[[str, str, str], None] = lambda kind, variant, result: None
@@ -103,6 +109,19 @@ class ServerMetrics:
         )
         for kind in ("scale_up", "scale_down"):
             self.step_overhead.labels(kind)
+        self.scaling = Counter(
+            "amoeba:scaling_operations", "Requested changes of placements.", ["kind", "result"], registry=registry
+        )
+        self.scaling_s = Histogram(
+            "amoeba:scaling_seconds",
+            "Time of one change of a placement.",
+            ["kind"],
+            buckets=_SCALING_S,
+            registry=registry,
+        )
+        for kind in get_args(PlacementKind):
+            self.scaling.labels(kind, "done")
+            self.scaling_s.labels(kind)
         registry.register(_EngineMetrics(self))
 
     def start_request(self) -> "RequestRecord":
@@ -130,6 +149,16 @@ class ServerMetrics:
         """
         self.on_not_transformed(kind, variant, result)
         self.transformations.labels(kind, variant, result).inc()
+
+    def scaled(self, report: PlacementReport) -> None:
+        """Count a successful change of a placement."""
+        self.scaling.labels(report.kind, "done").inc()
+        self.scaling_s.labels(report.kind).observe(report.seconds)
+
+    def not_scaled(self, kind: str, result: str) -> None:
+        """Count a change of a placement that did not happen. `kind` is a `PlacementKind`, and `result` is `refused` or
+        `failed`."""
+        self.scaling.labels(kind, result).inc()
 
 
 class RequestRecord:
@@ -175,8 +204,8 @@ class RequestRecord:
         """Count the end of the request.
 
         Args:
-            reason: one of `FINISH_REASONS`, for a request that ended before the engine finished it. None: `error`. If
-                the engine finished the request, the finish reasons of its samples are counted instead.
+            reason: finish reason of a request that the engine did not finish, one of `FINISH_REASONS`. None: `error`.
+                It is ignored if the engine has finished the request.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:
@@ -226,6 +255,34 @@ class _EngineMetrics(Collector):
         for degree, count in snapshot.instances_by_degree().items():
             instances.add_metric([str(degree)], count)
         yield instances
+        replicas = GaugeMetricFamily(
+            "amoeba:layer_replicas",
+            "Layers of an instance that a device computes.",
+            labels=["instance", "device"],
+        )
+        for (instance, device), count in snapshot.layer_replicas().items():
+            replicas.add_metric([str(instance), str(device)], count)
+        yield replicas
+        speedup = GaugeMetricFamily(
+            "amoeba:placement_speedup",
+            "Estimated speed-up of the steps of an instance by its replicas; 1 without replicas.",
+            labels=["instance"],
+        )
+        for instance, ratio in snapshot.placement_speedups().items():
+            speedup.add_metric([str(instance)], ratio)
+        yield speedup
+        if (monitor := self._metrics.monitor) is not None:
+            vacancy = GaugeMetricFamily(
+                "amoeba:device_vacancy_ratio",
+                "Average of the smaller one of the free shares of memory and of computing time, from 0 to 1.",
+                labels=["device"],
+            )
+            for device, ratio in monitor.vacancy.items():
+                vacancy.add_metric([str(device)], ratio)
+            yield vacancy
+            yield _gauge(
+                "slo_violation_ratio", "Average share of requests that violate their SLOs.", monitor.violations
+            )
         for name, text, sizes in (
             ("weight_bytes", "Bytes of weights on a device.", snapshot.weight_bytes()),
             ("kv_bytes", "Bytes of KV cache on a device.", snapshot.kv_bytes()),

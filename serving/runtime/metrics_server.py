@@ -11,10 +11,9 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 
 class MetricsServer:
-    """A thread that serves `/metrics` in Prometheus' text format.
+    """A thread that serves `/metrics` in Prometheus' text format. The header Accept is ignored.
 
-    Prometheus also accepts OpenMetrics and prefers it, but `prometheus_client` writes sample names in that format with
-    underscores in place of colons. So this server ignores the header Accept.
+    The OpenMetrics format is not offered, because `prometheus_client` would replace the colons in the metric names.
 
     Attributes:
         port: bound port.

@@ -4,23 +4,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from amoeba_jax import LLM
-from amoeba_jax.transform.report import TransformReport, TransformVariant
-from serving.runtime.jax_executor import EngineScheduler
+from amoeba_jax.transform.report import PlacementReport, TransformReport, TransformVariant
+from serving.runtime.jax_executor import PLACEMENT_KINDS, EngineScheduler
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.scheduling_config import SchedulingConfig
-from serving.scheduler import ScaleDown, ScaleUp, SchedulerCounters
+from serving.scheduler import PlacementChange, ScaleDown, ScaleUp, SchedulerCounters
+from serving.scheduler.cocoserve.monitor import Monitor
 
 OnReport = Callable[[TransformReport], None]
 
 
 class Scheduling:
-    """A scheduler that places the requests of an `LLM` until `close`. Methods may be called from any thread.
+    """Scheduler that places the requests of an `LLM` until `close` is called. Any thread may call the methods.
 
     Args:
         llm: model to schedule.
         config: settings of the scheduler.
         metrics: metrics that count decisions and transformations.
-        on_report: function for the report of each successful transformation, called in the dispatcher thread.
+        on_report: function that is called with the report of each successful transformation, in the dispatcher thread.
     """
 
     def __init__(
@@ -31,12 +32,18 @@ class Scheduling:
         on_report: OnReport = lambda report: None,
     ):
         self._llm, self._config, self._metrics, self._on_report = llm, config, metrics, on_report
+        monitor = Monitor(config.cocoserve, config.amoeba)
         self._hook = llm.use_scheduler_hook(
             lambda engine: EngineScheduler(
-                engine, config.make_policy(), config.layers_per_step or "auto", self._transformed
+                engine,
+                config.make_policy(),
+                config.layers_per_step or "auto",
+                self._transformed,
+                self._placed,
+                monitor,
             )
         )
-        metrics.scheduler = self.counters
+        metrics.scheduler, metrics.monitor = self.counters, monitor
 
     @property
     def policy_name(self) -> str:
@@ -49,14 +56,15 @@ class Scheduling:
         return self._hook.scheduler.counters
 
     def set_policy(self, name: str) -> str:
-        """Replace the policy and return the name of the previous policy. Raise `UnknownPolicyError` for an unknown
-        name."""
+        """Replace the policy and return the name of the previous policy. Raise `UnknownPolicyError` if `name` is
+        unknown."""
         before = self.policy_name
         self._hook.policy = self._config.make_policy(name)
         return before
 
     def close(self) -> None:
-        """Detach the scheduler from the `LLM`, which then places requests itself. No request may be unfinished."""
+        """Detach the scheduler from the `LLM`. All requests must have ended. Afterwards the engine places requests
+        itself."""
         self._llm.remove_scheduler_hook()
 
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:
@@ -66,3 +74,9 @@ class Scheduling:
         else:
             kind = "scale_up" if isinstance(action, ScaleUp) else "scale_down"
             self._metrics.not_transformed(kind, str(TransformVariant.IN_PLACE_OVERLAPPED), "failed")
+
+    def _placed(self, action: PlacementChange, future: "Future[PlacementReport]") -> None:
+        if future.exception() is None:
+            self._metrics.scaled(future.result())
+        else:
+            self._metrics.not_scaled(PLACEMENT_KINDS[type(action)], "failed")

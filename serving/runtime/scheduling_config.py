@@ -1,10 +1,14 @@
-"""Settings of the scheduler. This module does not import JAX, because the command line reads its options here."""
+"""Settings of the scheduler.
+
+Imports no JAX, because the command line imports this module and needs no JAX.
+"""
 
 import math
 from dataclasses import dataclass
 
 from amoeba_jax.errors import ConfigError
 from serving.scheduler import Admission, AmoebaConfig, FlyingConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
+from serving.scheduler.cocoserve.config import CocoServeConfig
 from serving.scheduler.flying_config import PREEMPTIONS
 from sharding.degrees import is_degree
 
@@ -60,6 +64,22 @@ class SchedulingConfig:
     because of heavy load do not wait."""
     burst_wait_s: float = FlyingConfig.burst_wait_s
     """flying: seconds that a short request waits for room before groups split for it."""
+    vacancy_threshold: float = CocoServeConfig.vacancy_threshold
+    """cocoserve: vacancy rate of a device, from 0 to 1, from which layers replicate to it."""
+    violation_threshold: float = CocoServeConfig.violation_threshold
+    """cocoserve: share of requests that violate their SLOs, from 0 to 1, from which modules are reduced."""
+    window_s: float = CocoServeConfig.window_s
+    """cocoserve: time constant in seconds for averaging vacancy, violations and load."""
+    cool_down_s: float = CocoServeConfig.cool_down_s
+    """cocoserve: minimum seconds from one change of a placement to the next."""
+    split_batch: int = CocoServeConfig.split_batch
+    """cocoserve: running requests that an instance needs for each device of a replicated layer."""
+    scale_out: bool = CocoServeConfig.scale_out
+    """cocoserve: whether an instance may start on an empty device, with all layers."""
+    migrated_share: float = CocoServeConfig.migrated_share
+    """cocoserve: share of the layers that one migration moves, above 0 and at most 1."""
+    batch_step: int = CocoServeConfig.batch_step
+    """cocoserve: number of requests by which one reduction lowers the batch of an instance, and its minimum."""
     patience_s: float = QueueOrder.patience_s
     """Seconds from the arrival of a request to its latest due time. The request with the earliest due time goes first.
     """
@@ -74,7 +94,8 @@ class SchedulingConfig:
     def __post_init__(self) -> None:
         optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s", "starving_s")
         flying = ("max_pause_s", "calm_requests", "burst_requests", "load_window_s", "dwell_s", "burst_wait_s")
-        for name in ("linger_s", "reserve_memory_s", "patience_s", "level_s", *flying, *optional):
+        cocoserve = ("window_s", "cool_down_s")
+        for name in ("linger_s", "reserve_memory_s", "patience_s", "level_s", *flying, *cocoserve, *optional):
             value = getattr(self, name)
             if name in optional and value is None:
                 continue
@@ -88,15 +109,21 @@ class SchedulingConfig:
                 f"burst_requests={self.burst_requests!r} must be at least twice calm_requests={self.calm_requests!r}, "
                 f"and both and load_window_s={self.load_window_s!r} above 0"
             )
-        for name in ("split_free_share", "reserved_growth"):
+        for name in ("split_free_share", "reserved_growth", "vacancy_threshold", "violation_threshold"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:
                 raise ConfigError(f"{name}={value!r} must be from 0 to 1")
-        if not isinstance(self.partial_splits, bool):
-            raise ConfigError(f"partial_splits={self.partial_splits!r} must be true or false")
-        for name in ("layers_per_step", "lookahead", "urgent_degree"):
+        if not _is_number(self.migrated_share) or not 0 < self.migrated_share <= 1:
+            raise ConfigError(f"migrated_share={self.migrated_share!r} must be above 0 and at most 1")
+        for name in ("window_s", "violation_threshold"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be above 0")
+        for name in ("partial_splits", "scale_out"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
+        for name in ("layers_per_step", "urgent_degree", "lookahead", "split_batch", "batch_step"):
             value = getattr(self, name)
-            if name != "lookahead" and value is None:
+            if name in ("layers_per_step", "urgent_degree") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a positive integer")
@@ -141,11 +168,28 @@ class SchedulingConfig:
             reserved_growth=self.reserved_growth,
         )
 
+    @property
+    def cocoserve(self) -> CocoServeConfig:
+        """Settings of `cocoserve`."""
+        return CocoServeConfig(
+            vacancy_threshold=self.vacancy_threshold,
+            violation_threshold=self.violation_threshold,
+            window_s=self.window_s,
+            cool_down_s=self.cool_down_s,
+            split_batch=self.split_batch,
+            scale_out=self.scale_out,
+            migrated_share=self.migrated_share,
+            batch_step=self.batch_step,
+        )
+
     def make_policy(self, name: str | None = None) -> Policy:
-        """Return a new policy by name (None: the policy of these settings). Raise `UnknownPolicyError` for an unknown
-        name."""
+        """Return a new policy. Raise `UnknownPolicyError` if `name` is unknown.
+
+        `name`: name of the policy. None: the policy of these settings.
+        """
         order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
-        return make_policy(self.policy if name is None else name, Admission(order), self.amoeba, self.flying)
+        chosen = self.policy if name is None else name
+        return make_policy(chosen, Admission(order), self.amoeba, self.flying, self.cocoserve)
 
 
 def _is_number(value: object) -> bool:

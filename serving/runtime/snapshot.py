@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import InstanceStatus, MemoryReport
+from serving.runtime.placements import estimated_speedup, layers_by_device
 from sharding.degrees import degrees_up_to
 from sharding.owners import Owner
 
@@ -27,7 +28,7 @@ class Snapshot:
 
     @property
     def paused(self) -> int:
-        """Number of paused sequences, which keep their pages while others run on their devices."""
+        """Number of paused sequences. They keep their pages while other sequences run on their devices."""
         return sum(view.paused for view in self.instances)
 
     @property
@@ -48,6 +49,19 @@ class Snapshot:
         for view in self.instances:
             degrees[view.tensor_parallel_size] += 1
         return degrees
+
+    def layer_replicas(self) -> dict[tuple[int, int], int]:
+        """Return the number of layers by (instance, device): layers whose attention or FFN the device computes."""
+        return {
+            (view.id, device): count
+            for view in self.instances
+            if view.placement is not None
+            for device, count in layers_by_device(view.placement).items()
+        }
+
+    def placement_speedups(self) -> dict[int, float]:
+        """Return the estimated speed-up of each instance by its replicas (`estimated_speedup`)."""
+        return {view.id: estimated_speedup(view.placement) for view in self.instances if view.placement is not None}
 
     def weight_bytes(self) -> dict[int, int]:
         """Return the bytes of weights on each device."""

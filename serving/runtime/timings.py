@@ -12,7 +12,7 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class Timings:
-    """Durations for each degree, also for degrees without an instance now. Used by the dispatcher thread only."""
+    """Measured durations for each degree that an instance has had. Only the dispatcher thread uses it."""
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -21,8 +21,8 @@ class Timings:
         self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
-        """Record how long each group of a transformation took. Groups that only paused or resumed requests are left
-        out: they move no pages."""
+        """Record how long each group of a transformation took. A group that only paused or resumed requests is left
+        out, because it moves no pages."""
         for group in (group for group in report.groups if not (group.paused or group.resumed)):
             seconds = self._transformations_s.setdefault(
                 (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
@@ -32,8 +32,9 @@ class Timings:
     def take(self, instances: Sequence[Instance]) -> Timing:
         """Record the durations of present instances, and return all recorded durations.
 
-        The duration of a step is the median over the instances of a degree, when the degree last had instances. The
-        duration of a transformation is the median of the latest 8 with the same degrees before and after.
+        The duration of a step is the median over the instances of a degree. If a degree has no instance now, the latest
+        duration of this degree is kept. The duration of a transformation is the median of the latest 8 transformations
+        with the same old and new degree.
         """
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
@@ -49,8 +50,11 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Record the present throughput if all instances have one degree and decode, no instance is in transformation,
-        and the throughput is the highest of this degree."""
+        """Record the total throughput of all instances, if it is the highest so far of their degree.
+
+        Nothing is recorded if the instances have different degrees, or if an instance does not decode or is in
+        transformation.
+        """
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]
         if len(known) < len(instances) or len({instance.tp for instance in instances}) != 1:

@@ -8,10 +8,10 @@ from serving.scheduler import WaitingRequest
 
 
 class WaitingView:
-    """Waiting sequences by name (see `by_name`), refreshed for each snapshot. Used by the dispatcher thread only.
+    """Waiting sequences by name (see `by_name`), refreshed for each snapshot. Only the dispatcher thread uses it.
 
-    A sequence that cannot start now is hidden: its last token is still in flight, or a program is being compiled for
-    it.
+    A sequence is hidden if it cannot start now, because its last token is still in flight or because a program is being
+    compiled for it.
     """
 
     def __init__(self, engine: Engine):
@@ -22,7 +22,7 @@ class WaitingView:
         """Maximum lengths of the hidden sequences."""
 
     def snapshot(self) -> tuple[WaitingRequest, ...]:
-        """Return the requests that can start now, and update `hidden_tokens`: `max_total_tokens` of the hidden
+        """Return the requests that can start now. Set `hidden_tokens` to the maximum lengths of the hidden
         sequences."""
         awaits, hidden = self._awaited_programs(), []
         self._shown = {}
@@ -36,27 +36,25 @@ class WaitingView:
         return tuple(self._requests.values())
 
     def get(self, name: str) -> Sequence | None:
-        """Return a sequence of the last snapshot by its name; None if it is hidden or no longer waits."""
+        """Return a sequence of the last snapshot by its name; None if the sequence is hidden or no longer waits."""
         sequence = self._shown.get(name)
         return sequence if sequence in self._engine.waiting else None
 
     @property
     def siblings(self) -> list[Sequence]:
-        """Waiting samples whose request has an earlier sample (`Sequence.leader`), so that they can share its prompt
-        pages."""
+        """Waiting samples that can share the prompt pages of an earlier sample of their request (`Sequence.leader`)."""
         return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 
     def _awaited_programs(self):
-        """Return a function like the engine's `Admission.awaits_program`.
+        """Return a function that tells whether a sequence must wait until a program is compiled.
 
-        The result depends only on two properties of a sequence: whether its sampling uses state, and whether it shares
-        a prompt with other samples. The function evaluates each combination once, and returns False if both are false.
+        The function calls `Admission.awaits_program` only once for all sequences with the same needs.
         """
-        known: dict[tuple[bool, bool], bool] = {}
+        known: dict[tuple[bool, bool, bool], bool] = {}
 
         def awaits(sequence: Sequence) -> bool:
             shares = bool(sequence.siblings) or (sequence.leader is not None and sequence.leader.slot >= 0)
-            key = sequence.sampling.uses_state, shares
+            key = sequence.sampling.uses_state, shares, sequence.host_pages is not None
             if not any(key):
                 return False
             if key not in known:
@@ -66,8 +64,7 @@ class WaitingView:
         return awaits
 
     def _request(self, name: str, sequence: Sequence) -> WaitingRequest:
-        """Return the request for a sequence. Reuses the request of the last snapshot if nothing changed, because a new
-        one takes 3 us."""
+        """Return the request for a sequence. If nothing has changed, this is the request of the last snapshot."""
         known = self._requests.get(name)
         if (
             known is not None
@@ -75,14 +72,18 @@ class WaitingView:
             and known.arrival_s == sequence.arrival
             and known.beyond_share == sequence.beyond_share
             and known.waiting_since_s == sequence.waiting_since
+            and known.offloaded == (sequence.host_pages is not None)
         ):
             return known
         return waiting_request(name, sequence)
 
 
 def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
-    """Return sequences by unique name: `id` for the first sample of a request, `id[1]`, `id[2]` for further samples. If
-    a name is taken, an apostrophe is added."""
+    """Return sequences by unique name. The first sample of a request has the name `id`, the further samples have
+    `id[1]`, `id[2]` and so on.
+
+    If a name is taken, an apostrophe is added to it.
+    """
     named: dict[str, Sequence] = {}
     for sequence in sequences:
         name = f"{sequence.request_id}[{sequence.index}]" if sequence.index else sequence.request_id
@@ -106,4 +107,5 @@ def waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
         waiting_since_s=sequence.waiting_since,
         ttft_slo_s=sequence.params.ttft_slo_s,
         tpot_slo_s=sequence.params.tpot_slo_s,
+        offloaded=sequence.host_pages is not None,
     )

@@ -67,12 +67,14 @@ def test_chat_template_is_used_where_there_is_one(
     assert result.stdout == expected[kind] + "\n"
 
 
+@pytest.mark.slow
 def test_tensor_parallel_gives_the_same_text(text_model: Path, expected: dict[str, str]):
     devices = ["--num-devices", "4", "--tensor-parallel-size", "4"]
     result = run("-m", text_model, "-p", "hello", "--max-tokens", "12", *SMALL, *devices)
     assert result.stdout == expected["plain"] + "\n"
 
 
+@pytest.mark.slow
 def test_real_model_tells_the_recorded_story(shared_data: Path):
     model = shared_data / "models" / "stories260K"
     case = json.loads((model / "golden.json").read_text())["cases"][0]
@@ -159,6 +161,7 @@ def test_damaged_checkpoint_is_exit_code_1(text_model: Path, tmp_path: Path):
     assert result.stderr.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_quietly(text_model: Path):
     # The pipe holds less than the answer, which therefore cannot end before the signal arrives.
     with spawn(text_model, "-p", "hello", "--max-tokens", "4000", pipe_bytes=4096) as process:

@@ -15,7 +15,7 @@ from serving.cli import app
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SIZES = ["--num-devices", "2", "--device-memory", "8MiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+SIZES = ["--device-memory", "8MiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
 LLAMA_70B = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -45,10 +45,12 @@ def config_only(directory: Path, config: dict[str, Any]) -> str:
     return str(directory)
 
 
-def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cache: str):
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cache: str, num_devices: int):
     """The command has a config alone; the engine has weights as well."""
-    config = tiny_config("qwen3") | {"num_hidden_layers": 1, "vocab_size": 173}
-    where = ["--compile-cache", compile_cache, *SIZES]
+    # Vocabularies of no other model: none of the programs is in the cache yet.
+    config = tiny_config("qwen3") | {"num_hidden_layers": 1, "vocab_size": {1: 171, 2: 173}[num_devices]}
+    where = ["--compile-cache", compile_cache, "--num-devices", str(num_devices), *SIZES]
     bare = config_only(tmp_path / "bare", config)
     code, out, _ = run("-m", bare, *where, "--check", "--json")
     assert code == 1
@@ -63,13 +65,14 @@ def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cach
     code, out, _ = run("-m", bare, *where, "--check")
     assert (code, f"All {found['total']} programs are in the compile cache" in out) == (0, True)
     model = write_model(config, tmp_path / "whole")
-    settings: dict[str, Any] = {"num_devices": 2, "device_memory": "8MiB", "max_num_seqs": 1}
+    settings: dict[str, Any] = {"num_devices": num_devices, "device_memory": "8MiB", "max_num_seqs": 1}
     with LLM(model, **settings, max_num_batched_tokens=16, compile_cache=compile_cache, progress=False) as llm:
-        assert llm.warmup([1, 2]) == found["total"]
+        assert llm.warmup([1, 2][:num_devices]) == found["total"]
         assert all(info.cached for info in llm.executables())
         assert {info.name for info in llm.executables()} == {program["name"] for program in found["programs"]}
 
 
+@pytest.mark.slow
 def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
     """Nothing but sizes is made of an 80-layer model."""
     model = config_only(tmp_path / "large", LLAMA_70B)

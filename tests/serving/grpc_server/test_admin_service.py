@@ -238,6 +238,7 @@ def test_policies_are_switched(start: Callable[..., Live], small_llm: LLM):
     live.check_idle()
 
 
+@pytest.mark.slow
 def test_a_long_request_has_instances_merged_and_split_again(start: Callable[..., Live], small_llm: LLM):
     """Longer than what an instance holds, beside short ones that go on. With `static` it is refused."""
     prompt = "a long prompt. " * 24

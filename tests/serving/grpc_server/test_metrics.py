@@ -48,6 +48,12 @@ NAMES = {
     "weight_bytes",
     "kv_bytes",
     "compiles_after_ready_total",
+    "layer_replicas",
+    "scaling_operations_total",
+    "scaling_seconds_bucket",
+    "device_vacancy_ratio",
+    "slo_violation_ratio",
+    "placement_speedup",
 }
 
 
@@ -203,7 +209,8 @@ def test_prometheus_gets_the_names_of_dashboard_and_documents(metrics_url: str, 
     assert queried - known == set()
 
 
-def test_every_name_is_exported_and_the_dashboard_uses_exactly_these(live: Live):
+def test_every_name_is_exported_and_the_dashboard_uses_exactly_these(start: Callable[..., Live]):
+    live = start(scheduling=SchedulingConfig(policy="static"))
     transform(live, 2)
     transform(live, 1)
     exported = {name.partition("{")[0].removeprefix("amoeba:") for name in scrape(live)}

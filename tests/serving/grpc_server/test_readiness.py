@@ -30,7 +30,7 @@ def programs(live: Live, state: str) -> float | None:
 def test_degrees_become_ready_while_the_server_serves(
     start: Callable[..., Live], served_model: Path, compile_cache: str
 ):
-    settings = {"num_devices": 2, "tensor_parallel_size": 1, "device_memory": "64MiB", "max_num_seqs": 2}
+    settings = {"num_devices": 2, "tensor_parallel_size": 1, "device_memory": "64MiB", "max_num_seqs": 1}
     settings |= {"max_num_batched_tokens": 16, "compile_cache": compile_cache, "progress": False}
     with LLM(served_model, **settings) as llm:
         llm.warmup([1])

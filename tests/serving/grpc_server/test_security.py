@@ -124,7 +124,7 @@ def test_commands_have_a_certificate_of_their_own(start: Callable[..., Live], tm
     live = start(tls=TLS(*signed(tmp_path, "server", ca), client_ca=ca))
     trust, own = ["--target", live.target, "--tls-ca", str(ca)], ["--tls-certificate", str(certificate)]
     few = ["--num-prompts", "1", "--random-input-len", "8", "--random-output-len", "2"]
-    for command in (["chat", "--max-tokens", "2"], ["transform", "1"], ["bench", *few]):
+    for command in (["chat", "--max-tokens", "2"], ["transform", "1"], ["placement"], ["bench", *few]):
         result = CliRunner().invoke(app, [*command, *trust, *own, "--tls-key", str(key)], input="hello\n")
         assert result.exit_code == 0, result.output
         result = CliRunner().invoke(app, [*command, *trust, *own])

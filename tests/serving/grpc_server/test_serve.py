@@ -100,6 +100,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(serve: Callable[..., Process]):
         assert re.search(r"^\d+-\d+-\d+ \d+:\d+:\d+,\d+ INFO amoeba.scheduler: action=dispatch", server.said, re.M)
 
 
+@pytest.mark.slow
 def test_a_watcher_that_takes_no_answer_stops_neither_readiness_nor_sigterm(serve: Callable[..., Process]):
     server = serve()
     peer = DeafPeer(int(server.wait_for(r"listening on 127.0.0.1:(\d+)")[1]))
@@ -159,7 +160,7 @@ def test_eight_devices_merge_and_split_from_the_command_line(serve: Callable[...
             assert answers() == expected
 
 
-@pytest.mark.parametrize("host", ["::1", "[::1]", "localhost"])
+@pytest.mark.parametrize("host", ["[::1]", *(pytest.param(it, marks=pytest.mark.slow) for it in ("::1", "localhost"))])
 def test_every_kind_of_host_is_served(serve: Callable[..., Process], host: str):
     server = serve("--host", host)
     metrics = server.wait_for(r"metrics on (\S+)")[1]
@@ -172,7 +173,11 @@ def test_every_kind_of_host_is_served(serve: Callable[..., Process], host: str):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--host", "::g"], "host='::g' must be a host name or an IP address: it is not an IPv6 address"),
+        pytest.param(
+            ["--host", "::g"],
+            "host='::g' must be a host name or an IP address: it is not an IPv6 address",
+            marks=pytest.mark.slow,
+        ),
         (["--host", "192.0.2.1"], "192.0.2.1:0 cannot be bound: this machine does not have this address"),
         (["--host", "no-such-host.invalid"], "the host name cannot be resolved"),
     ],
@@ -186,7 +191,9 @@ def test_hosts_that_cannot_be_served_are_refused_with_the_reason(
     assert "Traceback" not in server.said
 
 
-@pytest.mark.parametrize("flag", ["--port", "--admin-port", "--metrics-port"])
+@pytest.mark.parametrize(
+    "flag", ["--port", *(pytest.param(flag, marks=pytest.mark.slow) for flag in ("--admin-port", "--metrics-port"))]
+)
 def test_a_port_in_use_is_refused_by_the_name_of_its_option(serve: Callable[..., Process], flag: str):
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
         server = serve("--host", "::1", flag, str(other.getsockname()[1]))
@@ -206,25 +213,46 @@ def test_shutdown_timeout_ends_what_takes_longer(serve: Callable[..., Process]):
         assert server.wait() == 0
 
 
-def test_commands_talk_with_a_server(serve: Callable[..., Process], tmp_path: Path):
-    token, admin = tmp_path / "token", tmp_path / "admin"
+def token_files(directory: Path) -> tuple[Path, Path]:
+    """Files with the token of clients, and with that of administrators."""
+    token, admin = directory / "token", directory / "admin"
     token.write_text("sesame\n")
     admin.write_text("root\n")
+    return token, admin
+
+
+@pytest.mark.slow
+def test_commands_talk_with_a_server_in_another_process(serve: Callable[..., Process], tmp_path: Path):
+    token, admin = token_files(tmp_path)
     server = serve("--num-devices", "2", "--api-token-file", token, "--admin-token-file", admin)
+    check_commands(server.target, token, admin)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_commands_talk_with_a_server(start: Callable[..., Live], tmp_path: Path):
+    live = start(api_token="sesame", admin_token="root")
+    try:
+        check_commands(live.target, *token_files(tmp_path))
+    finally:
+        live.llm.transform(1)
+
+
+def check_commands(target: str, token: Path, admin: Path) -> None:
+    """`chat` and `transform` with a server of two TP1 instances, which is one TP2 instance afterwards."""
     run = CliRunner().invoke
-    flags = ["--target", server.target, "--token-file", str(token)]
+    flags = ["--target", target, "--token-file", str(token)]
     chat = run(app, ["chat", *flags, "--max-tokens", "8"], input="hello\n/new\nhello\n")
-    with Client(server.target, token="sesame") as client:
+    with Client(target, token="sesame") as client:
         answer = client.generate([{"role": "user", "content": "hello"}], GREEDY)[0].text
     assert chat.exit_code == 0, chat.stderr
     assert chat.stdout == f"{answer}\n" * 2
     refused = run(app, ["transform", "2", *flags])
     assert refused.exit_code == 1
     assert refused.stderr.startswith("error: PERMISSION_DENIED")
-    done = run(app, ["transform", "2", "--target", server.target, "--token-file", str(admin)])
+    done = run(app, ["transform", "2", "--target", target, "--token-file", str(admin)])
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("TP2 after")
-    impossible = run(app, ["transform", "4", "--target", server.target, "--token-file", str(admin)])
+    impossible = run(app, ["transform", "4", "--target", target, "--token-file", str(admin)])
     assert impossible.exit_code == 1
     assert "FAILED_PRECONDITION" in impossible.stderr
 
@@ -253,6 +281,7 @@ def test_killed_clients_leave_nothing(serve: Callable[..., Process]):
         assert client.generate("hello", GREEDY)[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_server_killed_and_started_again_serves(serve: Callable[..., Process]):
     server = serve()
     with Client(server.target) as client:
@@ -304,6 +333,7 @@ def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_p
         assert "the engine has failed" in server.said
 
 
+@pytest.mark.slow
 def test_engine_that_is_stuck_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
     """The process is given a step that never returns once it is told to; it ends although its threads don't."""
     trigger, config = tmp_path / "block", tmp_path / "server.yaml"
@@ -406,9 +436,8 @@ def test_bad_placement_files_are_one_line_and_exit_code_2(
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    "form", ["file", *(pytest.param(form, marks=pytest.mark.slow) for form in ("auto", "settings"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["file", "auto", "settings"])
 def test_a_placement_is_served(serve: Callable[..., Process], served_llm: LLM, tmp_path: Path, form: str):
     file, config = tmp_path / "placement.json", tmp_path / "server.yaml"
     file.write_text(json.dumps(WHOLE))

@@ -13,7 +13,9 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import SamplingRow
 from serving.runtime.jax_executor import JaxExecutor, _running_request
 from serving.runtime.waiting_view import waiting_request
-from serving.scheduler import Reject, ScaleDown, ScaleUp
+from serving.scheduler import AmoebaConfig, Reject, ScaleDown, ScaleUp
+from serving.scheduler.cocoserve.config import CocoServeConfig
+from serving.scheduler.cocoserve.monitor import Monitor
 
 
 def sequence(prompt: int, output: int = 0, computed: int = 0, in_flight: int = 0, **fields: Any) -> Sequence:
@@ -74,12 +76,15 @@ def executor(*degrees: int) -> JaxExecutor:
             plan=SimpleNamespace(degrees=[1, 2, 4]),
             buckets=lambda tp: SimpleNamespace(max_num_seqs=8),
             capacity_tokens=lambda tp, released: 100 * tp,
+            sub_meshes=SimpleNamespace(devices=()),
         ),
         config=SimpleNamespace(tensor_parallel_size=1),
         capacity_tokens=lambda tp: 100 * tp,
         instances=instances,
     )
-    return JaxExecutor(cast(Engine, engine), 1, lambda action, future: None)
+    return JaxExecutor(
+        cast(Engine, engine), 1, lambda *done: None, lambda *done: None, Monitor(CocoServeConfig(), AmoebaConfig())
+    )
 
 
 @pytest.mark.parametrize("action", [ScaleUp((0, 1, 2, 3), 4), ScaleDown((4, 5), 2)])

@@ -135,7 +135,14 @@ def test_consecutive_long_requests_share_a_merged_instance(llm: LLM, schedule: S
     assert degrees(llm) == [2] + [1] * (llm.config.num_devices - 2)
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "static"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("amoeba", "flying")))
+        for name in POLICY_NAMES
+        if name != "static"
+    ],
+)
 def test_every_policy_serves_a_mix_with_the_same_tokens(llm: LLM, schedule: Schedule, policy: str):
     short, long = prompts(12, 16), prompts(2, 2 * CACHE)
     expected = undisturbed(llm, short, greedy(24), 1) + undisturbed(llm, long, greedy(8), llm.config.max_tp)
@@ -172,7 +179,7 @@ def test_what_fits_no_layout_is_refused_at_once(llm: LLM, schedule: Schedule):
 def test_a_deadline_passes_in_the_queue(llm: LLM, schedule: Schedule):
     """All room is taken, by requests that the one with a deadline cannot push aside."""
     schedule(policy="static")
-    background = Background(llm, prompts(16, 8), greedy(CACHE - 8))
+    background = Background(llm, prompts(10, 8), greedy(CACHE - 8))
     wait_for(lambda: all(view.running for view in llm.instances))
 
     async def ask() -> None:
@@ -186,7 +193,7 @@ def test_a_deadline_passes_in_the_queue(llm: LLM, schedule: Schedule):
 
 
 def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LLM):
-    background = Background(llm, prompts(24, 8), greedy(CACHE - 8))
+    background = Background(llm, prompts(14, 8), greedy(CACHE - 8))
     wait_for(lambda: any(view.waiting for view in llm.instances))
 
     async def ask() -> None:
@@ -201,7 +208,7 @@ def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LL
 
 def test_siblings_priorities_and_preemption(llm: LLM, schedule: Schedule):
     """More than there is room for: what is preempted is computed again, and nothing changes a token."""
-    requests = prompts(20, 30)
+    requests = prompts(8, 30)
     params = [
         SamplingParams(temperature=0.9, seed=index, n=1 + index % 3, max_tokens=30, priority=index % 2, ignore_eos=True)
         for index in range(len(requests))
@@ -300,6 +307,15 @@ def test_policies_are_replaced_while_serving(llm: LLM, schedule: Schedule):
         ({"merge_again_after_s": "soon"}, "merge_again_after_s='soon'"),
         ({"split_free_share": 1.5}, "split_free_share=1.5"),
         ({"reserved_growth": True}, "reserved_growth=True"),
+        ({"vacancy_threshold": 1.1}, "vacancy_threshold=1.1 must be from 0 to 1"),
+        ({"violation_threshold": 0}, "violation_threshold=0 must be above 0"),
+        ({"window_s": 0.0}, "window_s=0.0 must be above 0"),
+        ({"window_s": float("nan")}, "window_s=nan must be seconds"),
+        ({"cool_down_s": -1.0}, "cool_down_s=-1.0 must be seconds"),
+        ({"split_batch": 0}, "split_batch=0 must be a positive integer"),
+        ({"scale_out": 1}, "scale_out=1 must be true or false"),
+        ({"migrated_share": 0.0}, "migrated_share=0.0 must be above 0 and at most 1"),
+        ({"batch_step": 2.5}, "batch_step=2.5 must be a positive integer"),
         ({"layers_per_step": 0}, "layers_per_step=0"),
         ({"merge_to": 3}, "merge_to=3"),
         ({"lookahead": 0}, "lookahead=0"),
