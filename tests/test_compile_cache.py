@@ -144,6 +144,7 @@ def test_directory_that_cannot_be_written_is_read(filled: Path, directory: Path)
     assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_programs_of_another_jax_version_are_not_used(filled: Path, directory: Path):
     copy_of(filled, directory)
     other = "import jax._src.cache_key as key; key.jaxlib_version_str = '0.0.1'"
@@ -154,6 +155,7 @@ def test_programs_of_another_jax_version_are_not_used(filled: Path, directory: P
     assert result(start(directory))["hits"] >= 3
 
 
+@pytest.mark.slow
 def test_programs_that_were_not_used_for_longest_go_first(filled: Path, directory: Path):
     copy_of(filled, directory)
     sizes = sorted(path.stat().st_size for path in entries(directory))

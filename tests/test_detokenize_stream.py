@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from amoeba_jax.tokenizer import Tokenizer
 
 MODELS = Path(__file__).resolve().parents[2] / "shared" / "data" / "models"
-FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MOST_DECODED = 50
 """Limit of tokens decoded by each `push`, as documented by `DetokenizeStream`."""
 

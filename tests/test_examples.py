@@ -29,6 +29,7 @@ def test_notebooks_are_valid_and_store_no_outputs(path: Path):
             compile(cell.source, path.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+@pytest.mark.slow
 def test_cells_of_the_quickstart_run_with_a_tiny_model_on_one_device(
     tmp_path: Path, compile_cache: str, quick_compile: None, capsys: pytest.CaptureFixture[str]
 ):

@@ -175,7 +175,7 @@ REPEATING = st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(1, 8), 
 )
 
 
-@settings(FUZZ, max_examples=1000)
+@settings(FUZZ, max_examples=400)
 @given(
     text=st.one_of(LETTERS, st.lists(REPEATING, min_size=1, max_size=4).map("".join)),
     stop=st.lists(st.one_of(REPEATING, st.text("abc", min_size=1, max_size=9)), max_size=5).map(tuple),

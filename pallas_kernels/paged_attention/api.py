@@ -50,7 +50,7 @@ def paged_attention(
     implementation: Implementation = "auto",
     debug: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Compute causal attention of new tokens over the paged cache, which already holds their keys and values.
+    """Compute causal attention of new tokens over the paged cache, which must already hold the tokens' keys and values.
 
     T = 1 is decode, T > 1 a chunk of prefill. Query head i uses KV head `i // (H // K)`. Sums are in f32.
 
@@ -66,14 +66,14 @@ def paged_attention(
         sinks: one extra score for each query head, which takes part in the softmax but has no value.
         kv_scales: factors on the stored keys (row 0) and values (row 1) of each KV head.
         stride_order: permutation that transposes an extent to `[pages, K, 2, S, h]`: the value of a `PageLayout`.
-        implementation: `auto` chooses `mosaic_gpu` on a Hopper GPU if it supports the call, otherwise `xla`; on a GPU
-            the reason is logged. Other values force an implementation.
+        implementation: implementation to use. `auto`: `mosaic_gpu` on a Hopper GPU if this kernel supports the call,
+            and `xla` in all other cases. If `auto` chooses `xla` on a GPU, the reason is logged.
         debug: also check the contents of the tables, on the host. Slow.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, the implementation is unknown, or `mosaic_gpu` is
-            forced and does not support the call. With `debug`, also if a page is out of range or a position occurs
-            twice. Inside `jit`, such contents raise a run-time error of JAX instead, before attention starts.
+            given and does not support the call. With `debug`, also if a page is out of range or a position occurs
+            twice. Inside `jit`, these contents raise a run-time error of JAX instead, before attention starts.
     """
     options = Options(scale, sliding_window, soft_cap, sinks, kv_scales, tuple(stride_order))
     check_arguments(queries, extents, tables, query_positions, options)

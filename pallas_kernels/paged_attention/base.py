@@ -56,8 +56,8 @@ def visible(
 ) -> jax.Array:
     """Return the mask `[B, T, keys]` of the keys that each query attends to.
 
-    A query attends to the keys of its sequence at its own and earlier positions, but only to the last `sliding_window`
-    of them if that is not None. Position -1 marks a padding key or query.
+    A query attends to the keys of its sequence at its own and earlier positions. If `sliding_window` is given, the
+    query attends only to the last `sliding_window` of these keys. Position -1 marks a padding key or query.
     """
     keys, queries = key_positions[:, None, :], query_positions[:, :, None]
     mask = (keys >= 0) & (keys <= queries)

@@ -63,7 +63,8 @@ class Machine:
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
     """Return a function that runs compiled `paged_attention` on a workload.
 
-    `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` applies to both functions.
+    `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` also sets the `stride_order`
+    of `paged_attention`.
     """
     made = {name: options.pop(name) for name in ("extents", "scattered", "kv_dtype", "layout") if name in options}
     arguments = workload.make(machine.dtype, **made)
@@ -77,8 +78,8 @@ def attention(workload: Workload, machine: Machine, implementation: str, **optio
 def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
     """Return a function that runs causal attention over a dense cache, in plain XLA, as a baseline of the time.
 
-    Keys and values are contiguous arrays `[B, K, tokens, h]` with the sizes of the workload. They are in the order of
-    page ids, not in the order of the sequences, so the result differs from the result of `attention`.
+    Keys and values are contiguous arrays `[B, K, tokens, h]` with the sizes of the workload. Their order differs from
+    the order of the tokens in the sequences, so the result differs from the result of `attention`.
     """
     queries, (extent,), _, positions = workload.make(machine.dtype)
     w = workload
@@ -101,7 +102,7 @@ def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 def cudnn(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
     """Return a function that runs cuDNN's attention over contiguous keys and values.
 
-    The attention is causal if all tokens are new. Otherwise, every query attends to all keys.
+    If all tokens are new, the attention is causal. If not, every query attends to all keys.
     """
     w, key = workload, jax.random.key(1)
     queries = jax.random.normal(key, (w.batch, w.queries, w.kv_heads * w.group, w.head_dim), machine.dtype)
@@ -189,7 +190,7 @@ def variants(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
-    """Measure writes of new tokens, and copies of whole pages to and from a staging buffer. XLA writes in place."""
+    """Measure a write of new tokens, copies of pages to and from a staging buffer, and memory bandwidth."""
     w = workload
     _, (extent,), (table,), _ = w.make(machine.dtype)
     num_pages, itemsize = extent.shape[0], extent.dtype.itemsize

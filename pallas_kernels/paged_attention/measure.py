@@ -67,7 +67,7 @@ class Workload:
         return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * itemsize
 
     def flops(self) -> int:
-        """Return the floating-point operations of both matrix products. Keys behind a query do not count."""
+        """Return the floating-point operations of both matrix products. Only keys that a query attends to count."""
         before = self.tokens - self.queries
         keys = self.queries * before + self.queries * (self.queries + 1) // 2
         return 4 * self.batch * self.kv_heads * self.group * self.head_dim * keys
@@ -83,8 +83,8 @@ class Workload:
     ) -> tuple[jax.Array, list[jax.Array], list[PageTable], jax.Array]:
         """Return queries, extents, tables and query positions, with random contents and random page ids.
 
-        With several extents, consecutive pages of a sequence go to different extents if `scattered` is True; otherwise
-        all pages of a sequence are in one extent.
+        If there are several extents and `scattered` is True, consecutive pages of a sequence are in different extents.
+        If `scattered` is False, all pages of a sequence are in one extent.
         """
         random = np.random.default_rng(0)
         key = jax.random.key(0, impl="rbg")  # The default compiles for seconds, for each shape.
@@ -108,7 +108,7 @@ class Workload:
 
 
 def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
-    """Return the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all equally.
+    """Return the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all calls.
 
     After a warm-up, 5 to 50 rounds run, as many as fit in `budget_s`. In each round, a call of less than a millisecond
     is launched ten times in a row.

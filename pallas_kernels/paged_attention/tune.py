@@ -57,7 +57,8 @@ def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
 def best(shape: KernelShape, processors: int, time_s: Callable[[KernelConfig], float]) -> tuple[KernelConfig, float]:
     """Return the fastest candidate and its seconds. `time_s` measures a candidate.
 
-    The number of splits is searched last, with the other sizes of the fastest candidate so far.
+    First, all candidates with the default number of splits are measured. Then, other numbers of splits are measured for
+    the fastest of these candidates.
     """
     default = default_config(shape, processors)
     all_of_them = list(candidates(shape, processors))

@@ -28,7 +28,8 @@ class KernelConfig:
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages of shared memory; with `split_keys` a multiple of `warpgroups`.
         warpgroups: computing warpgroups, 1 or 2.
-        split_keys: True: the warpgroups share 64 query rows and take stages in turn. False: each has its own 64 rows.
+        split_keys: True: the warpgroups share 64 query rows and take stages in turn. False: each warpgroup has its own
+            64 rows.
         splits: number of parts into which the keys of a sequence are divided.
         thread_blocks: number of thread blocks, which take items (`mosaic_gpu.kernel`) in turn.
 
@@ -100,8 +101,8 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
     """Return the measured sizes for the most similar shape in the table of the device kind.
 
-    If page size and amount of work together differ from that shape by a factor of 2 or more, the number of splits is
-    computed by rule.
+    If the page sizes and amounts of work of the two shapes together differ by a factor of 2 or more, the number of
+    splits is computed by rule.
 
     Return the default sizes if there is no device or table, if no entry has the same phase, head size and element size
     of the cache, or if the measured sizes need too much shared memory for this shape.
@@ -141,7 +142,7 @@ def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> 
 
 
 def _splits(shape: KernelShape, config: KernelConfig, processors: int) -> int:
-    """Return the number of splits that keeps all processors busy, with at least four blocks of keys each."""
+    """Return the number of splits that keeps all processors busy. Each split has at least four blocks of keys."""
     longest = shape.max_tokens // (4 * config.block_tokens)
     return max(1, min(processors // shape.tiles(config), longest))
 

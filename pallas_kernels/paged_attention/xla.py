@@ -1,9 +1,9 @@
 """Paged attention in plain XLA operations, for CPU and as the fallback everywhere else.
 
 The softmax runs online over blocks of pages: each block is gathered, used and discarded, so the working set stays in
-cache. One loop reads the first extent, a second loop all other extents. The number of iterations is computed at run
-time, from the sequence with the most pages in these extents. One executable therefore serves every context length, and
-unused table entries cost nothing.
+cache. One loop reads the first extent, and a second loop reads all other extents. The number of iterations of a loop is
+computed at run time, from the sequence with the most pages in the extents of the loop. One executable therefore serves
+every context length, and unused table entries cost nothing.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 def block_tokens(batch: int, kv_heads: int) -> int:
     """Return the number of tokens of each sequence to gather in one iteration.
 
-    Measured for decode (2 cores, f32, head size 64, 2,048 tokens): 16 sequences with 8 KV heads are fastest at 32
-    tokens, 8 sequences with 4 KV heads at 128. One sequence with 4 KV heads gains 10% from 256, but short contexts
-    would waste most of such a block. Smaller blocks suffer from loop overhead, larger ones do not fit the L2 cache.
+    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. Measured for decode on 2 cores
+    (f32, head size 64, 2,048 tokens), 32 tokens are best for 16 sequences with 8 KV heads, and 128 tokens for 8
+    sequences with 4 KV heads. Larger blocks are not used, because short contexts would waste most of a block.
     """
     return min(128, max(32, 4096 // (batch * kv_heads)))
 

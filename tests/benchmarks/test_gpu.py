@@ -44,6 +44,7 @@ def run_tiny(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
     return run.stdout, json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_tiny_run_measures_steps_and_attention(tmp_path: Path):
     printed, report = run_tiny(tmp_path, "--parts=decode,kernels")
     assert list(report["parts"]) == ["kernels", "decode"]

@@ -157,10 +157,10 @@ converted = pytest.mark.xfail(BFLOAT16_IS_CONVERTED, reason="XLA converts bf16 e
     ("tp", "old", "new", "dtype"),
     [
         (2, (256,), (256,), "float32"),
-        (4, (192,), (192, 32, 32), "float32"),
+        pytest.param(4, (192,), (192, 32, 32), "float32", marks=pytest.mark.slow),
         (4, (192, 32, 32), (192,), "float16"),
         pytest.param(4, (192,), (192, 32, 32), "bfloat16", marks=converted),
-        pytest.param(2, (192, 32, 32), (192,), "bfloat16", marks=converted),
+        pytest.param(2, (192, 32, 32), (192,), "bfloat16", marks=[converted, pytest.mark.slow]),
     ],
     ids=str,
 )
@@ -194,7 +194,7 @@ def test_donated_extents_are_changed_in_place(tp, old, new, dtype, loop):
 
 
 @both_ways
-@pytest.mark.parametrize(("a", "b"), [(1, 2), (1, 4), (2, 4)])
+@pytest.mark.parametrize(("a", "b"), [pytest.param(1, 2, marks=pytest.mark.slow), (1, 4), (2, 4)])
 def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b, loop):
     """Every page reads back as one `[kv_heads, 2, page_size, head_dim]` array, at both degrees."""
     random, group = np.random.default_rng(a + b), group_of(b)

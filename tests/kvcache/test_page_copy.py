@@ -75,7 +75,7 @@ def test_targets_hold_what_sources_held_and_nothing_else_changes(shape, data, se
 def test_there_may_be_unused_ids_between_extents():
     extents = [jnp.full((1, 2), 1.0), jnp.full((1, 2), 2.0)]
     ids = jnp.array([0, 2], jnp.int32), jnp.array([2, -1], jnp.int32)
-    after = copy_pages(extents, (0, 2, 3), 1, *ids)
+    after = copy(extents, (0, 2, 3), 1, *ids)
     np.testing.assert_array_equal(np.concatenate(after), [[1, 1], [1, 1]])
 
 
@@ -87,7 +87,7 @@ BFLOAT16 = pytest.param(
 )
 
 
-@pytest.mark.parametrize("extent_pages", [(128,), (32, 64, 32)], ids=str)
+@pytest.mark.parametrize("extent_pages", [pytest.param((128,), marks=pytest.mark.slow), (32, 64, 32)], ids=str)
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "float32"), (4, "float16"), BFLOAT16])
 def test_donated_extents_are_written_in_place_on_every_rank(tp, extent_pages, dtype):
     group = SubMesh(0, tuple(jax.devices()[:tp]))

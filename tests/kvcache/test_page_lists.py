@@ -28,7 +28,7 @@ def reference(row: list[int], extent_starts: tuple[int, ...], e: int) -> list[tu
     return [(page - start, position) for position, page in enumerate(row) if start <= page < end]
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     extent_starts=st.sampled_from(EXTENT_STARTS),
     table=st.lists(st.lists(st.integers(0, 11), min_size=WIDTH, max_size=WIDTH), min_size=BATCH, max_size=BATCH),

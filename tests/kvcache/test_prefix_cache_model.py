@@ -288,4 +288,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=40)

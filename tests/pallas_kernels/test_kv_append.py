@@ -1,5 +1,7 @@
 """Writes of new keys and values: every token in its slot, nothing else changed, no copy of the extents."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +69,7 @@ def test_tokens_land_in_their_slots_and_nothing_else_changes(shape, data, seed):
 def test_keys_and_values_are_stored_in_the_dtype_of_the_cache():
     extent = jnp.zeros((1, 1, 2, 2, 2), jnp.bfloat16)
     keys, values = jnp.full((1, 1, 2), 1 / 3, jnp.float32), jnp.full((1, 1, 2), 2 / 3, jnp.float32)
-    (after,) = append_kv([extent], (0, 1), keys, values, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32))
+    (after,) = append([extent], (0, 1), keys, values, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32))
     assert after.dtype == jnp.bfloat16
     np.testing.assert_array_equal(after[0, 0, 0, 1], keys[0, 0].astype(jnp.bfloat16))
     np.testing.assert_array_equal(after[0, 0, 1, 1], values[0, 0].astype(jnp.bfloat16))
@@ -81,7 +83,7 @@ BFLOAT16 = pytest.param(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_donated_extents_are_written_in_place(kv_heads, dtype):
     """With separate indices for pages and slots, XLA once transposed and so copied the whole extent."""
     page_size, head_dim, tokens = 16, 64, 32
@@ -125,5 +127,6 @@ def test_scatter_says_that_its_rows_differ():
     for scatter in scatters:
         assert scatter.params["unique_indices"]
         before = written.jaxpr.replace(eqns=written.eqns, outvars=[scatter.invars[1]])
-        (rows,) = jax.core.eval_jaxpr(before, written.consts, *extents, tokens, tokens, ids, ids % 4)
+        rows_of = jax.jit(partial(jax.core.eval_jaxpr, before, written.consts))
+        (rows,) = rows_of(*extents, tokens, tokens, ids, ids % 4)
         assert len(np.unique(rows)) == 5 * 2 * 2

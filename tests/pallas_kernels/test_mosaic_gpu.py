@@ -111,8 +111,9 @@ def lower(shape: Shape, config: KernelConfig | None = None) -> str:
 
 # Sizes between the smallest and the largest one of their kind: they lower by the same code.
 INNER_SIZES = {
+    *(f"{n} elements a head" for n in (80, 96, 128)),
     *(f"fp8, {n} elements a head" for n in (64, 96, 128)),
-    *(f"chunk, {n} elements a head" for n in (64, 96)),
+    *(f"chunk, {n} elements a head" for n in (64, 96, 128)),
     *(f"{n} tokens a page" for n in (32, 64, 128)),
 }
 

@@ -131,7 +131,9 @@ def test_tuner_says_that_there_is_nothing_to_tune_without_a_gpu(monkeypatch):
         tune.main()
 
 
-@pytest.mark.parametrize(("extents", "scattered"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("extents", "scattered"), [pytest.param(1, True, marks=pytest.mark.slow), (3, True), (3, False)]
+)
 def test_workloads_name_every_token_once(extents, scattered):
     workload = Workload(2, 100, 3, kv_heads=2, group=1, head_dim=8, page_size=16)
     queries, pool, tables, positions = workload.make(jnp.float32, extents=extents, scattered=scattered)

@@ -18,13 +18,14 @@ BEFORE = ("", " ", "\n", "\n\n", "  ", "\n  ", "He ran. ", "He ran.\n", "x\n\n",
 AFTER = ("", " and", " Lily")
 
 
-@pytest.fixture(params=["stories260K", "SmolLM2-135M-Instruct", "Qwen2.5", "Qwen3"])
-def tokenizer(request: pytest.FixtureRequest, shared_data: Path, tmp_path: Path) -> Tokenizer:
+@pytest.fixture(scope="module", params=["stories260K", "SmolLM2-135M-Instruct", "Qwen2.5", "Qwen3"])
+def tokenizer(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     if not request.param.startswith("Qwen"):
         return Tokenizer.from_directory(shared_data / "models" / request.param)
     packed = shared_data / "tokenizers" / request.param / "tokenizer.json.gz"
-    (tmp_path / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
-    return Tokenizer.from_directory(tmp_path)
+    directory = tmp_path_factory.mktemp(request.param)
+    (directory / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
+    return Tokenizer.from_directory(directory)
 
 
 def row_for(words: list[str], tokenizer: Tokenizer) -> SamplingRow:

@@ -190,7 +190,7 @@ def test_broken_logits_give_no_token_and_harm_no_other_row(broken: float, whole_
     assert full == NO_TOKEN or (broken != np.inf and not whole_row and 0 <= full < logits.shape[1])
 
 
-@pytest.mark.parametrize("vocabulary", [64, 5000])
+@pytest.mark.parametrize("vocabulary", [pytest.param(64, marks=pytest.mark.slow), 5000])
 def test_row_gets_the_same_token_whatever_its_batch_and_place(vocabulary: int):
     rows, random = 12, np.random.default_rng(8)
     logits = random_logits(rows, vocabulary, seed=8)

@@ -64,7 +64,7 @@ sequences = st.builds(
 ).filter(is_served)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(cases=st.lists(sequences, min_size=1, max_size=ROWS), logits_seed=st.integers(0, 2**31))
 def test_any_options_together_give_the_expected_token(cases: list[Case], logits_seed: int):
     logits = random_logits(ROWS, seed=logits_seed)
@@ -77,7 +77,7 @@ def test_any_options_together_give_the_expected_token(cases: list[Case], logits_
         assert token == expected, case
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(case=sequences, logits_seed=st.integers(0, 2**31))
 def test_token_in_flight_makes_no_difference(case: Case, logits_seed: int):
     """The host decides by the last token, or the device does: the same comes of it."""
@@ -88,7 +88,7 @@ def test_token_in_flight_makes_no_difference(case: Case, logits_seed: int):
     assert sample_full(logits, [case]) == known
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(cases=st.lists(sequences, min_size=2, max_size=ROWS), logits_seed=st.integers(0, 2**31))
 def test_rows_with_options_do_not_touch_each_other(cases: list[Case], logits_seed: int):
     logits = random_logits(ROWS, seed=logits_seed)

@@ -78,10 +78,10 @@ def test_too_many_bad_words_are_refused_alone(llm: LLM):
 
 def test_samples_of_unseeded_requests_do_not_repeat_each_other(llm: LLM):
     params = SamplingParams(n=16, max_tokens=16, ignore_eos=True)
-    outputs = llm.generate([[1, 2, 3]] * 20, params)
+    outputs = llm.generate([[1, 2, 3]] * 10, params)
     samples = [completion.token_ids for output in outputs for completion in output.outputs]
-    assert len(samples) == 320
-    assert len(set(samples)) > 0.99 * 320
+    assert len(samples) == 160
+    assert len(set(samples)) > 0.99 * 160
 
 
 def test_samples_of_a_seeded_request_have_the_seeds_after_it(llm: LLM):

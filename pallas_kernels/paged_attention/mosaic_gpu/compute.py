@@ -41,7 +41,7 @@ class _Rows(NamedTuple):
 def compute_item(
     v: Variant, refs: Refs, scratch: dict[str, Any], worker: jax.Array, item: Item, step: jax.Array
 ) -> None:
-    """Compute and write the part of one warpgroup in the result of an item (see `kernel`).
+    """Compute the share of one warpgroup in an item (see `kernel`), and write its result.
 
     `worker` is the index of the warpgroup among the computing warpgroups. `step` is the number of stages that the
     thread block has used before this item.
@@ -84,7 +84,7 @@ def _cast(v: Variant, x: jax.Array, layout: Any) -> jax.Array:
 
 
 def _columns(v: Variant, vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcast a vector with one value for each row along the columns of a matrix."""
+    """Return a matrix of the given shape whose columns all equal `vector`."""
     return lax.broadcast_in_dim(vector, shape, (0,))
 
 
@@ -221,9 +221,10 @@ def _convert(v: Variant, source: Any, target: Any) -> None:
 
 
 def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
-    """Compute `a @ b` (or `a @ b.T`) in f32 with tensor cores. `b` is in shared memory, `a` there or in registers.
+    """Compute `a @ b` (or `a @ b.T`) in f32 with tensor cores.
 
-    The interpreter supports no `wgmma` with registers, and no transposed operands before JAX 0.12.
+    `b` is in shared memory, and `a` is in shared memory or in registers. The interpreter supports no `wgmma` with
+    registers, and no transposed operands before JAX 0.12.
     """
     if v.interpret:
         a, b = a[...], b[...]

@@ -2,8 +2,8 @@
 
 An *item* is a tile of query rows of one KV head, with one split of its keys. The kernel starts one thread block for
 each processor, and the thread blocks take items in turn. In a thread block, one or two warpgroups compute, and one
-issues copies (TMA). A *stage* of shared memory holds a *block*: `block_tokens` keys and values. Each copy into it is a
-*unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one extent. The computing
+issues copies (TMA). A *stage* of shared memory holds a *block*: `block_tokens` keys and values. One copy into a stage
+is a *unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one extent. The computing
 warpgroups only need the position of the first token of each unit, so the only cost of several extents is blocks that
 are not full.
 

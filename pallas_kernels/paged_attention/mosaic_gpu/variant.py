@@ -29,7 +29,7 @@ class Variant:
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages in shared memory; with `split_keys` a multiple of `warpgroups`.
         warpgroups: computing warpgroups, 1 or 2.
-        split_keys: True: warpgroups share rows and take stages in turn. False: each has its own rows.
+        split_keys: True: warpgroups share rows and take stages in turn. False: each warpgroup has its own rows.
         thread_blocks: number of thread blocks, at most one for each processor of the device.
         scale: factor on scores.
         sliding_window: number of positions that a query sees, or None.
@@ -100,9 +100,10 @@ class Variant:
 
     @property
     def copies_values(self) -> bool:
-        """Whether each warpgroup writes cleaned or converted values to its own buffer, not to the stage.
+        """Whether each warpgroup writes changed values to its own buffer, not to the stage.
 
-        This is needed if the values are converted, or if two warpgroups read the same stage.
+        The buffer is needed if values are converted. It is also needed if two warpgroups read the same stage,
+        because each warpgroup may set rows of values to zero.
         """
         return self.converts or (self.warpgroups > 1 and not self.split_keys)
 
@@ -161,14 +162,14 @@ def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class Refs(NamedTuple):
-    """Arguments and results in global memory. `M` is B x K x tiles x parts, in this order.
+    """Arguments and results in global memory. `M` is B x K x tiles x parts (`Variant.parts`), in this order.
 
     Attributes:
         queries: `[M, rows, h]` packed queries.
         row_positions: int32 `[B x tiles x parts, 64]` positions of the rows, -1 for padding.
         tile_positions: int32 `[B, tiles, 2]` lowest and highest position of the rows of a tile, without padding.
-        blocks: int32 `[B, tiles, extents, 2]` first visible block of units, and number of blocks from the first to the
-            last visible block.
+        blocks: int32 `[B, tiles, extents, 2]` first block that a tile sees in an extent, and number of blocks from the
+            first to the last visible block.
         page_ids: int32 `[B, extents, W]` page ids.
         page_positions: int32 `[B, extents, W]` logical positions of the pages.
         num_pages: int32 `[B, extents]` number of pages.
