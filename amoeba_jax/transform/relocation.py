@@ -123,8 +123,9 @@ class Relocation:
             allocators |= plan.joining.allocators
         opened: list[Home] = []
         try:
-            for home in [home for home in homes_of(plan.after) if home not in sites]:
-                sites[home], allocators[home] = self._open(home, opened)
+            for home in homes_of(plan.after):
+                if home not in sites:
+                    sites[home], allocators[home] = self._open(home, opened)
             self._check_room(needed, allocators)
             self._install(parts, sources, sites, allocators)
         except BaseException:
@@ -284,7 +285,7 @@ class Relocation:
 
     # Switches
 
-    def switch_layers(self, step: object = None) -> None:
+    def switch_layers(self) -> None:
         """Switch the next chunk of layers if its weights have arrived, or all layers if no sequence runs."""
         with TraceAnnotation("amoeba.switch", instance=self.instance.id):
             while self._left:
