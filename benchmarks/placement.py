@@ -27,10 +27,10 @@ import numpy as np
 from pausing import model
 from rich.console import Console
 from rich.table import Table
-from serving.scheduler.cocoserve.speedup import even_speedup
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.transform.options import PlacementOptions
+from serving.scheduler.cocoserve.speedup import even_speedup
 
 PAPER = {
     1: (0.2987, 0.2492, 1107),

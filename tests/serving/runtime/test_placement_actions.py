@@ -10,6 +10,7 @@ from executor_harness import CACHE, SLOTS, JaxHarness, apply, of, snapshot
 from amoeba_jax import LLM
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.transform.report import PlacementReport
+from serving.runtime import device_reader
 from serving.runtime.jax_executor import EngineScheduler, layer_sizes
 from serving.scheduler import (
     ClusterView,
@@ -67,6 +68,13 @@ def test_snapshots_have_layers_and_devices(jax: JaxHarness, executor_llm: LLM):
         assert 0 <= device.vacancy <= 1
 
 
+@pytest.fixture
+def frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the devices at each snapshot. A request may end within a second."""
+    monkeypatch.setattr(device_reader, "INTERVAL_S", 0)
+
+
+@pytest.mark.usefixtures("frequent_readings")  # before `jax`, which reads them at its start
 def test_pages_of_running_requests_are_not_free(jax: JaxHarness):
     (name,) = jax.start([(30, 20)])
     apply(jax, Dispatch(name, 0))
