@@ -5,6 +5,7 @@ import gc
 import logging
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
@@ -30,6 +31,7 @@ from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger, format_bytes
 from sharding.mesh import SubMesh, assemble
 from sharding.owners import Owner
+from sharding.placement import Homes, ModuleKind, Placement
 from sharding.release import ReleasedShard
 
 logger = logging.getLogger(__name__)
@@ -207,6 +209,23 @@ class Cluster:
             self.ledgers[site.group.start].remove(Owner.KV_CACHE, size, layer)
             site.kv[layer] = []
 
+    def open_device(self, device: int, *, samples: bool = False) -> None:
+        """Make the buffers that a device needs before it computes, unless it has them, and reserve its memory.
+
+        Args:
+            samples: whether the device also gets the buffers of the sampler.
+
+        Raises `MemoryBudgetError` or the error of the allocation. Call `close_device` then.
+        """
+        ledger, plan = self.ledgers[device], self.memory_plan
+        ledger.reserve("activations", self._activation_bytes)
+        ledger.reserve("staging", plan.staging_bytes)
+        sizes = [(Owner.HIDDEN, plan.hidden_bytes), *([(Owner.SAMPLING, plan.sampling_bytes)] if samples else [])]
+        for owner, size in sizes:
+            if not ledger.entries[(None, owner)]:
+                ledger.add(owner, size)
+        self.factory.open_device(device, samples=samples)
+
     def close_device(self, device: int) -> None:
         """Free all buffers of a device that no instance uses, except KV cache, and everything reserved."""
         for layer in (None, *range(self.dims.config.num_layers)):
@@ -299,7 +318,8 @@ class Cluster:
     def _abandon(self, instance: Instance) -> None:
         """Free the KV cache of an instance that goes out of service. Its memory stays reserved for the next one.
 
-        If its modules are at several homes, the next instance has all of them on its first device.
+        If its modules are at several homes, the next instance has all of them on its first device, or has the start
+        placement.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and home.degree == 1:
@@ -336,18 +356,49 @@ class Cluster:
     def _make_again(self, group: SubMesh) -> str | None:
         """Make the instance of a group that is out of service. If that fails, return the reason."""
         try:
-            placement = self.plan.placement
-            self.factory.hidden.replace_lost(group.device_indices if placement is None else placement.devices)
-            if placement is not None:
-                instance = self.factory.placed_instance(placement)
+            if self.plan.placement is not None:
+                instance = self._placed_instance(self.plan.placement)
             else:
+                self.factory.hidden.replace_lost(group.device_indices)
                 instance = self._empty_instance(group, self.lost[group])
         except Exception as error:
             drop_frames(error)
             return f"{type(error).__name__}: {error}"
         self.lost = {other: degree for other, degree in self.lost.items() if other != group}
         self.replace([], [instance])
+        for device in self.empty_devices if not self.lost else ():  # their modules have been copied back
+            self.close_device(device)
         return None
+
+    def _placed_instance(self, placement: Placement) -> Instance:
+        """Return an instance with the start placement and an empty cache. Modules return from other devices."""
+        for device in placement.devices:
+            self.open_device(device, samples=device == placement.head.start)
+        self.factory.hidden.replace_lost(placement.devices)
+        pages = home_pages(placement, self.plan.device_plans)
+        kv_bytes: dict[tuple[int, int], int] = defaultdict(int)
+        degrees: dict[tuple[int, int, ModuleKind], int] = {}
+        kinds: list[tuple[ModuleKind, tuple[Homes, ...]]] = [
+            ("attention", placement.attention),
+            ("ffn", placement.ffn),
+        ]
+        for kind, homes_by_layer in kinds:
+            for layer, homes in enumerate(homes_by_layer):
+                for home in set(homes):
+                    for device in home.devices:
+                        degrees[device, layer, kind] = home.degree
+                        kv_bytes[device, layer] += (kind == "attention") * pages[home] * self.memory_plan.page_bytes
+        for module, degree in degrees.items():
+            if degree == 1:  # modules of larger homes have not moved
+                self.weights.copy_modules(*module)
+        for device, ledger in enumerate(self.ledgers):
+            for layer in range(placement.num_layers):
+                for kind, _ in kinds:
+                    if (device, layer, kind) not in degrees:
+                        self.weights.drop_modules(device, layer, kind)
+                change = kv_bytes[device, layer] - ledger.entries[(layer, Owner.KV_CACHE)]
+                (ledger.add if change > 0 else ledger.remove)(Owner.KV_CACHE, abs(change), layer)
+        return self.factory.placed_instance(placement)
 
     def _empty_instance(self, group: SubMesh, released: int) -> Instance:
         """Return an instance with an empty cache. Its weights are released for a degree, or read again."""

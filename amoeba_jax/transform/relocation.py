@@ -38,7 +38,6 @@ from amoeba_jax.transform.relocation_plan import (
 from amoeba_jax.transform.report import PlacementReport
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.pages import PagePool
-from sharding.owners import Owner
 from sharding.placement import Home, Placement
 
 
@@ -105,11 +104,22 @@ class Relocation:
 
         Raises `OutOfPagesError` or `MemoryBudgetError`, with nothing changed.
         """
+        cluster = self.cluster
+        shrunk: list[tuple[Site, BuddyAllocator, tuple[int, ...]]] = []
+        try:
+            for home, extents in self.plan.extents.items():
+                site, allocators = site_at(cluster, home), allocators_at(cluster, home)
+                if site is not None and allocators is not None and (extra := site.extent_pages[len(extents) :]):
+                    shrink(cluster, home, site, allocators[0])
+                    shrunk.append((site, allocators[0], extra))
+            self._begin()
+        except BaseException:
+            for site, allocator, extra in shrunk:
+                grow(cluster, site, allocator, extra)
+            raise
+
+    def _begin(self) -> None:
         plan, instance, cluster = self.plan, self.instance, self.cluster
-        for home in plan.extents:
-            site, allocators = site_at(cluster, home), allocators_at(cluster, home)
-            if site is not None and allocators is not None and len(site.extent_pages) > len(plan.extents[home]):
-                shrink(cluster, home, site, allocators[0])
         parts, sources = self._parts()
         needed = self._lacking(parts, sources)
         if not self._make_room(needed):
@@ -191,15 +201,11 @@ class Relocation:
         site, allocators = site_at(cluster, home), allocators_at(cluster, home)
         if site is not None and allocators is not None:
             return site, allocators
-        device, memory = home.start, cluster.memory_plan
         if not in_use(cluster, home):
             opened.append(home)
-            cluster.ledgers[device].reserve("activations", cluster.activation_bytes)
-            cluster.ledgers[device].reserve("staging", memory.staging_bytes)
-            cluster.ledgers[device].add(Owner.HIDDEN, memory.hidden_bytes)
-            cluster.factory.open_device(device, samples=False)
+            cluster.open_device(home.start)
         extents = self.plan.extents[home]
-        return cluster.factory.empty_site(home, extents), [cluster.factory.open_allocator(device, extents)]
+        return cluster.factory.empty_site(home, extents), [cluster.factory.open_allocator(home.start, extents)]
 
     def _install(
         self,
@@ -437,8 +443,7 @@ class Relocation:
         copies = weights.copy_modules(device, None)
         self.copied_bytes += sum(copy.nbytes for copy in copies)
         self.arrays += copies
-        cluster.ledgers[device].add(Owner.SAMPLING, cluster.memory_plan.sampling_bytes)
-        cluster.factory.open_device(device, samples=True)
+        cluster.open_device(device, samples=True)
         new = cluster.factory.instance_on(home, instance.runner.sites[home], instance.allocators[home])
         moved = list(last.running)
         slots = [sequence.slot for sequence in moved]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from amoeba_jax.errors import ConfigError
 from serving.scheduler import Admission, AmoebaConfig, FlyingConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
-from serving.scheduler.cocoserve.config import CocoServeConfig
+from serving.scheduler.cocoserve.config import REQUEST_POLICIES, CocoServeConfig, RequestPolicy
 from serving.scheduler.flying_config import PREEMPTIONS
 from sharding.degrees import is_degree
 
@@ -64,6 +64,8 @@ class SchedulingConfig:
     because of heavy load do not wait."""
     burst_wait_s: float = FlyingConfig.burst_wait_s
     """flying: seconds that a short request waits for room before groups split for it."""
+    request_policy: RequestPolicy = CocoServeConfig.request_policy
+    """cocoserve: policy that dispatches requests, and that merges and splits instances: amoeba or flying."""
     vacancy_threshold: float = CocoServeConfig.vacancy_threshold
     """cocoserve: vacancy rate of a device, from 0 to 1, from which layers replicate to it."""
     violation_threshold: float = CocoServeConfig.violation_threshold
@@ -102,6 +104,9 @@ class SchedulingConfig:
             if not _is_number(value) or not 0 <= value < math.inf:
                 what = "requests" if name in ("calm_requests", "burst_requests") else "seconds"
                 raise ConfigError(f"{name}={value!r} must be {what}, finite and at least 0")
+        if self.request_policy not in REQUEST_POLICIES:
+            known = ", ".join(REQUEST_POLICIES)
+            raise ConfigError(f"request_policy={self.request_policy!r} must be one of {known}")
         if self.preemption not in PREEMPTIONS:
             raise ConfigError(f"preemption={self.preemption!r} must be one of {', '.join(PREEMPTIONS)}")
         if not self.burst_requests >= 2 * self.calm_requests > 0 or not self.load_window_s:
@@ -172,6 +177,7 @@ class SchedulingConfig:
     def cocoserve(self) -> CocoServeConfig:
         """Settings of `cocoserve`."""
         return CocoServeConfig(
+            request_policy=self.request_policy,
             vacancy_threshold=self.vacancy_threshold,
             violation_threshold=self.violation_threshold,
             window_s=self.window_s,

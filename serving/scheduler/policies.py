@@ -35,7 +35,7 @@ _MAKERS: dict[str, Callable[[_Settings], Policy]] = {
         PaperConfig(reserve_memory_s=s.amoeba.reserve_memory_s, reserved_growth=s.amoeba.reserved_growth), s.admission
     ),
     FlyingPolicy.name: lambda s: FlyingPolicy(s.flying, s.admission),
-    CocoServePolicy.name: lambda s: CocoServePolicy(s.cocoserve, s.amoeba, s.admission),
+    CocoServePolicy.name: lambda s: CocoServePolicy(s.cocoserve, s.amoeba, s.admission, s.flying),
     RoundRobinPolicy.name: lambda s: RoundRobinPolicy(s.admission, s.amoeba.reserved_growth, s.amoeba.splits),
     LeastLoadFirstPolicy.name: lambda s: LeastLoadFirstPolicy(s.admission, s.amoeba.reserved_growth, s.amoeba.splits),
     StaticPolicy.name: lambda s: StaticPolicy(s.admission, s.amoeba.reserved_growth),
@@ -58,7 +58,7 @@ def make_policy(
         config: settings of `amoeba`, which `cocoserve` uses too. `round_robin` and `least_load_first` use its split
             settings and `reserved_growth`, `amoeba_paper` uses `reserve_memory_s` and `reserved_growth`, and `static`
             uses `reserved_growth`.
-        flying: settings of `flying`.
+        flying: settings of `flying`, which `cocoserve` can use too.
         cocoserve: further settings of `cocoserve`.
     """
     if name not in _MAKERS:

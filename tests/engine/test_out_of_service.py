@@ -12,7 +12,7 @@ import pytest
 from device_memory import settled_live_bytes
 from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model, write_model
 from transform_cases import SHARED, Background, decoding, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM
@@ -83,7 +83,7 @@ def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
     flight when its requests have ended."""
     in_dispatcher(llm, engine_of(llm).drain)
     ledgers, live = engine_of(llm).cluster.ledgers, settled_live_bytes()
-    unbooked = [live[device] - ledger.live_bytes for device, ledger in enumerate(ledgers)]
+    unbooked = [live.get(device, 0) - ledger.live_bytes for device, ledger in enumerate(ledgers)]
     return [{key: size for key, size in ledger.entries.items() if size} for ledger in ledgers], unbooked
 
 
@@ -221,3 +221,27 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(
     assert {view.phase for view in idle.instances} == {"serving"}
     revive(idle)
     assert tokens(running.result()) == expected
+
+
+def test_an_instance_on_two_devices_returns_to_its_start_placement(
+    tmp_path_factory: pytest.TempPathFactory, compile_cache: str
+):
+    """Its layers had replicated, and had migrated to a device that was empty."""
+    config = tiny_config("llama2") | {"num_hidden_layers": 4}
+    directory = write_model(config, tmp_path_factory.mktemp("four-layers"))
+    stages = [{"layers": [0, 2], "homes": [[0]]}, {"layers": [2, 4], "homes": [[1]]}]
+    placement = {"head": [0], "stages": stages}
+    with make(directory, compile_cache, device_memory="16MiB", **SHARED, placement=placement) as llm:
+        asked = requests(4, max_tokens=32)
+        before, expected = booked(llm), tokens(llm.generate(*asked))
+        llm.replicate(range(0, 1), 1)
+        llm.migrate(range(2, 4), 2)
+        running = Background(llm, *asked)
+        wait_until_decoding(llm, 2)
+        lose(llm, (0,))
+        assert llm.instances == ()
+        revive(llm)
+        assert tokens(running.result()) == expected
+        assert str(llm.placement()) == "0-1: TP1[0]   2-3: TP1[1]"
+        assert booked(llm) == before
+        check_idle(llm)

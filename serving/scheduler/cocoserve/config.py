@@ -1,12 +1,18 @@
 """Settings of the policy `cocoserve`: docs/scheduling.md."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+RequestPolicy = Literal["amoeba", "flying"]
+REQUEST_POLICIES: tuple[RequestPolicy, ...] = get_args(RequestPolicy)
 
 
 @dataclass(frozen=True)
 class CocoServeConfig:
     """Settings of the policy `cocoserve`, in addition to the settings of `amoeba` with the limits of latencies."""
 
+    request_policy: RequestPolicy = "amoeba"
+    """Policy that dispatches requests, and that merges and splits instances."""
     vacancy_threshold: float = 0.5
     """Vacancy rate of a device, averaged over `window_s`, from which layers replicate to it (T_up of CoCoServe 5)."""
     violation_threshold: float = 0.1

@@ -1,4 +1,4 @@
-"""CoCoServe's policy: the placement of requests is `amoeba`'s, and a controller changes the placement of layers."""
+"""CoCoServe's policy: another policy places requests, and a controller changes the placement of layers."""
 
 import itertools
 import math
@@ -33,6 +33,8 @@ from serving.scheduler.cocoserve.algorithms import (
 from serving.scheduler.cocoserve.config import CocoServeConfig
 from serving.scheduler.cocoserve.monitor import Monitor
 from serving.scheduler.cocoserve.speedup import Homes
+from serving.scheduler.flying import FlyingPolicy
+from serving.scheduler.flying_config import FlyingConfig
 from serving.scheduler.view import ClusterView, InstanceView
 
 _INTERVAL_S = 1.0
@@ -47,14 +49,20 @@ _HELPED = 0.98
 class CocoServePolicy:
     """The policy `cocoserve` (docs/scheduling.md).
 
-    `amoeba` dispatches requests and merges and splits instances. In addition, at most one change of placement is
-    requested at a time: growth while devices are vacant (Algorithm 1), a reduction while SLOs are violated (Algorithm
-    2). If `amoeba` merges instances whose layers have other homes, these layers return first.
+    `amoeba` or `flying` dispatches requests, and merges and splits instances (`CocoServeConfig.request_policy`). In
+    addition, at most one change of placement is requested at a time: growth while devices are vacant (Algorithm 1), a
+    reduction while SLOs are violated (Algorithm 2). Before a merge of instances whose layers have other homes, these
+    layers return.
 
-    Without `ClusterView.layer`, the decisions are `amoeba`'s.
+    Without `ClusterView.layer`, there are only the decisions of the other policy.
+
+    Args:
+        amoeba: settings of `amoeba`. Its limits of latencies are the SLOs of the monitor.
+        flying: settings of `flying`.
 
     Attributes:
         monitor: averages on which the controller decides.
+        pauses: whether the other policy pauses requests, and resumes them itself.
     """
 
     name = "cocoserve"
@@ -64,10 +72,12 @@ class CocoServePolicy:
         config: CocoServeConfig | None = None,
         amoeba: AmoebaConfig | None = None,
         admission: Admission | None = None,
+        flying: FlyingConfig | None = None,
     ):
         self.config = config or CocoServeConfig()
-        self._amoeba = AmoebaPolicy(amoeba, admission)
-        self.monitor = Monitor(self.config, self._amoeba.config)
+        self.pauses = self.config.request_policy == "flying"
+        self._requests = FlyingPolicy(flying, admission) if self.pauses else AmoebaPolicy(amoeba, admission)
+        self.monitor = Monitor(self.config, amoeba or AmoebaConfig())
         self._changed_s = self._checked_s = -math.inf
         self._latest: list[Action] = []
         """Latest change of the controller."""
@@ -81,7 +91,7 @@ class CocoServePolicy:
 
     def decide(self, view: ClusterView) -> list[Action]:
         """See `Policy.decide`."""
-        actions = self._amoeba.decide(view)
+        actions = self._requests.decide(view)
         if view.layer is None:
             return actions
         self.monitor.update(view)
@@ -178,7 +188,7 @@ class CocoServePolicy:
         finds one; at most one change.
 
         Args:
-            merging: devices that `amoeba` merges.
+            merging: devices that merge.
             devices: devices that may receive layers.
         """
         hosts = {d for d in devices if d not in merging and can_host(view, d)}

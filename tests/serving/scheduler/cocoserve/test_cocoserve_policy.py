@@ -179,6 +179,17 @@ def test_merge_is_requested_if_evictions_were_refused():
     assert isinstance(merge, ScaleUp)
 
 
+def test_flying_merges_for_urgent_requests_when_the_replicas_have_gone():
+    policy = CocoServePolicy(CocoServeConfig(request_policy="flying"))
+    urgent = dataclasses.replace(LONG, prompt_tokens=100, max_tokens=50, priority=-1)
+    spread = instance(0, 4, homes={range(0, 8): (0, 1)})
+    (change,) = policy.decide(cluster(spread, instance(1, 4), queue=(urgent,), num_devices=2))
+    assert change == Evict(0, (0, 8), 1, change.reason)
+    merge, *_ = policy.decide(cluster(instance(0, 4), instance(1, 4), queue=(urgent,), num_devices=2))
+    assert isinstance(merge, ScaleUp)
+    assert (merge.running, policy.pauses) == ("pause", True)
+
+
 def test_nothing_grows_on_devices_that_merge():
     view = cluster(
         instance(0, 20, homes={range(0, 8): (0, 1)}, changes_placement=True), instance(1), queue=(LONG,), num_devices=2
