@@ -1,4 +1,4 @@
-"""Stored attention heads: the heads of the model, extended so that every degree up to `max_tp` divides them."""
+"""Attention heads as they are stored: copies or zero heads are added so that every degree up to `max_tp` divides them."""
 
 from dataclasses import dataclass
 
@@ -72,5 +72,5 @@ class HeadLayout:
 
     @property
     def kv_padding(self) -> float:
-        """Ratio of stored KV heads to the KV heads of the model: the KV cache is larger by this factor."""
+        """Stored KV heads divided by the KV heads of the model. The KV cache is larger by this factor."""
         return self.kv_heads / self.model_kv_heads
