@@ -61,7 +61,7 @@ class PageGeometry:
         return self.max_tp // self.sub_pages(tp)
 
     def order(self, tp: int) -> int:
-        """Return the order of the allocator block of a sub-page at degree `tp`: log2 of its units. It is 0 at `max_tp`."""
+        """Return the order of the allocator block of a sub-page at degree `tp`: log2 of its units."""
         return self.units_per_page(tp).bit_length() - 1
 
     def pages_for(self, num_tokens: int) -> int:

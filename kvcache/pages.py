@@ -117,7 +117,7 @@ class PagePool:
         return np.max(np.array(ranks, np.int32), axis=0)
 
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
-        """Return the first units of all pages of a table on each rank. Raise `ValueError` if a page is not allocated."""
+        """Return the first units of all pages of a table on each rank. Raise `ValueError` for a page that is free."""
         if table.ndim != 2 or len(table) != self.tp:
             raise ValueError(f"a table of shape {table.shape} is not [{self.tp}, pages], a row for each rank")
         ranks = (table * self._units_per_page).tolist()
@@ -155,7 +155,7 @@ class SequencePages:
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Return how many pages the sequence must add to hold `num_tokens` tokens. Negative if it has more than enough."""
+        """Return how many pages the sequence lacks for `num_tokens` tokens. Negative if it has more than enough."""
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:

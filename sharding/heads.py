@@ -1,4 +1,4 @@
-"""Attention heads as they are stored: copies or zero heads are added so that every degree up to `max_tp` divides them."""
+"""Stored attention heads: the heads of the model, extended so that every degree up to `max_tp` divides them."""
 
 from dataclasses import dataclass
 

@@ -91,7 +91,7 @@ def _copy_extent(
 
 
 def drain(v: Variant, scratch: dict[str, Any], steps: jax.Array) -> None:
-    """Wait until the computing warpgroups have read all `steps` stages. Mosaic requires a wait for each barrier phase."""
+    """Wait until the computing warpgroups have read all `steps` stages: each barrier phase needs a wait."""
     plgpu.barrier_wait(scratch["queries_free"])
     for slot in range(v.stages):
 
