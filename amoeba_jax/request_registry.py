@@ -1,4 +1,4 @@
-"""The registry of unfinished requests, which also creates requests and submits them to the engine."""
+"""Registry of unfinished requests. It also creates requests and submits them to the engine."""
 
 import contextlib
 import itertools
@@ -68,7 +68,7 @@ class RequestRegistry:
         client: str = "",
         arrival: float | None = None,
     ) -> Request:
-        """Check a prompt and its settings, and return a request for `register`, `submit` and `end`.
+        """Check a prompt and its settings, and create a request. The request is not registered or submitted yet.
 
         Args:
             prompt: text or token ids.
