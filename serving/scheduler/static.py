@@ -7,10 +7,10 @@ from serving.scheduler.view import ClusterView
 
 
 class StaticPolicy:
-    """The policy `static`: each request goes to the least-loaded instance with room, and degrees never change.
+    """Policy `static`: each request goes to the least-loaded instance with room, and degrees never change.
 
-    A request that no present instance can hold is rejected. If a request finds no room, an instance is reserved for it,
-    so that later requests do not take the room of this instance.
+    A request that no present instance can hold is rejected. If a request finds no room, an instance is closed for later
+    requests, so that they do not take its free tokens.
     """
 
     name = "static"

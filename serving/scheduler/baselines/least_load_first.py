@@ -1,4 +1,4 @@
-"""Baseline: the least-loaded instance is next."""
+"""Baseline policy: each request goes to the least-loaded instance."""
 
 from collections.abc import Mapping
 
@@ -7,8 +7,10 @@ from serving.scheduler.view import InstanceView
 
 
 class LeastLoadFirstPolicy(BindingPolicy):
-    """The policy `least_load_first`: each request goes to the instance with the smallest load, even if this instance is
-    too small for the request. Requests that wait for an instance count in its load."""
+    """Policy `least_load_first`: each request goes to the instance with the smallest load.
+
+    This instance may be too small for the request. Requests that wait for an instance count in its load.
+    """
 
     name = "least_load_first"
 

@@ -1,4 +1,4 @@
-"""Baseline: instances take turns."""
+"""Baseline policy: instances take turns."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from serving.scheduler.view import InstanceView
 
 
 class RoundRobinPolicy(BindingPolicy):
-    """The policy `round_robin`: each request goes to the next instance in device order."""
+    """Policy `round_robin`: each request goes to the next instance in device order."""
 
     name = "round_robin"
 
