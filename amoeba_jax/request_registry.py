@@ -145,7 +145,7 @@ class RequestRegistry:
         self.submit_soon(requests).result()
 
     def cancel(self, request_id: str) -> bool:
-        """See `LLM.cancel`."""
+        """Abort a request. Return False if no unfinished request has this id (`LLM.cancel`)."""
         with self._lock:
             request = self._requests.get(request_id)
         if request is None:

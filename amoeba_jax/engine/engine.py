@@ -190,7 +190,7 @@ class Engine:
                 self.sequences.reject(sequence, error)
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
-        """See `Sequences.finish`."""
+        """End sequences early and free their pages (`Sequences.finish`)."""
         self.sequences.finish(sequences, reason, stop_reason)
 
     @property
@@ -236,7 +236,7 @@ class Engine:
         return self.relocations.request(options)
 
     def offload(self, sequence: Sequence) -> None:
-        """See `Admission.offload`."""
+        """Move the KV cache of a running sequence to host memory (`Admission.offload`)."""
         self.admission.offload(sequence)
 
     def limit_batch(self, instance_id: int, size: int | None) -> None:

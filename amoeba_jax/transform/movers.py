@@ -78,8 +78,8 @@ class InPlaceMover:
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
         """Return the plan in two parts: exchanges to run as separate programs, and exchanges for step programs.
 
-        The second part has the last exchanges of the plan, at most `most`. Each exchange there has one phase and moves pieces
-        between different ranks.
+        The second part has the last exchanges of the plan, at most `most`. Each exchange there has one phase and moves
+        pieces between different ranks.
         """
         if most not in self._divided:
             count = 0

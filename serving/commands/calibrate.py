@@ -35,7 +35,7 @@ class _PinPolicy:
         self._width, self._next = width, 0
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         actions: list[Action] = []
         steady = [i for i in view.instances if i.transition_to is None][: self._width]
         given = {i.id: 0 for i in steady}

@@ -97,7 +97,7 @@ class NvmlUtilization:
     def open(cls, devices: Sequence[jax.Device]) -> "NvmlUtilization | None":
         """Return an object that reads these devices.
 
-        Return None if they are no GPUs or NVML cannot read all of them.
+        Return None if NVML cannot read all devices.
         """
         if {device.platform for device in devices} != {"gpu"}:
             return None

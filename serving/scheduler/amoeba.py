@@ -33,7 +33,7 @@ class AmoebaPolicy:
         """Whether a short request found no room in the last decision."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         view = dataclasses.replace(view, merge_to=self.config.merge_to)
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")

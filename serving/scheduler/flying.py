@@ -39,7 +39,7 @@ class FlyingPolicy:
         """Value of `FlyingRound.split_at_s` in the last decision."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         room = Room(view, self.config.reserved_growth)

@@ -22,7 +22,7 @@ class QueueOrder:
     eventually goes ahead of all later arrivals.
 
     A request that has waited `starving_s` goes ahead of all other requests, whatever their priority. Among several such
-    requests, the one that has waited longest goes first. The time in which a request runs is not waiting time.
+    requests, the request that has waited longest goes first. The time in which a request runs is not waiting time.
 
     Requests beyond their client's share (`WaitingRequest.beyond_share`) go last, ordered by due time.
     """

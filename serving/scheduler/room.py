@@ -182,7 +182,7 @@ class Room:
         self._closed.add(instance.id)
 
     def assign(self, instance: InstanceView, request: WaitingRequest) -> None:
-        """Subtract the tokens and the slot of a request from the free ones of an instance."""
+        """Assign a request: reduce the free tokens and slots of an instance by the needs of the request."""
         self._free[instance.id] -= self.need(request)
         self._slots[instance.id] -= 1
         self._new_prompt_tokens[instance.id] += request.prompt_tokens

@@ -19,7 +19,7 @@ class StaticPolicy:
         self._admission, self._growth = admission or Admission(), reserved_growth
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         if not view.instances:
             return []
         largest = max(view.instances, key=lambda i: i.capacity_tokens)

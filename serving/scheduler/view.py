@@ -290,7 +290,7 @@ class DeviceView:
 
     @property
     def vacancy(self) -> float:
-        """Vacancy rate of CoCoServe: the free share of memory or of computing time, whichever is smaller."""
+        """Vacancy rate of CoCoServe: the smaller of the free share of memory and the free share of computing time."""
         return max(min(self.free_bytes / max(self.memory_bytes, 1.0), 1 - self.utilization), 0.0)
 
 

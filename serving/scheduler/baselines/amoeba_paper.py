@@ -51,7 +51,7 @@ class AmoebaPaperPolicy:
         """Devices that are being merged for a waiting request, by request id. Each merge doubles their degree."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         room = Room(view, self.config.reserved_growth)

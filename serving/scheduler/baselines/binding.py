@@ -42,7 +42,7 @@ class BindingPolicy(ABC):
         """
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         longest = view.longest
         rejects, queue = self._admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         room = Room(view, self._growth)

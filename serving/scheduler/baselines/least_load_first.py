@@ -15,5 +15,5 @@ class LeastLoadFirstPolicy(BindingPolicy):
     name = "least_load_first"
 
     def choose(self, instances: list[InstanceView], waiting_tokens: Mapping[int, int]) -> InstanceView:
-        """See `BindingPolicy.choose`."""
+        """Return the instance for the next request (`BindingPolicy.choose`)."""
         return min(instances, key=lambda i: i.load + 2 * waiting_tokens.get(i.id, 0) / i.capacity_tokens)

@@ -74,7 +74,7 @@ class CocoServePolicy:
         self._latest: list[Action] = []
         """Latest change that the controller requested."""
         self._violated_at_load: float | None = None
-        """Load at the latest change because of SLO violations. None after the load has fallen below `_CALM` of this load."""
+        """Load at the latest change because of SLO violations. None after the load has fallen far enough."""
         self._limited_step_s: dict[int, float] = {}
         """Seconds of a decode step before the latest reduction of the batch, by instance id.
 
@@ -84,7 +84,7 @@ class CocoServePolicy:
         """Devices of instances that this policy has started. It may end them."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         actions = self._amoeba.decide(view)
         if view.layer is None:
             return actions
