@@ -1,8 +1,8 @@
 """Contents of the next step: a token of each decoding sequence, and chunks of prompts.
 
-`plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes (`Lane`). Each of its
-steps has equally many rows for each lane, or rows of one lane only. Prompts are computed in separate steps, without
-decodes, so that these steps have the shapes of other instances.
+`plan_step` is for an instance with one lane (`Lane`). `lane_plans` is for an instance with several lanes: a step has
+equally many rows for each lane, or rows of one lane only. With several lanes, prompts are computed in separate steps
+without decodes. These steps need no further programs, because their shapes are the same as with one lane.
 """
 
 import math

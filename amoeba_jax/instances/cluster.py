@@ -159,7 +159,7 @@ class Cluster:
     def buckets(self, tp: int) -> Buckets:
         """Return the step shapes of an instance of degree `tp`.
 
-        It runs up to `max_num_seqs` sequences for each of its devices.
+        Such an instance runs up to `max_num_seqs` sequences for each of its devices.
         """
         return self.plan.buckets(tp)
 

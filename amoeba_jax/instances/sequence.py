@@ -165,7 +165,7 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Scheduling rank: `(beyond share, priority)`. Lower values come first.
 
-        A sequence may be preempted for a lower rank.
+        A sequence may be preempted for a sequence of a lower rank.
         """
         return (self.beyond_share, self.params.priority)
 

@@ -105,7 +105,7 @@ class Executables:
         return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether `get` would end without a compilation for each of the programs.
+        """Return whether `get` needs no compilation for any of the programs.
 
         If `beside` is False, return True. A program whose stored error `get` would raise counts as available.
         """

@@ -139,7 +139,7 @@ def token_logprobs(
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
     """Split `packed` into the fields `[R]` by name, and the banned pairs of tokens (see `Pairs`).
 
-    `sample` has 0 pairs.
+    The inputs of `sample` have 0 pairs.
     """
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))

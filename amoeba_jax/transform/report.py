@@ -95,10 +95,10 @@ class GroupTransform:
 
     @property
     def step_overhead(self) -> float | None:
-        """Share of `seconds`, from 0 to 1, by which the change made its steps take longer.
+        """Fraction of `seconds` that the change added, from 0 to 1.
 
-        Without the change, the steps would have taken `steps * step_s`. None if no step ran before or during the
-        change.
+        The rest of `seconds` is the time that the steps would have taken without the change: `steps * step_s`. None if
+        no step ran before or during the change.
         """
         if not self.steps or self.step_s is None:
             return None

@@ -11,7 +11,7 @@ from amoeba_jax.client import AsyncClient, Cluster
 
 @dataclass(frozen=True)
 class Sample:
-    """Instances and queue of a server at one time, in seconds since the start of the run."""
+    """Instances and queue of a server at time `time_s`, in seconds since the start of the run."""
 
     time_s: float
     devices: tuple[tuple[int, ...], ...]

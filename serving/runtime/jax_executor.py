@@ -315,7 +315,7 @@ class EngineScheduler:
     def schedule(self) -> None:
         """Start further samples of requests that already run, and let the scheduler decide.
 
-        The scheduler is called only if the state has changed, or if its last call was a second ago.
+        The scheduler is called only if the state has changed, or if its last call was at least a second ago.
         """
         engine = self._engine
         self._start_siblings()

@@ -95,9 +95,9 @@ class SchedulingConfig:
     batch_step: int = CocoServeConfig.batch_step
     """cocoserve: number of requests by which a reduction lowers the batch of an instance. Also the smallest batch."""
     patience_s: float = QueueOrder.patience_s
-    """Seconds after its arrival at which a request is due, or earlier if its deadline is.
+    """Seconds from the arrival of a request to its due time. The request with the earliest due time goes first.
 
-    The earliest due request goes first.
+    An earlier deadline is the due time.
     """
     level_s: float = QueueOrder.level_s
     """Seconds by which each level of priority moves the due time of a request."""

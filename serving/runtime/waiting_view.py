@@ -10,7 +10,7 @@ from serving.scheduler import WaitingRequest
 class WaitingView:
     """Waiting sequences by name (`by_name`), updated for each snapshot. Only the dispatcher thread uses it.
 
-    A sequence is hidden if it cannot start now. Its last token is still in flight, or a program is being compiled for
+    A sequence is hidden if it cannot start now: if its last token is still in flight, or a program is being compiled for
     it.
     """
 

@@ -12,14 +12,15 @@ class AmoebaConfig:
     split_free_share: float = 0.5
     """Share of the KV cache that must be free before an instance without long requests splits.
 
-    A lower value splits earlier and moves more pages. If a short request finds no room, no share must be free. In any
+    A lower value splits earlier and moves more pages. If a short request finds no room, this share does not matter. In any
     case, the running requests must fit the instances after the split.
     """
     linger_s: float = 60.0
     """Seconds that a merged instance stays merged after its last long request. The paper's value is 0.
 
-    The next long request then needs no merge. The instance splits earlier if a short request finds no room. If less
-    than `split_free_share` of its cache is free, it accepts no more requests, and splits when enough is free.
+    A long request that arrives in this time needs no merge. The instance splits earlier if a short request finds no
+    room. If less than `split_free_share` of its cache is free, it accepts no more requests, and splits when enough is
+    free.
     """
     partial_splits: bool = True
     """Whether an instance splits before its long requests end, to the lowest degree that holds them."""

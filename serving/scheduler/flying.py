@@ -76,7 +76,7 @@ class FlyingPolicy:
         self.load.update(view, present + len(view.queue), late)
 
     def _forget_groups(self, room: Room) -> None:
-        """Remove groups that have split from `_for_load` and `_for_urgent`."""
+        """Update `_for_load` and `_for_urgent`: remove the groups that have split."""
         present = {instance.devices for instance in room.merged}
         self._for_load &= present
         changing = {device for instance in room.unsteady for device in instance.devices}

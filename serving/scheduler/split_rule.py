@@ -145,7 +145,7 @@ class SplitRule:
         """Close the instances in `leaving`, and return the splits that can start now.
 
         A split can start if `free_share` of the cache is free, if the running requests fit the new instances, and if
-        the split was not refused recently. If `pressed` is True, no part of the cache must be free.
+        the split was not refused recently. If `pressed` is True, the free share does not matter.
 
         There is one exception: if `pressed` is True, an instance whose requests do not fit the new instances stays open
         if no other instance is open.

@@ -24,7 +24,7 @@ class PaperConfig:
     scale_up_under_load: bool = True
     """Whether instances also merge for a request that fits an empty instance but finds no room now.
 
-    The paper says "input length and current load".
+    The paper names "input length and current load" as reasons to merge.
     """
     reserve_memory_s: float = 600.0
     """Seconds for which room is kept for a long request as large as the largest recent one."""
