@@ -44,8 +44,8 @@ class EngineConfig:
     placement: str | None = None
     """Devices for each layer of a single instance: JSON, a JSON file, or `auto` (docs/placement.md).
 
-    Default: no placement. It replaces `tensor_parallel_size`. `auto` uses the fewest devices that hold the model.
-    Unused devices stay empty.
+    `auto` uses the fewest devices that hold the model. Unused devices stay empty. A placement replaces
+    `tensor_parallel_size`. Default: no placement.
     """
     max_tensor_parallel_size: int | None = None
     """Largest tensor-parallel degree of an instance, a power of two. Default: 4, or `num_devices` if that is less.

@@ -3,7 +3,7 @@
 One compiled program runs a phase, and all phases have the same size. In a phase, all ranks gather the pieces that they
 send, exchange them, and then write the received pieces. A *slot* is the memory of one piece on one rank. A slot may be
 written in the phase in which its old piece leaves. So a move waits for the moves that vacate its target, and may run in
-the same phase as the last of them.
+the same phase as the last such move.
 
 Each slot is the target of at most one move. The moves therefore form trees, whose leaves are free slots, and cycles.
 

@@ -302,8 +302,8 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """Return the memory report from the middle of a transformation, as a list of one pair `("half way", report)`.
 
-    In this report, the size of the KV cache of device 0 is closest to the mean of its first and its last size. The list
-    is empty if `maps` is empty.
+    This is the report in which the KV cache of device 0 is closest to the mean of its sizes in the first and the last
+    report. The list is empty if `maps` is empty.
     """
     if not maps:
         return []

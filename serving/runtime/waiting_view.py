@@ -10,8 +10,8 @@ from serving.scheduler import WaitingRequest
 class WaitingView:
     """Waiting sequences by name (`by_name`), updated for each snapshot. Only the dispatcher thread uses it.
 
-    A sequence is hidden if it cannot start now: if its last token is still in flight, or a program is being compiled for
-    it.
+    A sequence is hidden if it cannot start now. The reason is that its last token is still in flight, or that a program
+    is being compiled for it.
     """
 
     def __init__(self, engine: Engine):

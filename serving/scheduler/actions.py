@@ -97,8 +97,8 @@ class Reject:
 class Replicate:
     """Copy layers of an instance to a further device. Each device that has a layer then computes a share of the batch.
 
-    The executor calls `PlacementOptions("replicate", ...)`. It refuses instances above degree 1, and devices of such
-    instances.
+    The executor refuses instances above degree 1, and devices of such instances. The engine gets the action as
+    `PlacementOptions("replicate", ...)`.
     """
 
     instance_id: int
@@ -114,7 +114,8 @@ class Replicate:
 class Evict:
     """Remove replicas of layers from a device. The sequences there continue on the other devices with these layers.
 
-    The executor calls `PlacementOptions("evict", ...)`. It refuses a layer that is on one device only.
+    The executor refuses a layer that is on one device only. The engine gets the action as
+    `PlacementOptions("evict", ...)`.
     """
 
     instance_id: int
@@ -130,7 +131,8 @@ class Evict:
 class Migrate:
     """Move layers of an instance to another device. If `move_kv` is set, their KV cache moves too.
 
-    The executor calls `PlacementOptions("migrate", ...)`. It refuses a replicated layer: evict its replicas first.
+    The executor refuses a replicated layer: evict its replicas first. The engine gets the action as
+    `PlacementOptions("migrate", ...)`.
     """
 
     instance_id: int
@@ -161,7 +163,7 @@ class ScaleOut:
 class ScaleIn:
     """End the instance on `device`. Its sequences continue on another instance, and the device becomes empty.
 
-    The executor calls `PlacementOptions("scale_in", device, instance, None)`.
+    The engine gets the action as `PlacementOptions("scale_in", device, instance, None)`.
     """
 
     instance_id: int

@@ -12,8 +12,8 @@ class AmoebaConfig:
     split_free_share: float = 0.5
     """Share of the KV cache that must be free before an instance without long requests splits.
 
-    A lower value splits earlier and moves more pages. If a short request finds no room, this share does not matter. In any
-    case, the running requests must fit the instances after the split.
+    A lower value splits earlier and moves more pages. If a short request finds no room, this share does not matter. In
+    any case, the running requests must fit the instances after the split.
     """
     linger_s: float = 60.0
     """Seconds that a merged instance stays merged after its last long request. The paper's value is 0.
