@@ -65,7 +65,7 @@ def plan_step(
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
     """Yield steps that can run until the programs of the best step (`plan_step`) are compiled.
 
-    The most useful come first. First come steps of all sequences, in larger shapes. Then come steps without the
+    First come steps of all sequences, in larger shapes. Then come steps without the
     sequences that need the rarer samplers. Each of these groups begins with steps that have a prompt. Next are steps of
     all decodes, and last steps of the first decodes only.
     """

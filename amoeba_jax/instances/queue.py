@@ -15,8 +15,7 @@ _FEW_MARKED = 64
 _FEW_DEADLINES = 256
 """Minimum size of the heap at which deadlines of finished sequences are removed from it."""
 _RESERVED_SHARE = 8
-"""One in this many slots is reserved for sequences that are not siblings. If there are fewer slots, none is reserved.
-"""
+"""One in this many slots is reserved for sequences that are not siblings. With fewer slots, none is reserved."""
 
 _order, _order_of_client = attrgetter("order"), attrgetter("order_of_client")
 

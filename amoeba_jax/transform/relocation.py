@@ -271,7 +271,7 @@ class Relocation:
         allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         allocated: list[tuple[PagePool, np.ndarray, np.ndarray]],
     ) -> list[dict[Home, tuple[PagePool, np.ndarray]]]:
-        """Allocate the pages of each microbatch at each of its homes. Return pools and page ids, by home.
+        """Allocate the pages that each microbatch lacks at its homes. Return pools and page ids, by home.
 
         A page that an earlier microbatch also uses is copied. New pages are appended to `allocated`, with the number of
         references to each.

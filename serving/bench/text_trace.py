@@ -37,8 +37,8 @@ def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, 
     times. `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces). It is None if
     the file has no ids.
 
-    Times in seconds have a column `arrival_s`, `arrival` or `time_s`. ISO dates (Azure) and milliseconds (Mooncake)
-    have a column `timestamp`.
+    The times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. The latter has
+    ISO dates (Azure) or milliseconds (Mooncake).
     """
     rows = list(_rows(path))
     if not rows:

@@ -50,9 +50,9 @@ def read_trace(path: Path, draw: Draw | None = None) -> Trace:
 
     There are three kinds of files:
 
-    * A .csv or .jsonl file of requests: see `serving.bench.text_trace`. * A .npz file of requests. It has the integer
-    arrays `input_tokens` and `output_tokens`. It may also have `arrival_s` in
-      seconds, and the ids of prompt blocks as `hash_ids` and `hash_ptr`. The blocks of request `i` are
+    * A .csv or .jsonl file of requests: see `serving.bench.text_trace`.
+    * A .npz file of requests. It has the integer arrays `input_tokens` and `output_tokens`. It may also have
+      `arrival_s` in seconds, and the ids of prompt blocks as `hash_ids` and `hash_ptr`. The blocks of request `i` are
       `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]`.
     * A .npz file of statistics: see `serving.bench.statistics_trace`. Requests are drawn with the settings `draw`, by
       default with the seed 0.

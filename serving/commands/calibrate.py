@@ -298,8 +298,8 @@ class _Timer:
     def context_s(self, short_s: float) -> float:
         """Measure the seconds that each token of context adds to a decode step.
 
-        Return 0 if the cache is too small for this. `short_s` has the seconds of a decode step of one request with a
-        short context.
+        Return 0 if the cache is too small for this. `short_s` is the time of a decode step of one request with a short
+        context, in seconds.
         """
         length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
         if length < 128:
@@ -310,7 +310,7 @@ class _Timer:
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer decode steps take if several instances are busy.
 
-        Return a factor of at least 1 by the number of busy instances, from 2 on. It compares with one busy instance,
+        Return a factor of at least 1 for each number of busy instances, from 2 on. It compares with one busy instance,
         and is the median over batch sizes. `decode_s` is the result of `decodes`.
         """
         found = {}
@@ -322,7 +322,7 @@ class _Timer:
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer a step with a prompt takes if other instances decode at the same time.
 
-        Return a factor of at least 1 by the number of busy instances, from 2 on.
+        Return a factor of at least 1 for each number of busy instances, from 2 on.
 
         Args:
             instances: number of instances.

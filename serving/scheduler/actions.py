@@ -149,8 +149,8 @@ class Migrate:
 class ScaleOut:
     """Copy all layers of an instance to an empty device. The copy becomes a separate instance with the id `device`.
 
-    The executor calls `PlacementOptions("scale_out", device, instance, None)`. Each layer computes a share of the batch
-    as soon as it has arrived. At the end, the new instance keeps the sequences of its share.
+    Each layer computes a share of the batch as soon as it has arrived. At the end, the new instance keeps the sequences
+    of its share. The engine gets the action as `PlacementOptions("scale_out", device, instance, None)`.
     """
 
     instance_id: int

@@ -113,8 +113,8 @@ class FlyingRound:
     def _place_short(self, request: WaitingRequest) -> list[Action]:
         """Return the dispatch of a short request. The list is empty if the request must wait.
 
-        If several instances have room, these criteria decide, in this order: it runs no urgent request, its steps meet
-        the TPOT SLO, it runs no long request, and its load is the lowest.
+        If several instances have room, choose one by these criteria, in this order: it runs no urgent request, its
+        steps meet the TPOT SLO, it runs no long request, and its load is the lowest.
 
         If no instance has room, the request joins an instance in transformation. If there is no such instance, reserve
         an instance for the request and update `split_at_s`.

@@ -7,7 +7,7 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Average number of requests per device. It decides when all groups merge or split because of the load.
+    """Average number of requests per device, and the decision to merge or split all groups because of the load.
 
     Groups merge when the average is at most `calm_requests`, but not before `dwell_s` after the last change. Groups
     split when the average is at least `burst_requests`, or when a short request has waited too long.

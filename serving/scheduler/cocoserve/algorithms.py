@@ -61,7 +61,9 @@ def scale_up(
 ) -> dict[int, tuple[int, ...]]:
     """Choose the layers to replicate on each device (Algorithm 1). Return them in ascending order, by device.
 
-    Devices without new layers are left out. The paper visits one device after another, sorts its candidate layers by
+    Devices without new layers are left out.
+
+    The paper visits one device after another, sorts its candidate layers by
     continuity, and adds a layer if the speed-up (Equation 4) grows. This has two faults. A single layer may not pay for
     its two transitions although a run of layers does. And a device may take layers that would serve better on a later
     device.
