@@ -242,7 +242,7 @@ class Placement:
         return self.with_microbatches(count)._replaced(layers, changed)
 
     def evicted(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy in which `home` computes the chosen modules of `layers` no longer.
+        """Return a copy without the home `home` of the chosen modules of `layers`.
 
         The other homes of a module take over its microbatches.
 

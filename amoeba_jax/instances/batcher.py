@@ -80,7 +80,7 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 
 
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
-    """Return steps without rows. In their shapes, any number of sequences can run.
+    """Return the step shapes in which any number of sequences can run, as steps without rows.
 
     One step has all rows for decodes. If a prompt must be computed, another step has a prompt beside decodes.
     """

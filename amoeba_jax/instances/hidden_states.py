@@ -60,7 +60,7 @@ class HiddenStates:
             self._arrays.update(((index,), buffer) for index, buffer in zip(group.device_indices, buffers, strict=True))
 
     def replace_lost(self, devices: Iterable[int]) -> None:
-        """Replace buffers that failed programs have lost by zeros, on these devices. Waits for the launched steps."""
+        """Put zeros in place of each buffer on these devices that a failed program has lost. Waits for steps."""
         for indices, array in list(self._arrays.items()):
             if not set(indices).isdisjoint(devices) and is_lost(array):
                 del self._arrays[indices]

@@ -115,7 +115,7 @@ class Site:
         return self._store.view(self.group, segment)
 
     def replace_lost(self) -> None:
-        """Replace extents that failed programs have lost by zeros."""
+        """Put zeros in place of each extent that a failed program has lost."""
         for extents in self.kv:
             extents[:] = replaced_if_lost(extents, self.group)
 

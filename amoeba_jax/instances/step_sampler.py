@@ -59,7 +59,7 @@ class SamplingState:
         return is_lost(self.flags) or is_lost(self.bias)
 
     def replace_lost(self) -> None:
-        """Replace buffers that failed programs have lost by zeros."""
+        """Put zeros in place of each buffer that a failed program has lost."""
         self.flags, self.bias = (
             jnp.zeros(array.shape, array.dtype, device=array.sharding) if is_lost(array) else array
             for array in (self.flags, self.bias)

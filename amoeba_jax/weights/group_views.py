@@ -15,7 +15,7 @@ from sharding.mesh import SubMesh
 
 T = TypeVar("T")
 Place = tuple[int, bool]
-"""Key of a view of a parameter: the shard's index among the shards of a rank, and whether the ranks' shards differ."""
+"""Key of a view of a parameter: index of a shard among a rank's shards, and True if ranks have different shards."""
 
 
 class GroupViews:

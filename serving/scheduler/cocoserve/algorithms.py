@@ -234,8 +234,8 @@ def scale_down(
 ) -> Iterator[Reduction]:
     """Yield reductions for an instance that violates its SLOs (Algorithm 2).
 
-    The phases are migration, eviction of replicas, and reduction of the batch. Each reduction is computed when the
-    caller asks for it. The caller carries it out before it asks for the next. The iteration ends as soon as `violated`
+    The phases are migration, eviction of replicas, and reduction of the batch. The caller carries out each reduction
+    before it asks for the next, and the next reduction is computed only then. The iteration ends as soon as `violated`
     returns False. Reductions that were refused recently (`ClusterView.refused_changes`) are left out.
 
     Args:

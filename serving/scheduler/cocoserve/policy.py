@@ -38,9 +38,9 @@ from serving.scheduler.view import ClusterView, InstanceView
 _INTERVAL_S = 1.0
 """Minimum seconds between two evaluations of the averages."""
 _CALM = 0.7
-"""Share of the load at the latest change because of SLO violations. Below it, layers may be replicated again.
+"""Limit for the load, as a share of the load at the latest change because of SLO violations.
 
-Without this limit, a constant load could cause reductions and growth in turn.
+Below the limit, layers may be replicated again. Without it, a constant load could cause reductions and growth in turn.
 """
 _HELPED = 0.98
 """Maximum ratio of the step durations after and before a reduction of the batch for which the reduction has helped."""
