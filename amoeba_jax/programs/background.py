@@ -96,7 +96,7 @@ class BackgroundCompiler:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, specs: Iterable[ProgramSpec], urgent: bool = True) -> list[ProgramSpec]:
-        """Request programs. Return the programs that are new requests, or that become urgent.
+        """Request programs. Return the programs that were not requested before, or that become urgent now.
 
         After `close`, requests are ignored.
         """
