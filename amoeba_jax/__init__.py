@@ -1,4 +1,4 @@
-"""amoeba-jax: LLM serving whose tensor-parallel degree is a run-time property."""
+"""amoeba-jax: LLM serving whose tensor-parallel degree can change at run time."""
 
 from typing import TYPE_CHECKING, Any
 

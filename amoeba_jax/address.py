@@ -1,4 +1,4 @@
-"""Parsing of hosts, ports and addresses from users, and their forms for gRPC and HTTP."""
+"""Parsing of hosts, ports and addresses that users give, for gRPC and HTTP."""
 
 import ipaddress
 import re

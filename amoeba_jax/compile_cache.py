@@ -1,8 +1,9 @@
 """Directory of compiled programs, shared by processes through JAX's persistent compilation cache.
 
-JAX locks the directory for reads and writes, and removes the least recently used files if the directory exceeds its
-size limit. `enable_compile_cache` repairs the directory: it removes files that a crash or a full disk has truncated,
-because JAX would neither use nor replace them. It also adds missing time stamps, without which JAX would stop writing.
+JAX locks the directory for reads and writes. If it exceeds its size limit, JAX removes the least recently used files.
+
+`enable_compile_cache` repairs the directory. It removes files that a crash or a full disk has truncated, because JAX
+would neither use nor replace them. It also adds missing time stamps, without which JAX would stop writing.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
     """Set the directory of JAX's persistent compilation cache for the whole process, and return it.
 
     If this process cannot write to the directory, a warning is logged, and programs are only read. If `directory` is
-    None and the user has set a directory in JAX, JAX's settings are not changed. If the user's directory is unsafe, a
-    warning is logged.
+    None and the user has set a directory in JAX, JAX's settings stay as they are, and a warning is logged if that
+    directory is unsafe.
 
     Args:
         directory: directory to use. "": change nothing and return None. None: the directory set in JAX, or else
@@ -46,8 +47,8 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
         max_size: size limit, in bytes or as text such as "8GiB".
 
     Raises:
-        ConfigError: `max_size` is invalid, the directory cannot be created, or it is unsafe: another user owns it or
-            can write to it. Loading a program runs its code.
+        ConfigError: `max_size` is invalid, or the directory cannot be created or is unsafe. A directory is unsafe if
+            another user owns it or can write to it, because loading a program runs its code.
     """
     try:
         size = parse_bytes(max_size)
@@ -139,7 +140,7 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 
 
 def tidy(path: Path) -> list[str]:
-    """Remove truncated files and add missing time stamps. Return the names of removed files.
+    """Repair a cache directory: remove truncated files and add missing time stamps. Return the names of removed files.
 
     A file is not read again if its size and time stamp are the same as at an earlier check. If another process holds
     the lock for 10 s, or the directory cannot be changed, log a warning and return an empty list.
@@ -183,7 +184,10 @@ def _tidy(path: Path) -> list[str]:
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by name; {} without a check."""
+    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by name.
+
+    {} if there was no check.
+    """
     try:
         checked = json.loads((path / _CHECKED).read_text())
     except (OSError, ValueError):

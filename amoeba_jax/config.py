@@ -24,81 +24,119 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: the main branch."""
     load_format: str = "auto"
-    """Source of the weights. `auto`: files of the model. `random`: random values from `seed`, for which the model's
-    directory needs only config.json."""
+    """Source of the weights.
+
+    `auto`: files of the model. `random`: random values from `seed`, for which the model's directory needs only
+    config.json.
+    """
     load_threads: int | None = None
-    """Number of threads that read weights, from 1 to 64. Each thread holds one parameter in host memory. Default: one
-    per core, at most 8."""
+    """Number of threads that read weights, from 1 to 64. Default: one per core, at most 8.
+
+    Each thread holds one parameter in host memory.
+    """
     num_devices: int = 1
     """Number of devices to serve on, a power of two. On CPU these are virtual devices of one process."""
     tensor_parallel_size: int = 1
-    """Tensor-parallel degree of the instances at the start, a power of two. The number of instances at the start is
-    `num_devices` / `tensor_parallel_size`."""
+    """Tensor-parallel degree of the instances at the start, a power of two.
+
+    The number of instances at the start is `num_devices` / `tensor_parallel_size`.
+    """
     placement: str | None = None
-    """Devices for each layer of a single instance, as JSON, a JSON file, or `auto` (docs/placement.md). It replaces
-    `tensor_parallel_size`. `auto` uses the fewest devices that hold the model. Unused devices stay empty. Default: no
-    placement."""
+    """Devices for each layer of a single instance: JSON, a JSON file, or `auto` (docs/placement.md).
+
+    `auto` uses the fewest devices that hold the model. Unused devices stay empty. A placement replaces
+    `tensor_parallel_size`. Default: no placement.
+    """
     max_tensor_parallel_size: int | None = None
-    """Largest tensor-parallel degree of an instance, a power of two. Heads and FFN features are padded to multiples of
-    this degree. Default: 4, or `num_devices` if that is less."""
+    """Largest tensor-parallel degree of an instance, a power of two. Default: 4, or `num_devices` if that is less.
+
+    Heads and FFN features are padded to multiples of this degree.
+    """
     dtype: str = "auto"
-    """Data type of weights, KV cache and activations: float32, bfloat16 or float16. `auto`: float32 on CPU, the type of
-    the model on GPU."""
+    """Data type of weights, KV cache and activations: float32, bfloat16 or float16.
+
+    `auto`: float32 on CPU, and the type of the model on GPU.
+    """
     device_memory: str | int | None = None
-    """Memory budget of each device, such as "2GiB". Default: 2 GiB on CPU. On GPU, the share `memory_utilization` of
-    the GPU's memory."""
+    """Memory budget of each device, such as "2GiB".
+
+    Default: 2 GiB on CPU. On GPU, the share `memory_utilization` of the GPU's memory.
+    """
     memory_utilization: float = 0.9
     """Share of a GPU's memory to use if `device_memory` is not set."""
     kv_cache_tokens: int | None = None
-    """Tokens in the KV cache of one device. Default: as many as fit in the budget. A smaller cache leaves memory for
-    programs that are compiled later."""
+    """Tokens in the KV cache of one device. Default: as many as fit in the budget.
+
+    A smaller cache leaves memory for programs that are compiled later.
+    """
     page_size: int = 16
     """Tokens per KV page, a power of two."""
     max_model_len: int | None = None
-    """Limit for prompt plus output of a request, in tokens. Default: the context length of the model, or the capacity
-    of an instance of the highest degree if that is less."""
+    """Limit for prompt plus output of a request, in tokens.
+
+    Default: the context length of the model, or the capacity of an instance of the highest degree if that is less.
+    """
     max_num_seqs: int = 32
-    """Limit for the running sequences of an instance, per device of the instance: a TP4 instance runs up to 4 times as
-    many sequences as a TP1 instance."""
+    """Limit for the running sequences of an instance, per device of the instance.
+
+    A TP4 instance runs up to 4 times as many sequences as a TP1 instance.
+    """
     max_num_batched_tokens: int = 512
     """Limit for the prompt tokens in a step. Longer prompts take several steps. Tokens of decodes are not counted."""
     prefix_caching: bool = True
     """Whether a request reuses the KV pages of earlier requests that began with the same tokens."""
     segment_layers: int | None = None
-    """Limit for the layers in one executable. A model with more layers takes several launches in each step. Default: 8
-    on GPU; 4 on CPU, or 5 if that divides the number of layers. docs/startup.md has the costs of larger executables on
-    CPU."""
+    """Limit for the layers in one executable. A model with more layers takes several launches in each step.
+
+    Default: 8 on GPU; 4 on CPU, or 5 if that divides the number of layers. docs/startup.md has the costs of larger
+    executables on CPU.
+    """
     transform_attention: bool = False
-    """Whether merges turn weights of attention projections that a rank does not need into KV cache, as they do with FFN
-    weights."""
+    """Whether merges turn unneeded weights of attention projections into KV cache, as they do with FFN weights."""
     phase_pages: int | None = None
-    """Pages that two devices exchange at once while instances merge or split. The staging buffer of each device holds
-    up to three times as many pages. Default: 16, or fewer on a device with little memory."""
+    """Pages that two devices exchange at once while instances merge or split.
+
+    The staging buffer of each device holds up to three times as many pages. Default: 16, or fewer on a device with
+    little memory.
+    """
     overlap_exchange: bool | None = None
-    """Whether step programs exchange KV pages during a transformation, so that transfers overlap with computation. This
-    option needs more compiled programs. Default: yes on GPU, no on CPU."""
+    """Whether step programs exchange KV pages during a transformation. Default: yes on GPU, no on CPU.
+
+    Transfers then overlap with computation. This option needs more compiled programs.
+    """
     offload_memory: str | int = "4GiB"
     """Host memory for the KV cache of offloaded requests (policy `cocoserve`). 0: no request is offloaded."""
     compile_cache: str | None = None
-    """Directory of the persistent compilation cache, for the whole process. An empty text leaves JAX's setting
-    unchanged. Default: the directory set in JAX, or else the user's cache directory."""
+    """Directory of the persistent compilation cache, for the whole process.
+
+    An empty text leaves JAX's setting unchanged. Default: the directory set in JAX, or else the user's cache directory.
+    """
     compile_cache_size: str | int = "8GiB"
     """Size limit of the compilation cache. The least recently used programs are removed first."""
     compile_jobs: int | None = None
     """Number of programs that a warm-up compiles at the same time. Default: one per processor, at most 8."""
     compile_beside: bool = True
-    """Whether missing programs are compiled in the background. If so, a request waits only for programs that it needs,
-    and a step uses the program of a larger batch until the program of its own size is compiled. If not, all requests
-    wait for each compilation, but the same requests always lead to the same steps."""
+    """Whether missing programs are compiled in the background.
+
+    If so, a request waits only for programs that it needs, and a step uses the program of a larger batch until the
+    program of its own size is compiled. If not, all requests wait for each compilation, but the same requests always
+    lead to the same steps.
+    """
     strict_compile: bool = False
-    """Whether requests and transformations are refused if they need a program that is not compiled. The setting takes
-    effect after a warm-up of all degrees."""
+    """Whether requests and transformations are refused if they need a program that is not compiled.
+
+    The setting takes effect after a warm-up of all degrees.
+    """
     prepare_pausing: bool = False
-    """Whether warm-ups also compile programs for merged instances that keep all weights. A merge that pauses requests
-    needs these programs (`LLM.transform`)."""
+    """Whether warm-ups also compile programs for merged instances that keep all weights.
+
+    A merge that pauses requests needs these programs (`LLM.transform`).
+    """
     prepare_placements: bool = False
     """Whether warm-ups also compile the programs of replicated and migrated layers (`LLM.replicate`, `LLM.migrate`).
-    Otherwise they are compiled when a placement first needs them."""
+
+    Otherwise they are compiled when a placement first needs them.
+    """
     seed: int = 0
     """Seed of random weights, and of requests without a seed."""
 

@@ -1,4 +1,4 @@
-"""Engine with its threads: start-up, state, transformations, warm-up and shutdown."""
+"""An engine with its threads: start-up, state, transformations, warm-up and shutdown."""
 
 import weakref
 from collections.abc import Callable
@@ -97,7 +97,7 @@ class EngineHandle:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the engine, with and without an instance."""
+        """Number of devices of the engine, including devices without an instance."""
         return self.config.num_devices
 
     @property
@@ -210,14 +210,15 @@ class EngineHandle:
     def replicate(
         self, layers: range, device: int, instance: int = 0, modules: PlacementModules = "layer"
     ) -> PlacementReport:
-        """Let a further device compute layers of an instance while requests run. Return a report when it is done.
+        """Let a further device compute layers of an instance while requests run.
 
-        The sequences of the instance are divided into microbatches, one for each device that computes a layer. A device
-        without the weights gets a copy. A device that serves another instance already has them; the KV cache of the
-        replicated layers then takes pages of that instance. No request is lost or computed again.
+        Return a report when the change is done. The sequences of the instance are divided into microbatches, one for
+        each device that computes a layer. A device without the weights gets a copy. A device that serves another
+        instance already has them; the KV cache of the replicated layers then takes pages of that instance. No request
+        is lost or computed again.
 
-        Only layers on one device replicate: split an instance of a higher degree first. An instance with replicas does
-        not merge: `evict` them first. docs/placement.md has examples.
+        Only layers on one device can be replicated: split an instance of a higher degree first. An instance with
+        replicas cannot merge: `evict` them first. docs/placement.md has examples.
 
         Args:
             layers: layers to replicate, such as `range(5, 15)`.
@@ -230,16 +231,17 @@ class EngineHandle:
             RequestError: another change is in progress, or requests do not fit. Nothing was changed.
             MemoryBudgetError: the device has too little memory. Nothing was changed.
             NotCompiledError: programs are missing, and `strict_compile` is set. Nothing was changed.
-            TransformError: the change failed after it began. Layers that had switched stay at their new homes.
+            TransformError: the change failed after it began. Layers that had switched stay on their new devices.
         """
         return self._change_placement("replicate", device, instance, layers, modules)
 
     def evict(
         self, layers: range, device: int, instance: int = 0, modules: PlacementModules = "layer"
     ) -> PlacementReport:
-        """Remove replicas of layers from a device while requests run. The reverse of `replicate`, with its errors.
+        """Remove replicas of layers from a device while requests run.
 
-        The memory of the device is free afterwards, if no other instance uses it.
+        This reverses `replicate` and has the same errors. The memory of the device is free afterwards, if no other
+        instance uses it.
         """
         return self._change_placement("evict", device, instance, layers, modules)
 
@@ -251,28 +253,29 @@ class EngineHandle:
         modules: PlacementModules = "layer",
         move_kv: bool = True,
     ) -> PlacementReport:
-        """Move layers of an instance to another device while requests run. Return a report when it is done.
+        """Move layers of an instance to another device while requests run. Return a report when the change is done.
 
-        The first device of the layers gives up their weights and KV cache, and the freed memory becomes KV cache of its
-        other layers. The embedding and the head stay. Other arguments and errors are as for `replicate`.
+        The first device of the layers drops their weights and KV cache. The freed memory becomes KV cache of its other
+        layers. The embedding and the head stay on the first device. Other arguments and errors are as for `replicate`.
 
         Args:
-            modules: as for `replicate`, or `"kv"`: the KV cache and the attention over it, while the attention weights
-                also stay on the first device.
-            move_kv: whether the KV cache moves. If False, only the FFNs move, because attention is where its cache is.
+            modules: as for `replicate`, or `"kv"`. With `"kv"`, the KV cache and the attention over it move, and the
+                first device also keeps the attention weights.
+            move_kv: whether the KV cache moves. If False, only the FFNs move, because attention must be where its cache
+                is.
         """
         return self._change_placement("migrate", device, instance, layers, modules, move_kv)
 
     def scale_out(self, device: int, instance: int = 0) -> PlacementReport:
-        """Replicate all layers of an instance to an empty device, and make the copy an instance of its own.
+        """Replicate all layers of an instance on an empty device. The copy then becomes a separate instance.
 
-        Each layer serves a share of the requests as soon as it has arrived. When all have arrived, the new instance
-        takes over the sequences that its device computes. Errors are as for `replicate`.
+        Each layer serves a share of the requests as soon as it has arrived. When all layers have arrived, the new
+        instance takes over the sequences that its device computes. Errors are as for `replicate`.
         """
         return self._change_placement("scale_out", device, instance)
 
     def scale_in(self, device: int, instance: int = 0) -> PlacementReport:
-        """End the instance on a device: its sequences go on in another instance, and the device is empty afterwards.
+        """End the instance on a device. Another instance continues its sequences, and the device is empty afterwards.
 
         Errors are as for `replicate`.
 
@@ -303,7 +306,7 @@ class EngineHandle:
         return self._dispatcher.call(self._engine.change_placement, options).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
-        """Transform all devices of an idle engine. Return the duration in seconds.
+        """Transform all devices to instances of one degree while no request runs. Return the duration in seconds.
 
         Raises `RequestError` if a request is waiting or running.
         """
@@ -346,8 +349,8 @@ class EngineHandle:
     def use_scheduler_hook(self, make: Callable[[Engine], P]) -> P:
         """Install a scheduler, which decides where requests run and when instances change. Return the scheduler.
 
-        The dispatcher thread creates the scheduler by `make(engine)`. The engine then also accepts requests that no
-        current instance can hold, because the scheduler can merge instances.
+        The dispatcher thread calls `make(engine)` to create the scheduler. After that, the engine also accepts requests
+        that no current instance can hold, because the scheduler can merge instances.
         """
 
         def install() -> P:
@@ -384,7 +387,10 @@ class EngineHandle:
 
 
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """Return the tokenizer of a model directory, or None without tokenizer.json: prompts must then be token ids."""
+    """Return the tokenizer of a model directory.
+
+    Return None if it has no tokenizer.json: prompts must then be token ids.
+    """
     if directory is None or not (directory / "tokenizer.json").exists():
         return None
     return Tokenizer.from_directory(directory)

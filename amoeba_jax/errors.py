@@ -32,8 +32,10 @@ class NotANumberError(RuntimeError):
 
 
 class RequestFailedError(RuntimeError):
-    """The engine could not continue a request: a program did not compile, load or run, or a device lacked memory. Other
-    requests are not affected."""
+    """The engine could not continue a request. Other requests are not affected.
+
+    Either a program did not compile, load or run, or a device had too little memory.
+    """
 
 
 class NotCompiledError(RequestError):
@@ -45,8 +47,10 @@ class ProgramsNotReadyError(RequestError):
 
 
 class TransformError(RuntimeError):
-    """A transformation failed after it started. No request is lost. The message says whether requests are computed
-    again."""
+    """A transformation failed after it started. No request is lost.
+
+    The message says whether requests are computed again.
+    """
 
 
 class EngineClosedError(RuntimeError):
@@ -54,7 +58,7 @@ class EngineClosedError(RuntimeError):
 
 
 class EngineStuckError(RuntimeError):
-    """The thread of the engine runs but does not respond."""
+    """The engine's thread is alive but does not respond."""
 
 
 __all__ = [

@@ -77,7 +77,7 @@ class LLM(EngineHandle):
         request_ids: list[str] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete a list of prompts. In place of an invalid prompt, the list has its error.
+        """Complete a list of prompts. An invalid prompt is represented in the list by its error.
 
         Each error becomes a failed output. If `alone` is true, the error is raised instead.
         """
@@ -124,10 +124,11 @@ class LLM(EngineHandle):
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt and yield its growing output: all text so far, and the added text in `new_text`.
+        """Complete one prompt and yield its growing output.
 
-        The request starts when the loop starts. Leaving the loop early aborts the request. The call itself, before the
-        loop, raises `RequestError` if the prompt cannot be served. Arguments are the same as for `generate`.
+        Each output has all text so far, and the added text in `new_text`. The request starts when the loop starts.
+        Leaving the loop early aborts the request. Arguments are the same as for `generate`. The call itself, before the
+        loop, raises `RequestError` if the prompt cannot be served.
         """
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         request = self._registry.make(prompt, params, deliveries.put, request_id, cache_salt)
@@ -153,7 +154,7 @@ class LLM(EngineHandle):
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt as `stream` does, for `async for`.
+        """Complete one prompt and yield its growing output, for `async for`. Arguments are the same as for `stream`.
 
         Leaving the loop or cancelling the task aborts the request. Raises `DeadlineError` if the request has not
         started when `time.monotonic()` reaches `deadline`.
@@ -178,14 +179,15 @@ class LLM(EngineHandle):
         client: str = "",
         arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
-        """Complete one prompt and yield `(request, delta)` for each addition to the output, for servers.
+        """Complete one prompt and yield `(request, delta)` for each addition to the output. Made for servers.
 
         The work for a token does not grow with the length of the output. Other arguments and errors are the same as for
         `astream`.
 
         Args:
             client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
-            arrival: arrival of the request as a value of `time.monotonic()`. Times are measured from it. None: now.
+            arrival: arrival of the request as a value of `time.monotonic()`. The request's times count from it. None:
+                now.
         """
         arrival = time.monotonic() if arrival is None else arrival
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -277,6 +279,6 @@ class LLM(EngineHandle):
 
 
 def _end_request(registry: "weakref.ref[RequestRegistry]", request: Request) -> None:
-    """Abort the request of a garbage-collected stream. The weak reference does not keep the engine alive."""
+    """Abort the request of a stream that is garbage-collected. The weak reference does not keep the engine alive."""
     if (owner := registry()) is not None:
         owner.end([request])

@@ -14,7 +14,7 @@ from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, rand
 
 
 class ModelSource:
-    """Files of a model. They are open until `close` is called or the context `weights` ends.
+    """Files of a model. They are open until `close` is called or the context of `weights` ends.
 
     The constructor raises `ModelNotFoundError` or `CheckpointError`.
 
@@ -41,7 +41,7 @@ class ModelSource:
 
     @contextmanager
     def weights(self, dims: ModelDims) -> Iterator[WeightReader]:
-        """Yield a reader of the weights for an engine with these dims, and close the files at the end of the context.
+        """Yield a reader of the weights for an engine with these sizes. Close the files at the end of the context.
 
         Raises `CheckpointError` if the tensors do not match the model.
         """

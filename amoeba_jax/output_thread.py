@@ -1,4 +1,4 @@
-"""The thread that converts updates of the engine to outputs, so that detokenization does not delay steps."""
+"""Thread that converts updates from the engine to outputs, so that detokenization does not delay steps."""
 
 import asyncio
 import contextlib
@@ -18,17 +18,20 @@ _TURN = 64
 # Maximum number of turns before event loops are woken.
 _MAX_BEFORE_WAKE = 256
 MAX_BACKLOG = 4096
-"""Backlog (sum of update weights) at which `behind` becomes true: a fraction of a second of work."""
+"""Size of the backlog at which `behind` becomes true. It is the sum of the weights of queued updates.
+
+A backlog of this size takes a fraction of a second.
+"""
 
 
 class OutputThread:
-    """A thread that converts queued updates to outputs. In each turn, the thread takes some updates of one request.
+    """Thread that converts queued updates to outputs. In each turn, it takes some updates of one request.
 
     Args:
         end_early: function `(sequence, stop string)` that asks the engine to end a sequence early. The stop string is
             None if the request failed.
-        on_room: function that this thread calls when the backlog has fallen below half of `MAX_BACKLOG` after `behind`
-            was true. The function must not block.
+        on_room: function that this thread calls if the backlog reached `MAX_BACKLOG` and has then fallen below half of
+            it. The function must not block.
     """
 
     def __init__(self, end_early: EndEarly, on_room: Callable[[], None] = lambda: None):
@@ -42,7 +45,7 @@ class OutputThread:
         self._thread.start()
 
     def put(self, request: Request, update: Update) -> None:
-        """Queue an update without blocking for long. Only the dispatcher thread may call this."""
+        """Queue an update. Never waits for the conversion. Only the dispatcher thread may call this."""
         with self._changed:
             if not request.inbox:
                 self._ready.append(request)
@@ -52,12 +55,15 @@ class OutputThread:
 
     @property
     def backlog(self) -> int:
-        """Sum of the weights of queued updates."""
+        """Work that is queued: the sum of the weights of all queued updates. An update of one token has weight 1."""
         return self._backlog
 
     @property
     def behind(self) -> bool:
-        """Whether the backlog has reached `MAX_BACKLOG`. If so, launch no more steps until `on_room` is called."""
+        """Whether the backlog has reached `MAX_BACKLOG`.
+
+        The engine then launches no steps until `on_room` is called.
+        """
         if self._backlog < MAX_BACKLOG:
             return False
         with self._changed:
@@ -67,7 +73,7 @@ class OutputThread:
     def in_loop(
         self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Delivery], None]
     ) -> Callable[[Delivery], None]:
-        """Return a function for `Request(deliver=...)` that calls `deliver` in an event loop.
+        """Wrap `deliver` in a function that calls it in an event loop. Pass the result to `Request(deliver=...)`.
 
         The output thread collects the deliveries of several requests, and then wakes the loop only once.
         """
@@ -95,7 +101,7 @@ class OutputThread:
         self._wake_loops()
 
     def _take_turn(self) -> bool:
-        """Wait for a request with queued updates. Take some of its updates and deliver their output.
+        """Wait for a request with queued updates. Process some of its updates and deliver the output.
 
         Return False if `close` was called and no update is queued.
         """

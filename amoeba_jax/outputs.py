@@ -8,7 +8,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class _Values(Repr):
-    """Formatter that cuts long values and rounds floats to six digits."""
+    """Formatter for short reprs: cuts long values and rounds floats to six digits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class _Values(Repr):
 
 
 class _ShortRepr:
-    """Base of dataclasses with a short repr for notebooks: long values are cut, and None is left out."""
+    """Base of dataclasses with a short repr for notebooks. The repr cuts long values and omits None."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
@@ -38,7 +38,7 @@ class Logprob:
     logprob: float
     """Natural logarithm of the probability over the whole vocabulary."""
     rank: int
-    """Rank among all tokens: 1 is the most probable."""
+    """Rank among all tokens by probability. The most probable token has rank 1."""
     decoded_token: str | None = None
     """Text of the token, including a leading space; None without a tokenizer."""
 
@@ -47,18 +47,21 @@ class Logprob:
 class RequestMetrics(_ShortRepr):
     """Times of one request in seconds, defined as in vLLM. A time is None until it is known.
 
-    If a request has several samples, times refer to the first and the last token over all samples.
+    If a request has several samples, the first token is the first token of any sample, and the last token the last
+    token of any sample.
     """
 
     arrival: float
-    """Time of `time.monotonic()` when the call began or the server received the message."""
+    """Time when the call began or the server received the message, as a value of `time.monotonic()`."""
     queue_s: float | None = None
     """Time from arrival until the request first started to run."""
     ttft_s: float | None = None
     """Time from arrival to the first token."""
     tpot_s: float | None = None
-    """Time per output token after the first: (e2e_s - ttft_s) / (tokens of the longest sample - 1). None for a single
-    token."""
+    """Mean time per output token after the first: `(e2e_s - ttft_s) / (tokens of the longest sample - 1)`.
+
+    None if the output has a single token.
+    """
     _: KW_ONLY
     e2e_s: float | None = None
     """Time from arrival to the last token."""
@@ -73,21 +76,28 @@ class CompletionOutput(_ShortRepr):
     """One sample of a request. `finish_reason` is None while the sample grows."""
 
     text: str
-    """Text so far. The stop string is omitted, except with `include_stop_str_in_output`. The text may lag behind
-    `token_ids`, because a possible start of a stop string is held back."""
+    """Text so far, without the stop string (except with `include_stop_str_in_output`).
+
+    The text may lag behind `token_ids`, because text that may be the start of a stop string is held back.
+    """
     token_ids: tuple[int, ...]
     """All generated tokens, including the tokens of a stop string and the end-of-sequence token."""
     finish_reason: FinishReason | None = None
-    """`stop`: an end-of-sequence token, a stop token or a stop string was generated. `length`: the sample
-    has `max_tokens` tokens. `abort`: the request was cancelled."""
+    """Reason for the end of the sample. None while it grows.
+
+    `stop`: an end-of-sequence token, a stop token or a stop string was generated. `length`: the sample has `max_tokens`
+    tokens. `abort`: the request was cancelled.
+    """
     _: KW_ONLY
     stop_reason: int | str | None = None
-    """Stop string or stop token id that ended the sample; None for an end-of-sequence token or another reason."""
+    """Stop string or id of the stop token that ended the sample. None if the sample ended for any other reason."""
     index: int = 0
     """Index among the `n` samples of the request."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    """One dict for each generated token: log-probabilities, by token id, of this token and of the most probable tokens
-    at its position. None if they were not requested."""
+    """One dict of log-probabilities, by token id, for each generated token. None if they were not requested.
+
+    A dict has the generated token and the most probable tokens at its position.
+    """
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the generated tokens. None if they were not requested."""
     new_text: str = field(default="", compare=False)
@@ -110,10 +120,15 @@ class RequestOutput(_ShortRepr):
     """Text added to the first sample since the previous output of a stream. Each sample has a `new_text` too."""
     _: KW_ONLY
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """One dict for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first token. The field is
-    None if log-probabilities of the prompt were not requested."""
+    """One dict of log-probabilities for each prompt token, as in `CompletionOutput.logprobs`. The first entry is None.
+
+    The field is None if log-probabilities of the prompt were not requested.
+    """
     error: str | None = None
-    """Error message, if this prompt failed and other prompts of the call were served. `outputs` is empty then."""
+    """Error message, if this prompt failed. `outputs` is then empty.
+
+    Only calls with several prompts return it; a call with one prompt raises the error.
+    """
 
     @property
     def finished(self) -> bool:
@@ -134,9 +149,9 @@ class CompletionDelta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, Logprob], ...] | None
-    """Log-probabilities for each of `token_ids`. None if they were not requested."""
+    """Log-probabilities of the added tokens, one dict for each. None if they were not requested."""
     cumulative_logprob: float | None
-    """Sum over all tokens of the sample so far. None if log-probabilities were not requested."""
+    """Sum of the log-probabilities of all tokens of the sample so far. None if they were not requested."""
     finish_reason: FinishReason | None
     stop_reason: int | str | None
 
@@ -153,7 +168,7 @@ class RequestDelta:
     finished: bool
     """Whether every sample has ended. If so, no further delta follows."""
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] = ()
-    """Log-probabilities for the next positions of the prompt, as in `RequestOutput.prompt_logprobs`."""
+    """Log-probabilities of the next positions of the prompt, as in `RequestOutput.prompt_logprobs`."""
 
     @property
     def num_tokens(self) -> int:

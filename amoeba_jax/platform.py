@@ -1,4 +1,4 @@
-"""Set-up of JAX for serving: devices and data types."""
+"""Devices and data types: set-up of JAX for serving."""
 
 import contextlib
 import os
@@ -25,10 +25,10 @@ _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
-    """Start JAX and return its first `num_devices` devices. Raises `ConfigError` if JAX has fewer.
+    """Start JAX and return its first `num_devices` devices. Raises `ConfigError` if JAX has fewer devices.
 
-    If JAX may start GPUs, first turn `NCCL_SPLITTING` off in XLA_FLAGS. A value that the user has set stays. If JAX has
-    already started several GPUs without the flag in XLA_FLAGS, only warn.
+    If JAX may start GPUs, the XLA flag `NCCL_SPLITTING` is turned off first. A value that the user has set stays. If
+    JAX has already started several GPUs without the flag, a warning is logged.
     """
     num_cpu_devices = max(CPU_DEVICES, num_devices)
     os.environ.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * num_cpu_devices))
@@ -57,14 +57,14 @@ def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
 
 
 def jax_has_started() -> bool:
-    """Return whether JAX has started its devices, so that changes of XLA_FLAGS have no effect."""
+    """Return whether JAX has started its devices. If so, changes of XLA_FLAGS have no effect any more."""
     return xla_bridge.backends_are_initialized()
 
 
 def cuda_may_start(platforms: str) -> bool:
     """Return whether JAX would try to start NVIDIA GPUs: a plug-in is installed, and `platforms` allows NVIDIA GPUs.
 
-    If JAX would not, GPU flags must not be set: XLA reads XLA_FLAGS on every platform and exits at an unknown flag.
+    If the result is False, do not set GPU flags: XLA reads XLA_FLAGS on every platform and exits at an unknown flag.
 
     Args:
         platforms: value of JAX_PLATFORMS.

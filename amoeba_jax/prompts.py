@@ -1,4 +1,4 @@
-"""Checks of prompts and their arguments."""
+"""Checks of prompts and of the arguments that belong to them."""
 
 import time
 from typing import Any
@@ -24,7 +24,7 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
 
 def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
-    """Return a list of `count` values. A single value or None is repeated, and a list is returned as it is.
+    """Return a list of `count` values. A list is returned as it is. A single value or None is repeated.
 
     Raises `RequestError`, with the argument's name (`name`), for a list of another length or for values not of type
     `kind`.

@@ -1,4 +1,4 @@
-"""The caller's side of a request, which converts updates of the engine to text, outputs and metrics."""
+"""Caller's side of a request: convert updates from the engine to text, outputs and metrics."""
 
 import contextlib
 import time
@@ -48,7 +48,7 @@ class _Completion:
 
 
 class Request:
-    """The samples of a request. Only the output thread calls `take`.
+    """Samples of a request, with conversion of updates to outputs. Only the output thread calls `take`.
 
     The work for an update depends only on the tokens in the update, not on the length or number of the samples.
 
@@ -128,7 +128,7 @@ class Request:
             self._deliver(error)
 
     def _deliver_grown(self) -> None:
-        """Deliver the remaining output of a request that fails. Do nothing if `every_token` is false."""
+        """Deliver the output so far of a request that fails. Do nothing if `every_token` is false."""
         if self._every_token and self._grown:
             with contextlib.suppress(Exception):  # this may be the error that the request fails with
                 self._deliver(self._delta())
@@ -189,7 +189,7 @@ class Request:
         return [{token: Logprob(it.logprob, it.rank, text(token)) for token, it in entry.items()} for entry in built]
 
     def _measure(self, completion: _Completion) -> None:
-        """Update the metrics for a sample with new output."""
+        """Update the request's metrics after a sample has got new output."""
         sequence, before = completion.sequence, self._metrics
         self._most_tokens = max(self._most_tokens, completion.num_tokens)
         queue_s, ttft_s = before.queue_s, before.ttft_s
@@ -217,7 +217,7 @@ class Request:
     def _ended_at(self) -> float:
         """Return the time when the last sample ended.
 
-        The engine may not know yet that a stop string has ended a sample. If so, return the present time.
+        If a stop string has ended a sample and the engine does not know it yet, return the present time.
         """
         ended = [sequence.finished_at for sequence in self.sequences if sequence.finished_at is not None]
         return max(ended) if len(ended) == len(self.sequences) else time.monotonic()

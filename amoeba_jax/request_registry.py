@@ -1,4 +1,4 @@
-"""The registry of unfinished requests, which also creates requests and submits them to the engine."""
+"""Registry of unfinished requests. It also creates requests and submits them to the engine."""
 
 import contextlib
 import itertools
@@ -68,7 +68,7 @@ class RequestRegistry:
         client: str = "",
         arrival: float | None = None,
     ) -> Request:
-        """Check a prompt and its settings, and return a request for `register`, `submit` and `end`.
+        """Check a prompt and its settings, and create a request. The request is not registered or submitted yet.
 
         Args:
             prompt: text or token ids.
@@ -145,7 +145,7 @@ class RequestRegistry:
         self.submit_soon(requests).result()
 
     def cancel(self, request_id: str) -> bool:
-        """See `LLM.cancel`."""
+        """Abort a request. Return False if no unfinished request has this id (`LLM.cancel`)."""
         with self._lock:
             request = self._requests.get(request_id)
         if request is None:

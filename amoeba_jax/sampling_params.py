@@ -43,20 +43,28 @@ class SamplingParams:
     temperature: float = 1.0
     """Divisor of the logits before sampling, at least 0. At 0 the most probable token is chosen."""
     top_p: float = 1.0
-    """Sum of probabilities, in (0, 1]. Tokens are drawn from the fewest most probable tokens that reach it."""
+    """Sum of probabilities, in (0, 1].
+
+    Tokens are drawn from the smallest set of most probable tokens that reaches it.
+    """
     top_k: int = 0
     """Number of most probable tokens to sample from. 0 or -1: all."""
     min_p: float = 0.0
-    """Minimum probability of a token, as a share of the highest probability. In [0, 1]."""
+    """Minimum probability of a token, as a fraction of the highest probability. In [0, 1]."""
     presence_penalty: float = 0.0
     """Value subtracted from the logit of each token that was already generated. In [-2, 2]."""
     frequency_penalty: float = 0.0
     """Value subtracted from the logit of a token for each time that it was generated. In [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, and factor of negative logits, for tokens in the prompt or output. Above 0."""
+    """Penalty for tokens in the prompt or output, above 0.
+
+    It divides positive logits and multiplies negative logits.
+    """
     seed: int | None = None
-    """Seed of the random numbers, in [0, 2**32). The result does not depend on other requests in the batch. Sample `i`
-    has the seed `(seed + i) % 2**32`. Default: different seeds, derived from the seed of the engine."""
+    """Seed of the random numbers, in [0, 2**32). Sample `i` has the seed `(seed + i) % 2**32`.
+
+    The result does not depend on other requests in the batch. Default: different seeds, derived from the engine's seed.
+    """
     stop: str | Sequence[str] = ()
     """Stop strings: one string or several. Stored as a tuple."""
     stop_token_ids: Sequence[int] = ()
@@ -68,7 +76,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Limit for generated tokens, 1 to 2**31 - 1."""
     min_tokens: int = 0
-    """Number of tokens to generate before a stop token or end-of-sequence token is allowed. At most `max_tokens`."""
+    """Minimum number of tokens before a stop token or end-of-sequence token may be generated. At most `max_tokens`."""
     logprobs: int | None = None
     """Number of most probable tokens to report with each generated token, 0 to 20. None: no log-probabilities."""
     prompt_logprobs: int | None = None
@@ -78,16 +86,20 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Tokens that may be generated. None: all."""
     bad_words: Sequence[str] = ()
-    """Words that must not be generated. Each word is banned in two forms, as the tokenizer encodes it without and with
-    a space before it. A token that holds more than the end of the word, such as its last letter and a newline, is not
-    banned. At most 256 forms may have several tokens. Forms of one token are not limited."""
+    """Words that must not be generated. Each word is banned in two forms: without and with a space before it.
+
+    A token is not banned if it has more text than the end of the word, such as its last letter and a newline. At most
+    256 forms may have several tokens. Forms of one token are not limited.
+    """
     skip_special_tokens: bool = True
     """Whether the text omits special tokens."""
     priority: int = 0
     """Priority of the request. Lower values are served first."""
     ttft_slo_s: float | None = None
-    """Target for the time to the first token, in seconds: above 0, at most 86400. A request that misses its target
-    continues. docs/scheduling.md describes the effect on each policy. None: the target of the server."""
+    """Target for the time to the first token, in seconds: above 0, at most 86400. None: the target of the server.
+
+    A request that misses its target continues. docs/scheduling.md describes the effect on each policy.
+    """
     tpot_slo_s: float | None = None
     """Target for the mean time per further token, in seconds: above 0, up to 86400. None: the target of the server."""
 
@@ -179,7 +191,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a real number of Python or NumPy, or NaN. The range checks refuse NaN."""
+    """Return whether a value is a real number of Python or NumPy, or NaN. Range checks refuse NaN later."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from amoeba_jax.views import DegreePrograms, PlacementStatus, TransformStatus
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Largest number of tokens in each class of `EngineStats.steps_by_tokens`. The last class there has no limit."""
+"""Upper limits of the classes of `EngineStats.steps_by_tokens`, in tokens. One more class has no limit."""
 
 
 @dataclass
@@ -15,23 +15,23 @@ class EngineStats:
     steps: int = 0
     """Launched steps of all instances."""
     prompt_tokens: int = 0
-    """Tokens computed as part of prompts, also if computed again after a preemption."""
+    """Tokens computed as part of prompts. Tokens that are computed again after a preemption count again."""
     decode_tokens: int = 0
     """Tokens computed by decoding."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when a request first started."""
     preemptions: int = 0
-    """Preemptions: a running request lost its pages to other requests."""
+    """Number of times that a running request lost its pages to other requests."""
     nan_logits: int = 0
     """Sequences that failed because their logits were infinite or NaN."""
     failed_steps: int = 0
     """Steps that failed on the devices. The requests of the instance were computed again."""
     output_backlog: int = 0
-    """Generated tokens that are not part of an output yet (current value)."""
+    """Generated tokens that the output thread has not converted to output yet (current value)."""
     output_stalls: int = 0
     """Number of times that the engine launched no step because the output backlog was full."""
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """Number of steps by number of tokens, in the classes of `STEP_TOKENS` and one class for more tokens."""
+    """Number of steps by number of tokens, in the classes of `STEP_TOKENS`. The last class is for more tokens."""
     compiled_programs: int = 0
     """Programs that were compiled or loaded from the compilation cache."""
     late_programs: int = 0

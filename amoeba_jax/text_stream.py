@@ -1,4 +1,4 @@
-"""The text of a stream of tokens, cut at stop strings."""
+"""Text of a stream of tokens, cut at stop strings."""
 
 from collections import deque
 
@@ -6,11 +6,11 @@ from amoeba_jax.tokenizer import DetokenizeStream
 
 
 class TextStream:
-    """A converter of tokens to text that ends at a stop string.
+    """Converter of tokens to text that ends at a stop string.
 
-    The first stop string that is complete ends the text, even inside a token. If several stop strings are
-    complete at the same character, the longest counts. The text is cut before the stop string. With
-    `include_stop_str_in_output`, the text is cut after the stop string.
+    The first stop string that is complete ends the text, even inside a token. If several stop strings are complete at
+    the same character, the longest counts. The text is cut before the stop string, or after it with
+    `include_stop_str_in_output`.
 
     The increments of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
     back until later text shows whether it is one. With `include_stop_str_in_output`, no text is held back.
@@ -35,7 +35,7 @@ class TextStream:
         # Longest suffix of the text that is a prefix of a stop string. Empty if stop strings are part of the output.
         self._held: deque[str] = deque()
         self.stopped: str | None = None
-        """Stop string that ended the text, or None. Later tokens add no text."""
+        """Stop string that has ended the text, or None. After a stop string, tokens add no text."""
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` adds. It is often ""."""
@@ -56,7 +56,7 @@ class TextStream:
         return text if self.stopped is not None else text + self._release(len(self._held), "")
 
     def _take(self, new: str) -> str:
-        """Search the next decoded text, `new`, for stop strings. Return the text that can be shown now."""
+        """Search newly decoded text for stop strings. Return the text that can be shown now."""
         if not self._stop:
             return new
         counts = self._num_tokens > self._min_tokens
@@ -73,7 +73,7 @@ class TextStream:
         return self._release(len(self._held) + len(new) - may_begin, new)
 
     def _release(self, length: int, new: str) -> str:
-        """Append `new` to the held text. Remove the first `length` characters of the result and return them."""
+        """Append `new` to the text that is held back. Remove its first `length` characters and return them."""
         if not self._held and length == len(new):
             return new
         self._held.extend(new)
@@ -81,7 +81,7 @@ class TextStream:
 
 
 class _StopString:
-    """An incremental search for one string (Knuth, Morris and Pratt).
+    """Incremental search for one string (Knuth, Morris and Pratt).
 
     The algorithm's table of borders grows only as far as the text has matched, so a long string costs no time at first.
     """
@@ -89,11 +89,11 @@ class _StopString:
     def __init__(self, text: str):
         self.text = text
         self.matched = 0
-        """Length of the longest suffix of the text so far that is a proper prefix of the string."""
+        """Length of the longest end of the text so far with which the string begins, without a whole match."""
         self._borders = [0]  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def read(self, new: str, counts: bool) -> int | None:
-        """Search the next text, `new`. Return the index in `new` after the first occurrence, or None.
+        """Search the next text, `new`. Return the index in `new` behind the first occurrence, or None.
 
         An occurrence may start in earlier text. If `counts` is false, occurrences are ignored. Do not call this again
         after an occurrence was returned.

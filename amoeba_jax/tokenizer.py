@@ -39,7 +39,7 @@ _MOST_TAIL = 32
 
 
 class Tokenizer:
-    """The tokenizer of one model. Its methods may be called from several threads at once."""
+    """Tokenizer of one model. Several threads may call its methods at once."""
 
     def __init__(self, fast: PreTrainedTokenizerFast, eos_token_ids: frozenset[int]):
         self._fast = fast
@@ -60,7 +60,8 @@ class Tokenizer:
     def from_directory(cls, directory: Path | str) -> "Tokenizer":
         """Load the tokenizer from `tokenizer.json` in a Hugging Face model directory.
 
-        `eos_token_ids` are the ids in `generation_config.json` (or else `config.json`), plus the EOS of the tokenizer.
+        `eos_token_ids` are the ids in `generation_config.json` (or in `config.json` if that file has none), plus the
+        EOS of the tokenizer.
 
         Raises:
             CheckpointError: `tokenizer.json` is missing or cannot be read.
@@ -95,7 +96,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template, as instruction-tuned models have."""
+        """Whether the model has a chat template. Instruction-tuned models usually have one."""
         return bool(self._fast.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -129,9 +130,9 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Largest number of characters that one token can represent.
+        """Upper limit for the number of characters that one token can represent.
 
-        A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens, so the
+        A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens. Such a
         text can be refused without tokenization. The number allows for normalizers that compose up to 4 characters into
         one (NFC).
 
@@ -160,9 +161,9 @@ class Tokenizer:
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token in the middle of a text, with its leading space. Special tokens have text too.
+        """Return the text that a token has in the middle of a text, with its leading space.
 
-        The texts of up to 65,536 tokens are cached.
+        Special tokens have text too. The texts of up to 65,536 tokens are cached.
         """
         return self._token_text(token_id)
 
@@ -224,11 +225,11 @@ class Tokenizer:
 
 
 class DetokenizeStream:
-    """An incremental decoder that returns only complete characters.
+    """Incremental decoder that returns only complete characters.
 
-    The increments of `push` and `flush` add up to the text of prompt and new tokens together, minus the text of the
-    prompt. So, as in vLLM, the first word has its leading space, and a character that starts in the prompt is complete.
-    Only the last 32 prompt tokens are examined, without skipped special tokens.
+    The increments of `push` and `flush` add up to the text of the whole sequence, minus the text of the prompt. So, as
+    in vLLM, the first word has its leading space, and a character that starts in the prompt is complete. Only the last
+    32 prompt tokens are examined, without skipped special tokens.
 
     There is one exception. If one byte token in a run of byte tokens is invalid, the byte fallback of SentencePiece
     decodes the whole run as U+FFFD. The stream cannot correct the text of the run that it has already returned. The
@@ -256,8 +257,10 @@ class DetokenizeStream:
         self._held: list[int] = []  # tokens whose text was not returned yet
 
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
-        """Return how many of the last prompt tokens to keep as context, and how many of them form an incomplete
-        character at the end of the prompt."""
+        """Return how many of the prompt's last tokens to keep, and how many end tokens form an incomplete character.
+
+        `tail` has the last tokens of the prompt.
+        """
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
             # Among four consecutive positions, at least one is the start of a character.
             for num_tokens in range(_MOST_CONTEXT - _MOST_CUT, _MOST_CONTEXT + 1):
@@ -299,7 +302,7 @@ class DetokenizeStream:
         return increment
 
     def _pending(self) -> str:
-        """Return the text of the held tokens, which `push` has not returned yet."""
+        """Return the text of the tokens that `push` holds back."""
         text = self._decode(self._context + self._held)
         for given_out in (self._context_text, *self._whole_texts):
             if text.startswith(given_out):
@@ -307,7 +310,7 @@ class DetokenizeStream:
         return self._decode(self._held)  # the exception in the class docstring: returned text has changed
 
     def _keep_context(self) -> None:
-        """Move the held tokens to the context, because their text was returned."""
+        """Move the held tokens to the context after their text was returned."""
         self._context = (self._cut + self._held)[-_MOST_CONTEXT:]
         self._context_text = self._decode(self._context)
         self._cut, self._whole_texts, self._held = [], (), []
@@ -317,7 +320,7 @@ class DetokenizeStream:
 
 
 def _decomposed_length(text: str) -> int:
-    """Return the largest number of characters from which a normalizer can compose `text`.
+    """Return the largest number of characters that a normalizer can compose into `text`.
 
     U+FFFD may be any part of a character, so it counts as the longest composition.
     """

@@ -1,4 +1,4 @@
-"""The check that text from outside is valid Unicode."""
+"""Check that text from outside is valid Unicode."""
 
 from amoeba_jax.errors import RequestError
 

@@ -50,13 +50,13 @@ class InstanceStatus:
     num_cached_pages: int = 0
     """Pages of cached prefixes. They are evicted if running requests need pages."""
     paused: int = 0
-    """Paused requests on these devices. They resume after a transformation to `paused_degree`."""
+    """Number of paused requests on these devices. They resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
     """Degree at which the paused requests ran; 0 if there are none."""
     placement: Placement | None = None
     """Devices that compute each layer, for each microbatch."""
     phase: str = "serving"
-    """`serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
+    """State: `serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
 
 
 class TransformState(StrEnum):
@@ -64,7 +64,7 @@ class TransformState(StrEnum):
 
     REQUESTED = "requested"
     AWAITING_REQUESTS = "awaiting requests"
-    """With `running="wait"`, the running requests must end first."""
+    """Running requests must end before the change starts (`running="wait"`)."""
     AWAITING_PROGRAMS = "awaiting programs"
     """Missing programs are compiled while requests run."""
     DRAINING = "draining"
@@ -77,9 +77,11 @@ class TransformState(StrEnum):
     ABORTED = "aborted"
     """The transformation was refused, or failed before the first layer switched. Nothing has changed."""
     RECOVERED = "recovered"
-    """The transformation failed after the first layer had switched. Groups that had changed stay changed. The failed
-    group serves at the higher degree with an empty cache, and its requests are computed again. If its restored weights
-    were lost, the group serves at the lower degree instead."""
+    """The transformation failed after the first layer had switched. Groups that had changed completely stay changed.
+
+    The failed group serves at the higher degree with an empty cache, and its requests are computed again. If its
+    restored weights were lost, the group serves at the lower degree instead.
+    """
 
 
 _WAITING = {TransformState.AWAITING_REQUESTS, TransformState.AWAITING_PROGRAMS, TransformState.DRAINING}
@@ -104,8 +106,8 @@ class TransformStatus:
         state: one of `TransformState`.
         programs_left: number of missing programs that the transformation waits for.
         estimated_s: expected seconds to compile the missing programs. None: unknown.
-        layers_switched: layers that have switched, in all groups that are changing now.
-        num_layers: number of all layers of these groups.
+        layers_switched: number of layers that have switched, over all groups that are changing now.
+        num_layers: number of layers of these groups together.
     """
 
     tensor_parallel_size: int
@@ -130,10 +132,10 @@ class PlacementStatus:
     Attributes:
         kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
         instance: id of the instance.
-        device: device that gets or gives up modules.
-        layers: first layer and end of the layers; (0, 0) for all layers.
+        device: device that gets or loses modules.
+        layers: first layer, and the layer after the last; (0, 0) for all layers.
         state: one of `TransformState`.
-        layers_switched: number of layers at their new homes.
+        layers_switched: number of layers that have switched to their new devices.
     """
 
     kind: str
@@ -156,7 +158,7 @@ class ExecutableInfo:
     compile_s: float
     """Seconds to trace and compile the program, or to load it."""
     cached: bool
-    """Whether the program came from a cache or was relocated, so that XLA did not compile it."""
+    """Whether the program was loaded from a cache or relocated, and not compiled by XLA."""
     relocated: bool
     """Whether the program was compiled for other devices and then loaded for `devices`."""
     code_bytes: int
@@ -185,7 +187,7 @@ class MemoryEntry:
     owner: str
     num_bytes: int
     padding_bytes: int = 0
-    """Padding among `num_bytes`: zeros, and copies of heads, that make sizes divisible."""
+    """Bytes of padding among `num_bytes`: zeros, and copies of heads, that make sizes divisible."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,7 +201,7 @@ class MemoryReport:
     reserved_bytes: tuple[int, ...]
     """Bytes reserved for temporaries of programs and transformations, by device."""
     padding: dict[str, float]
-    """Ratio of stored elements to model elements, by kind of parameter and for `kv cache`; 1.0 without padding."""
+    """Stored elements divided by model elements, by kind of parameter and for `kv cache`. 1.0: no padding."""
     kv_kept_bytes: tuple[int, ...] = ()
     """Bytes of the KV cache in pages of cached prefixes, by device. These pages are evicted if requests need pages."""
 
@@ -298,7 +300,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class _Column:
-    """Column in the picture's row for a device: a layer, buffers outside the layers, reserved or unused bytes."""
+    """Column of a device's row in the picture: a layer, buffers outside the layers, or reserved or unused bytes."""
 
     layer: int | None
     parts: dict[str, int]
@@ -309,7 +311,7 @@ class _Column:
 
 
 def _picture(report: MemoryReport) -> str:
-    """Return HTML with a legend and an SVG. The SVG has one row for each device, with the layers as columns, to scale.
+    """Return HTML with a legend and an SVG. The SVG has a row for each device and a column for each layer, to scale.
 
     The HTML needs no script, style sheet or other file, so every notebook viewer shows it.
     """
@@ -333,7 +335,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device. The sum of their bytes is the budget, or more if the budget is exceeded."""
+    """Return the columns of a device. Their bytes add up to the budget, or to more if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]

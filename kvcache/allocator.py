@@ -1,9 +1,10 @@
 """Buddy allocator for the KV pages of one device.
 
-The allocator counts in units: a unit is one of the `max_tp` equal pieces of a TP1 page (`kvcache.geometry`). A block of
-order `k` has `2**k` units and is aligned to its size. A TP1 page is a block of the largest order (`max_tp` units), a
-page at degree `max_tp` a block of order 0. Pages of all degrees therefore share one id space, and a paused TP1 request
-keeps its pages while a TP4 request runs.
+A *unit* is one of the `max_tp` equal pieces of a TP1 page (`kvcache.geometry`). The allocator counts in units. A block
+of order `k` has `2**k` units, and its first unit is a multiple of `2**k`.
+
+With `max_tp` 4, a TP1 page is a block of order 2, and a TP4 page is a block of order 0. Pages of all degrees therefore
+come from one pool of units. A paused TP1 request can keep its pages while a TP4 request runs.
 """
 
 import heapq
@@ -11,11 +12,11 @@ from typing import NamedTuple
 
 
 class OutOfPagesError(RuntimeError):
-    """Error: too few free pages. Nothing was allocated. The caller may preempt, wait or scale up."""
+    """Error: too few pages are free. Nothing was allocated."""
 
 
 class Block(NamedTuple):
-    """Live block: its first unit, its order (`2**order` units) and its number of references."""
+    """Allocated block: its first unit, its order (`2**order` units) and its number of references."""
 
     unit: int
     order: int
@@ -25,8 +26,8 @@ class Block(NamedTuple):
 class _FreeBlocks:
     """Free blocks of one order: a set, and a heap that finds the lowest block in O(log n).
 
-    A removed block leaves the set at once, but its entry in the heap stays until the entry reaches the top. If the
-    block is added again before that, the entry is reused. The heap therefore has at most one entry for each block.
+    A removed block leaves the set at once. Its heap entry stays until it reaches the top. If the block becomes
+    free again before that, the entry is reused. The heap therefore has at most one entry for each block.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class _FreeBlocks:
         return unit in self._free
 
     def append(self, units: range) -> None:
-        """Add blocks with higher ids than all earlier blocks."""
+        """Add blocks whose ids are higher than the ids of all earlier blocks."""
         self._free.update(units)
         self._queued.update(units)
         self._heap.extend(units)
@@ -65,14 +66,16 @@ class _FreeBlocks:
 
 
 class BuddyAllocator:
-    """Allocator of reference-counted blocks of units over the extents (`kvcache.extents`) of one device.
+    """Allocator of reference-counted blocks of units on one device.
 
-    `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of this
-    size, it takes the block with the lowest id. Extents that are added later (released weights) have higher ids, so
-    they are filled last. These extents are therefore likely to be free when their weights must be restored.
+    `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of
+    equal size, it takes the block with the lowest id.
 
-    Methods that take the first unit of a live block raise `ValueError` if no live block starts there. Not thread-safe:
-    only the engine's dispatcher thread calls it.
+    The units are in the extents of the device (`kvcache.extents`). Extents of released weights are added later and have
+    higher ids, so they are filled last. They are therefore likely to be free when their weights must be restored.
+
+    Methods that take the first unit of an allocated block raise `ValueError` if no allocated block starts there. Not
+    thread-safe: only the engine's dispatcher thread calls it.
     """
 
     def __init__(self, max_tp: int) -> None:
@@ -100,12 +103,15 @@ class BuddyAllocator:
         return self.num_free(0)
 
     def num_free(self, order: int) -> int:
-        """Return the number of blocks of `order` that can be allocated now. Larger blocks count as several."""
+        """Return the number of blocks of `order` that can be allocated now.
+
+        A larger free block counts as several blocks.
+        """
         self._check_order(order)
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 
     def add_extent(self, num_pages: int) -> int:
-        """Add an extent of `num_pages` whole (TP1) pages behind the existing extents. Return its first unit."""
+        """Add an extent of `num_pages` TP1 pages after the existing extents. Return its first unit."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; an extent has at least one page")
         start, num_units = self.total_units, num_pages * self.max_tp
@@ -166,12 +172,12 @@ class BuddyAllocator:
         self._references[unit] = 1
 
     def share(self, unit: int) -> None:
-        """Add a reference to the live block that starts at `unit`."""
+        """Add a reference to the allocated block at `unit`."""
         self._check_live(unit)
         self._references[unit] += 1
 
     def free(self, unit: int) -> None:
-        """Drop a reference to the live block that starts at `unit`. Dropping the last reference frees the block."""
+        """Drop a reference to the allocated block at `unit`. If it was the last reference, the block becomes free."""
         self._check_live(unit)
         self._references[unit] -= 1
         if self._references[unit]:
@@ -186,9 +192,10 @@ class BuddyAllocator:
         self._free[order].add(unit)
 
     def become(self, other: "BuddyAllocator") -> None:
-        """Take over the extents and blocks of `other`, for example the allocator of a device's new layout (`relayout`).
+        """Replace the extents and blocks of this allocator by the extents and blocks of `other`.
 
-        All objects that hold this allocator then see the new state. Do not use `other` afterwards.
+        When a device gets a new layout, all objects that hold this allocator then see the new state. Do not use `other`
+        afterwards.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")
@@ -196,17 +203,17 @@ class BuddyAllocator:
         self._orders, self._references = other._orders, other._references
 
     def references(self, unit: int) -> int:
-        """Return the number of references to the live block that starts at `unit`."""
+        """Return the number of references to the allocated block that starts at `unit`."""
         self._check_live(unit)
         return self._references[unit]
 
     def order_of(self, unit: int) -> int:
-        """Return the order of the live block that starts at `unit`."""
+        """Return the order of the allocated block that starts at `unit`."""
         self._check_live(unit)
         return self._orders[unit]
 
     def live_blocks(self) -> list[Block]:
-        """Return all live blocks in ascending order of their first unit."""
+        """Return all allocated blocks in ascending order of their first unit."""
         return [Block(u, order, self._references[u]) for u, order in sorted(self._orders.items())]
 
     def _check_order(self, order: int) -> None:

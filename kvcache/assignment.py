@@ -16,13 +16,17 @@ def assign_down(
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " sequences"]:
-    """Choose an instance for each sequence of a group of devices that splits. Return the index of each instance.
+    """Choose an instance for each sequence of a group of devices that splits.
 
-    The longest sequences are assigned first, each to the instance with the most free pages. Sequences that share a page
-    may get different instances, and each of these instances needs a copy of the page. If the sequences do not fit this
-    way, sequences that share pages are kept together. This is not done at first, because all prompts may begin with the
-    same system prompt, and some instances would then stay idle. Cached pages without a sequence are not part of the
-    input; the caller drops them.
+    Return the index of an instance for each sequence.
+
+    The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. Sequences that
+    share a page may get different instances, and each of these instances then needs a copy of the page.
+
+    If the sequences do not fit this way, a second attempt keeps sequences that share pages together. It is not the
+    first attempt: if all prompts begin with the same system prompt, it would leave instances idle.
+
+    Cached pages without a sequence are not part of the input. The caller drops them.
 
     Args:
         pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
@@ -62,8 +66,11 @@ def assign_down(
 
 
 _Preference = Callable[[int, int], tuple[int, int]]
-"""Function that returns a cost from the free pages of an instance and the new pages that a group of sequences needs on
-this instance. The group goes to the instance with the lowest cost."""
+"""Cost of an instance for a group of sequences: a function `(free, need) -> cost`.
+
+`free` is the number of free pages of the instance. `need` is the number of new pages that the group needs there. A
+group of sequences goes to the instance with the lowest cost.
+"""
 
 
 def _assign(
@@ -132,14 +139,13 @@ def _assign_staying(
 
 
 class _Staying:
-    """Assignment of sequences to instances that is balanced by moves of single sequences.
+    """Assignment of sequences to instances, improved by moving one sequence at a time.
 
     At first, every sequence is on the instance where most of its pieces stay. A move goes to the instance with the most
-    free pages among the instances below their limit of sequences.
+    free pages, among the instances with fewer sequences than their limit.
 
-    The number of moves is finite. Moves from an instance above its limit end, because no move brings an instance above
-    its limit. After any other move, the two instances each have more free pages than the fuller instance had
-    before.
+    The number of moves is finite. No move brings an instance above its limit, so moves from instances above their limit
+    end. After any other move, both instances have more free pages than the fuller of the two had before.
     """
 
     def __init__(
@@ -179,7 +185,7 @@ class _Staying:
         self.assignment[sequence] = instance
 
     def next_move(self) -> tuple[int, int] | None:
-        """Return the next sequence to move and its new instance, or None if no move is needed or possible."""
+        """Return the next sequence to move and its new instance. Return None if no move is needed or possible."""
         free, counts = self._free, self._counts
         open_to = np.flatnonzero(counts < self._limit)
         if not len(open_to):
@@ -203,13 +209,13 @@ class _Staying:
         return None
 
     def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " sequences"]:
-        """Return, for each sequence, the number of its pages whose flag is set. `flags` is indexed by page number."""
+        """Return for each sequence how many of its pages have a set flag. `flags` is indexed by page number."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 
 
 def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
-    """Return the smallest groups of sequences such that no two groups share a page."""
+    """Group the sequences that share pages, directly or through other sequences. No two groups share a page."""
     leader = list(range(len(pages)))
 
     def find(sequence: int) -> int:

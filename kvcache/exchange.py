@@ -21,21 +21,24 @@ from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
-"""Number of consecutive phases with the same distance that one program without a loop can run. Launching a program on
-four devices takes 0.3 ms of CPU time. Most plans that use a distance have at least three phases with this distance."""
+"""Number of phases of one distance that a program without a loop can run in a row.
+
+Launching a program on four devices takes 0.3 ms of CPU time. Most plans have at least three phases of each distance
+that they use.
+"""
 
 PHASES_OF_LOOP = 16
 """Maximum number of phases that a program with a loop runs. Most plans have fewer phases."""
 
 
 class ExchangeKind(NamedTuple):
-    """Shape of an exchange program: the number of phases that it runs in sequence, and their distance.
+    """Shape of an exchange program: the number of phases that it runs one after another, and their distance.
 
     `migration.Phase` defines phases and distances. `distance` is None for a program of general phases.
 
-    If `loop`, the program runs up to `num_phases` phases of any distance, in a loop with a branch for each distance.
-    `distance` is None too. One program with a loop replaces the programs of all distances and takes one launch for a
-    layer. It is for CPU only: on a GPU, the host would have to wait in each phase to learn which branch is taken.
+    A program with `loop` runs up to `num_phases` phases of any distance: each iteration branches on the distance, and
+    `distance` is None. It replaces the programs of all distances and needs one launch for each layer. It is for CPU
+    only: on a GPU, the host would have to wait in each phase to learn the branch.
     """
 
     distance: int | None
@@ -44,7 +47,7 @@ class ExchangeKind(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Inputs of one exchange program: the phases that it runs. `migration.Phase` defines ids, `p` and `phase_pieces`.
+    """Inputs of one launch of an exchange program. `migration.Phase` defines ids, `p` and `phase_pieces`.
 
     Attributes:
         kind: shape of the program.
@@ -61,7 +64,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
-    """Return all kinds of programs that the exchanges of `join_phases` need for `p` ranks.
+    """Return the kinds of all programs that the results of `join_phases` can need for `p` ranks.
 
     If `loop`, there is only one kind. Without a loop, there is a kind for one general phase, a kind for one phase of
     each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0.
@@ -110,7 +113,7 @@ def exchange_pieces(
     receive: Int32[Array, "*pieces"],
     distance: int | Int32[Array, ""] | None = None,
 ) -> list[jax.Array]:
-    """Exchange the pieces of one `Phase` in one layer and return the extents, updated in place if they are donated.
+    """Exchange the pieces of one `Phase` in one layer. Return the extents, updated in place if they are donated.
 
     Runs on one rank, inside `shard_map` over `p` ranks. Temporary memory: all sent and all received pieces.
 
@@ -143,14 +146,14 @@ def exchange_pieces(
 
 
 def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
-    """Reshape the extents of one rank so that each row is one piece, without a transposition or copy in XLA."""
+    """Reshape the extents of one rank to arrays with one piece in each row. XLA needs no copy for it."""
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
 
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Float[Array, "pieces elems"]:
-    """Return the pieces with the given ids. `rows` comes from `as_pieces`, and ids count over all arrays in `rows`.
+    """Return the pieces with the given ids. A negative id returns garbage.
 
-    A negative id returns garbage.
+    `rows` is the result of `as_pieces`. Ids count over all its arrays.
     """
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
@@ -172,9 +175,10 @@ def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array,
 
 
 def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array, "pieces elems"]:
-    """Send block `i`, the pieces `Phase.send[rank, i]`, to the rank at distance `i`, for every `i` (a general phase).
+    """Run a general phase: send block `i` to the rank at distance `i`, for every `i`.
 
-    Return the received blocks, concatenated in the order of the distances.
+    Block `i` has the pieces `Phase.send[rank, i]`. Return the received blocks, concatenated in the order of the
+    distances.
     """
     return jnp.concatenate([swap_pieces(block, distance) for distance, block in enumerate(blocks)])
 
@@ -182,25 +186,25 @@ def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array
 def as_bits(array: jax.Array) -> jax.Array:
     """Reinterpret elements as unsigned integers of the same size. Elements of 32 bits are returned unchanged.
 
-    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. Elements of 32 bits are sent
-    unchanged, and reinterpreting them would add a copy, which takes a fifth of the time of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. It sends 32-bit elements as they
+    are. Reinterpreting them would add a copy that takes a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
 
 
 def of_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Reinterpret the result of `as_bits` as `dtype` again."""
+    """Convert a result of `as_bits` back to `dtype`."""
     return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def scatter_pieces(
     rows: Sequence[jax.Array], ids: Int32[Array, " pieces"], pieces: Float[Array, "pieces elems"]
 ) -> list[jax.Array]:
-    """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays `rows`.
+    """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays.
 
-    `rows` comes from `as_pieces`, and ids count over all arrays in `rows`. A negative id writes nothing. All other ids
-    differ.
+    `rows` is the result of `as_pieces`. Ids count over all its arrays. A negative id writes nothing. The other ids must
+    differ from each other.
     """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):

@@ -6,15 +6,18 @@ from collections.abc import Iterable
 from jaxtyping import Array, Float
 
 Extent = Float[Array, "_ elems"]
-"""Buffer `[pages, page_elems]` of whole KV pages of one layer on one device. Extents may differ in their number of
-pages. The array over all devices of an instance has shape `[tp * pages, page_elems]`, rank after rank."""
+"""Buffer `[pages, page_elems]` of whole KV pages of one layer on one device.
+
+Extents may differ in their number of pages. The array over all devices of an instance has shape
+`[tp * pages, page_elems]`: first the pages of rank 0, then the pages of rank 1, and so on.
+"""
 
 LayerKV = list[Extent]
-"""All extents of a layer. The first extent has always been KV cache; the other extents held weights before."""
+"""All extents of a layer. The first extent has always been KV cache. The other extents held weights before."""
 
 
 def extent_starts(num_pages: Iterable[int]) -> tuple[int, ...]:
-    """Return the first page id of each extent, and then the end of the last extent. Ids count over all extents.
+    """Return the first page id of each extent, followed by the end of the last extent. Ids count over all extents.
 
     Args:
         num_pages: number of pages of each extent. For ids at a degree above 1, the number of sub-pages.

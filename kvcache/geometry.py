@@ -61,11 +61,11 @@ class PageGeometry:
         return self.max_tp // self.sub_pages(tp)
 
     def order(self, tp: int) -> int:
-        """Return the buddy order of a sub-page at degree `tp`: log2 of its units, so 0 at `max_tp`."""
+        """Return the order of the allocator block of a sub-page at degree `tp`: log2 of its units."""
         return self.units_per_page(tp).bit_length() - 1
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages for `num_tokens` tokens of one sequence, equal at all degrees."""
+        """Return the number of pages for `num_tokens` tokens of one sequence. The number is the same at all degrees."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; it must not be negative")
         return -(-num_tokens // self.page_size)

@@ -1,17 +1,19 @@
-"""Order in which pieces of pages move between ranks, so that every piece is read before it is overwritten.
+"""Plan of the phases in which pieces of pages move between ranks. No piece is overwritten before it is read.
 
-Pieces move in phases of a fixed size, and one compiled program runs a phase: all ranks gather the pieces that they
-send, exchange them, and then write the received pieces. A *slot* is the memory of one piece on one rank. If a piece
-leaves a slot in some phase, the slot may be written in the same phase. A move therefore waits until the moves that
-vacate its target are in the same phase or an earlier one.
+One compiled program runs a phase, and all phases have the same size. In a phase, all ranks gather the pieces that they
+send, exchange them, and then write the received pieces. A *slot* is the memory of one piece on one rank. A slot may be
+written in the phase in which its old piece leaves. So a move waits for the moves that vacate its target, and may run in
+the same phase as the last such move.
 
-Each slot is the target of at most one move, so the moves form cycles and trees whose leaves are free slots. A tree is
-scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that they vacate.
+Each slot is the target of at most one move. The moves therefore form trees, whose leaves are free slots, and cycles.
+
+A tree is scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that
+they vacate.
+
 All moves of a cycle must run in one phase. A cycle that is too long for a phase is cut into arcs: runs of consecutive
 slots. A phase rotates the pieces of an arc: every piece moves to the next slot, and the last piece moves to the first
-slot of the arc. After that, only the first slots of the arcs have wrong pieces. The moves that correct them form one
-more, shorter cycle, which is scheduled the same way. Therefore a plan never needs a free slot, even if all ranks are
-full.
+slot. After that, only the first slots of the arcs have wrong pieces. The moves that correct them form a shorter cycle,
+which is scheduled the same way. A plan therefore never needs a free slot, even if all ranks are full.
 """
 
 import heapq
@@ -26,24 +28,32 @@ PADDING = -1
 """Id of an unused entry of `Phase.send` and `Phase.receive`."""
 
 GENERAL_COST = 1.2
-"""Time of a general phase (each rank trades with all ranks), divided by the time of a phase with a distance (each rank
-trades with one rank). Measured on CPU, where a general phase waits for other ranks several times."""
+"""Time of a general phase, divided by the time of a phase with a distance.
+
+In a general phase, each rank trades with all ranks; in a phase with a distance, with one rank. Measured on CPU, where
+a general phase waits for other ranks several times.
+"""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Pieces that the ranks exchange at once: a *general* phase between all ranks, or a phase between pairs of ranks.
+    """Pieces that the ranks exchange at once: between all ranks (a *general* phase), or between pairs of ranks.
 
     The distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `phase_pieces` is the argument of
     `plan_phases`, equal in all phases of a plan. Unused entries of `send` and `receive` are `PADDING`.
     """
 
     send: Int32[np.ndarray, "p *pieces"]
-    """Ids of the pieces that leave. General phase: `[p, p, phase_pieces]`, and piece `send[r, i, n]` of rank
-    `r` goes to slot `receive[r ^ i, i, n]` of rank `r ^ i`. With a distance: `[p, p * phase_pieces]`, and piece
-    `send[r, n]` of rank `r` goes to slot `receive[r ^ distance, n]` of rank `r ^ distance`."""
+    """Ids of the pieces that each rank sends.
+
+    General phase: `[p, p, phase_pieces]`. Piece `send[r, i, n]` of rank `r` goes to slot `receive[r ^ i, i, n]` of rank
+    `r ^ i`.
+
+    Phase with a distance: `[p, p * phase_pieces]`. Piece `send[r, n]` of rank `r` goes to slot
+    `receive[r ^ distance, n]` of rank `r ^ distance`.
+    """
     receive: Int32[np.ndarray, "p *pieces"]
-    """Ids of the slots that the arriving pieces are written to, with the shape of `send`."""
+    """Ids of the slots to which the arriving pieces are written, with the shape of `send`."""
     distance: int | None = None
     """Distance of the ranks that exchange pieces; None for a general phase."""
 
@@ -59,14 +69,15 @@ def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tupl
 def plan_phases(
     source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
 ) -> list[Phase]:
-    """Plan phases that copy each piece from its source to its target when they run in order.
+    """Plan phases that copy each piece from its source to its target, if they run in order.
 
-    A piece that moves from rank `r` to rank `s` has the distance `r ^ s`. Many pieces of equal distance move in phases
-    of this distance. The remaining pieces move in general phases. So do pieces that wait for each other.
+    A piece that moves from rank `r` to rank `s` has the distance `r ^ s`. If many pieces have the same distance, they
+    move in phases of this distance. The remaining pieces move in general phases, and so do pieces that wait for each
+    other.
 
-    A source may have several targets, and may be the target of another piece. A slot that is not a target keeps its
-    piece. A slot that is both source and target may hold other pieces between phases. Any other target is written once.
-    Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` sent and received pieces.
+    A source may have several targets, and may be the target of another piece. Slots that are not a target keep their
+    piece. A slot that is both source and target may hold other pieces between phases. All other targets are written
+    once. Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` pieces, for sending and receiving together.
 
     Args:
         source: (rank, piece id) of the source slot of each piece.
@@ -126,11 +137,11 @@ def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces:
 def _dependencies(
     sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], num_slots: int
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
-    """Return three values for each move: `refill`, `depth` and `cyclic`.
+    """Return three arrays with a value for each move: `refill`, `depth` and `cyclic`.
 
-    `refill` is the index of the move that fills the slot which this move vacates, or -1 if no move does. `depth` is the
-    number of moves that wait for this move: its refill, the refill of its refill, and so on. It has no meaning if these
-    moves end in a cycle. `cyclic` is True if the move is on a cycle.
+    `refill` is the index of the move that fills the source slot of this move, or -1 if no move does. That move waits
+    for this move. `depth` is the length of this chain of waiting moves: the refill, the refill of the refill, and so
+    on. `cyclic` is True if the move is on a cycle. `depth` has no meaning if the chain ends in a cycle.
 
     Args:
         sources: slot number of the source of each move (`_Timetable` defines slot numbers).
@@ -153,11 +164,10 @@ def _dependencies(
 
 
 class _Timetable:
-    """Phases planned so far, with the number of free entries of each pair of ranks.
+    """Phases planned so far, and the free entries of each phase for each pair of ranks.
 
-    Methods take and return slots, pairs of ranks and phases as numbers. The number of a slot is
-    `rank * num_ids + piece id`. The number of a pair is `sending rank * num_ranks + receiving rank`. The number of a
-    phase is its index in the plan.
+    Slots, pairs of ranks and phases are numbers. The number of a slot is `rank * num_ids + piece id`. The number of a
+    pair is `sending rank * num_ranks + receiving rank`. The number of a phase is its index in the plan.
     """
 
     def __init__(self, num_ranks: int, num_ids: int, phase_pieces: int) -> None:
@@ -181,10 +191,9 @@ class _Timetable:
         return free
 
     def _best_distance(self, queues: list[list[int]]) -> int | None:
-        """Return the distance of the phase that moves the most ready pieces in a given time.
+        """Return the distance whose next phase moves the most pieces per unit of time, or None if a general phase does.
 
-        `queues[pair]` has the moves of a pair of ranks that wait for no other move. Return None if a general phase is
-        best.
+        `queues[pair]` has the moves of a pair of ranks that wait for no other move.
         """
         p, most = self._num_ranks, self._phase_pieces
         # Below this number a general phase is better: chains of waiting moves need fewer general phases.
@@ -242,8 +251,8 @@ class _Timetable:
     ) -> tuple[Int64[np.ndarray, "rows 3"], Bool[np.ndarray, " M"]]:
         """Choose the phases of swaps: pairs of moves that trade slots. Only moves in the mask `which` are considered.
 
-        Merges and splits in place consist mostly of swaps. If the last swaps of a distance are too few to fill a phase,
-        they get no phase. Return the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`,
+        Merges and splits in place consist mostly of swaps. The last swaps of a distance get no phase if they are too
+        few to fill it. Return the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`,
         and as a mask over all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
@@ -277,10 +286,12 @@ class _Timetable:
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "rows 3"]:
         """Choose the phases of the moves on cycles. Return rows `[source slot, target slot, phase]`.
 
-        A cycle that is cut into arcs has more rows than moves: pieces also pass through the first slots of the arcs.
+        A cycle that is cut into arcs (see the module) has more rows than moves.
 
-        `following` maps each slot on a cycle to the next slot of the cycle. `ready[slot]` is the first phase in which
-        the slot may be written; 0 if it is missing. This method empties `following` and updates `ready`.
+        Args:
+            following: next slot on the cycle, for each slot on a cycle. This method empties the dict.
+            ready: first phase in which a slot may be written, by slot. A missing slot has 0. This method updates the
+                dict.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -303,9 +314,9 @@ class _Timetable:
         return np.array(moves, np.int64).reshape(-1, 3)
 
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Cut a cycle into arcs with at most `limit` moves of each pair of ranks.
+        """Cut a cycle into arcs. Each pair of ranks has at most `limit` moves in an arc.
 
-        Yield the slots of each arc and its number of moves by pair of ranks. The move from the last slot of an arc to
+        Yield the slots of each arc, and its number of moves by pair of ranks. The move from the last slot of an arc to
         its first slot counts too. Each arc but the last has at least two slots.
         """
         ranks = [slot // self._num_ids for slot in cycle]
@@ -329,9 +340,9 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Reserve `counts[pair]` entries of each pair in one phase, and return the number of this phase.
+        """Reserve `counts[pair]` entries for each pair of ranks in one phase. Return the number of this phase.
 
-        The phase is the first one from number `phase` on with enough free entries. If there is none, add phases.
+        The phase is the first phase with enough free entries, from number `phase` on. If there is none, add phases.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)

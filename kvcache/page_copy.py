@@ -74,7 +74,7 @@ def copy_pages(
 def _rows_of(
     rows: Sequence[jax.Array], first_ids: tuple[int, ...], ids: Int32[Array, " pages"]
 ) -> Int32[Array, " pages"]:
-    """Return for each page id the index of its row, counted over all of `rows`, or -1 if the id is in no extent."""
+    """Return the row index of each page id, counted over all arrays of `rows`; -1 for an id that is in no extent."""
     found = jnp.full_like(ids, -1)
     for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))

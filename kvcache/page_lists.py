@@ -1,7 +1,7 @@
-"""Block tables split by extent: the inputs of paged attention.
+"""Block tables that are split by extent, as inputs of paged attention.
 
-Attention reads each extent (a separate device buffer) and merges the partial results. It needs the ids of the pages in
-each extent, and the positions of these pages in the sequence.
+Attention reads each extent, which is a separate device buffer, and merges the partial results. For each extent, it
+needs the ids of the pages and the positions of these pages in the sequence.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Page pool of an instance, built on the allocators of its ranks, and block table of a sequence."""
+"""Page pool of an instance, and block table of a sequence."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from sharding.errors import LayoutError
 
 
 class PagePool:
-    """Pool of pages for the sequences of one instance. A page has a block (`BuddyAllocator`) on every rank.
+    """Pool of pages for the sequences of one instance. A page has an allocator block on every rank.
 
-    A table `[tp, pages]` holds the local id of each page on each rank: the first unit of the block divided by
+    A table `[tp, pages]` holds the id of each page on each rank. The id is the first unit of the block, divided by
     `units_per_page(tp)`. A page may have different ids on different ranks. Pools of different degrees may share
-    allocators.
+    allocators (`BuddyAllocator`).
 
     Raises `LayoutError` if the allocators do not match the geometry or the degree.
     """
@@ -39,9 +39,9 @@ class PagePool:
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
         """Return a pool whose pages have blocks on all ranks of all given pools.
 
-        Sequences need blocks in the old and the new layout while their layers change one after another. A table of the
-        joined pool has the rows of the first pool, then the rows of the second pool, and so on. The attribute `tp` of
-        the joined pool is the number of these rows: the sum of the degrees.
+        While layers change one after another, each page needs blocks in the old and in the new layout. A table of the
+        joined pool has the rows of the first pool, then the rows of the second pool, and so on. Its attribute `tp` is
+        the number of rows: the sum of the degrees.
 
         Raises `LayoutError` if two pools share an allocator.
         """
@@ -61,7 +61,7 @@ class PagePool:
 
     @property
     def ranks(self) -> list[tuple[BuddyAllocator, int]]:
-        """Allocator of each rank, and the order of its blocks. Pools with a common entry share pages there."""
+        """Allocator and block order of each rank. Two pools with an equal entry take pages from the same memory."""
         return list(zip(self._allocators, self._orders, strict=True))
 
     @property
@@ -70,7 +70,7 @@ class PagePool:
         return min(self.free_by_rank())
 
     def total_by_rank(self) -> list[int]:
-        """Return the number of pages of each rank. Free pages and pages in use count."""
+        """Return the number of pages of each rank, free or in use."""
         return [a.total_units >> order for a, order in zip(self._allocators, self._orders, strict=True)]
 
     def free_by_rank(self) -> list[int]:
@@ -94,21 +94,21 @@ class PagePool:
         return np.asarray(units, np.int32) // self._units_per_page
 
     def share(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Add a reference to each page. Raises `ValueError` if an id is not a live page of this degree."""
+        """Add a reference to each page. Raises `ValueError` if an id is not an allocated page of this degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.share(unit)
 
     def free(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Drop a reference to each page. Raises `ValueError` if an id is not a live page of this degree."""
+        """Drop a reference to each page. Raises `ValueError` if an id is not an allocated page of this degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.free(unit)
 
     def references(self, table: Int32[np.ndarray, "tp pages"]) -> Int32[np.ndarray, " pages"]:
-        """Return the number of references to each page: the maximum over the ranks.
+        """Return the number of references to each page. If the ranks differ, the maximum counts.
 
-        Raises `ValueError` if an id is not a live page of this degree.
+        Raises `ValueError` if an id is not an allocated page of this degree.
         """
         ranks = [
             [allocator.references(unit) for unit in units]
@@ -117,7 +117,7 @@ class PagePool:
         return np.max(np.array(ranks, np.int32), axis=0)
 
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
-        """Return the first units of all pages of a table on each rank, or raise `ValueError` if a page is not live."""
+        """Return the first units of all pages of a table on each rank. Raise `ValueError` for a page that is free."""
         if table.ndim != 2 or len(table) != self.tp:
             raise ValueError(f"a table of shape {table.shape} is not [{self.tp}, pages], a row for each rank")
         ranks = (table * self._units_per_page).tolist()
@@ -149,17 +149,17 @@ class SequencePages:
 
     @property
     def table(self) -> Int32[np.ndarray, "tp pages"]:
-        """Local page ids, as a read-only view. Read the property again after `reserve` or `release`."""
+        """Page ids on each rank, as a read-only view. Read the property again after `reserve` or `release`."""
         view = self._buffer[:, : self._num_pages]
         view.flags.writeable = False
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Return the number of missing pages for `num_tokens` tokens; negative if the table has more than enough."""
+        """Return how many pages the sequence lacks for `num_tokens` tokens. Negative if it has more than enough."""
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:
-        """Grow the table to `num_tokens` tokens and return the number of new pages. A table never shrinks.
+        """Add pages until the table holds `num_tokens` tokens. Return the number of new pages. A table never shrinks.
 
         Raises `OutOfPagesError`, and leaves the table unchanged, if too few pages are free.
         """
@@ -179,7 +179,7 @@ class SequencePages:
         return num_new
 
     def is_shared(self, index: int) -> bool:
-        """Return whether page `index` has several references on at least one rank.
+        """Return whether page `index` has more than one reference on at least one rank.
 
         Raises `IndexError` if the page does not exist.
         """
@@ -189,9 +189,11 @@ class SequencePages:
         """Replace page `index` by a new page if it is shared.
 
         Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
-        copy the contents to the new page (`page_copy.copy_pages`), and launch this copy before any other program that
-        writes to newly allocated pages. This sequence's reference to the old page is dropped at once, but no program
-        can overwrite the page before the copy, because programs run in launch order.
+        copy the contents to the new page (`page_copy.copy_pages`). It must launch this copy before any other program
+        that writes to newly allocated pages.
+
+        This sequence's reference to the old page is dropped at once. No program can overwrite the old page before the
+        copy, because programs run in launch order.
 
         Raises `OutOfPagesError`, and changes nothing, if no page is free. Raises `IndexError` if page `index` does not
         exist.

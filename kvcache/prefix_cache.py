@@ -1,7 +1,7 @@
-"""Prefix cache: keeps full pages after their sequences have ended, and finds them by the tokens of later prompts.
+"""Prefix cache. It keeps full pages after their sequences have ended, and finds them by the tokens of later prompts.
 
-The key of a page is a hash of all tokens up to its end. Sequences with equal prefixes therefore have equal keys, page
-by page.
+The key of a page is a hash of all tokens of its sequence up to the end of the page. Two sequences with an equal prefix
+therefore have equal keys for the pages of this prefix.
 """
 
 import hashlib
@@ -65,14 +65,14 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Interface through which a prefix cache frees pages that other objects hold in the same allocators.
+    """Interface to pages that other objects hold in the same allocators, and that can be freed for a prefix cache.
 
     These pages are cached prefixes of paused instances. In the methods, "the pool" is the pool of the prefix cache that
     calls the method.
     """
 
     def num_free_pages(self) -> int:
-        """Return the number of pages that would be free in the pool if the lender released all pages that it can."""
+        """Return the number of free pages that the pool would have if the lender released all pages that it can."""
         ...
 
     def make_free(self, num_pages: int) -> None:
@@ -83,10 +83,10 @@ class PageLender(Protocol):
 class PrefixCache:
     """Cache of computed pages of one pool. Sequences share them, and unused pages stay until their memory is needed.
 
-    The cache holds one reference to each cached page, and every sequence that uses the page holds another. A page to
-    which only the cache has a reference is evictable: it counts as available, and `reserve` evicts it if no page is
-    free. All sequences of the pool must therefore reserve, copy and release their pages here. `PagePool.share` may be
-    called directly, because it needs no new page.
+    The cache holds one reference to each cached page. Every sequence that uses the page holds another. A page to which
+    only the cache has a reference is evictable: it counts as available, and `reserve` evicts it if no page is free.
+    All sequences of the pool must therefore reserve, copy and release their pages through the cache. Only
+    `PagePool.share` may be called directly, because it needs no new page.
 
     A page is identified by its id on rank 0. Not thread-safe, like the pool.
 
@@ -129,7 +129,7 @@ class PrefixCache:
     # Prefixes
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys whose pages are cached. Changes nothing."""
+        """Return the number of pages, from the first key on, that are cached without a gap. Changes nothing."""
         for index, key in enumerate(keys):
             if key not in self._columns:
                 return index
@@ -145,10 +145,10 @@ class PrefixCache:
         return self.pool.geometry.pages_for(num_tokens) - num_cached <= self.num_available_pages - revived
 
     def match(self, keys: Sequence[bytes]) -> SequencePages:
-        """Return the block table of a new sequence: the pages of the longest cached prefix, with a reference to each.
+        """Return a block table for a new sequence: the pages of the longest cached prefix, with a reference to each.
 
-        Compute the keys of a prompt without the prompt's last token: a step must compute at least this token to predict
-        the next token.
+        `keys` must not cover the last token of the prompt. A step must compute at least this token to predict the next
+        token.
         """
         hits = keys[: self.num_cached(keys)]
         for key in hits:
@@ -161,8 +161,10 @@ class PrefixCache:
         """Cache the pages `range(start, len(keys))` of a sequence. Page `i` gets the key `keys[i]`.
 
         `keys` has the keys of all pages from the first page of the sequence on (`PageKeys.keys`). Does nothing if the
-        cache is disabled. If a key is cached already, the cached page stays, and the page of this sequence is not
-        cached. After the cached page is evicted, an `insert` with `start` 0 caches the sequence's page.
+        cache is disabled.
+
+        If a key is cached already, the cached page stays, and the page of this sequence is not cached. After the cached
+        page is evicted, an `insert` with `start` 0 caches the sequence's page.
 
         The programs that compute the pages may still be running, but must be launched before any program that reads
         the pages. The pages must not be written again.
@@ -196,10 +198,11 @@ class PrefixCache:
         return [CachedPage(key, self._parents[key], self._columns[key]) for key in (*used, *self._evictable)]
 
     def adopt(self, pages: Iterable[CachedPage]) -> None:
-        """Cache pages that the cache of another pool had. `CachedPage.column` must hold their ids in this pool.
+        """Add pages that the prefix cache of another pool had. `CachedPage.column` must hold their ids in this pool.
 
-        The cache takes over one reference of the caller to each page. If a key is cached already, this reference is
-        dropped. New pages that no sequence uses are evicted after all earlier evictable pages, in the given order.
+        The caller must hold a reference to each page. The cache takes over this reference, or drops it if the key is
+        cached already. New pages that no sequence uses are evicted after all earlier evictable pages, in the given
+        order.
         """
         adopted = []
         for page in pages:
@@ -218,7 +221,7 @@ class PrefixCache:
     # Allocation
 
     def reserve(self, pages: SequencePages, num_tokens: int) -> int:
-        """Grow a sequence to `num_tokens` tokens. Return the number of new pages.
+        """Add pages to a sequence until it holds `num_tokens` tokens. Return the number of new pages.
 
         If too few pages are free, first release pages of the lender, and then evict cached pages. Raises
         `OutOfPagesError`, and changes nothing, if all these pages do not suffice.
@@ -251,8 +254,8 @@ class PrefixCache:
     def release(self, pages: SequencePages) -> None:
         """Drop all pages of a sequence. Cached pages that no other sequence uses become evictable.
 
-        Pages of sequences that were released earlier are evicted first. The later pages of a sequence are evicted
-        before its earlier pages, because `match` finds a page only if all pages before it are cached.
+        Pages of sequences that were released earlier are evicted first. Within a sequence, later pages are evicted
+        before earlier pages, because `match` finds a page only if all pages before it are cached.
         """
         table = pages.table.copy()
         pages.release()

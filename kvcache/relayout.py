@@ -1,13 +1,14 @@
-"""Block ids of pages after a change of the TP degree of a group of devices, and the moves that bring the pages there.
+"""Placement of pages when the TP degree of a group of devices changes: new page ids, and the moves of pieces.
 
-A group of `b` devices holds either one instance of degree `b`, or `k = b / a` instances of degree `a`: instance `i` on
-devices `range(i*a, (i+1)*a)` of the group. A *piece* is a sub-page at degree `b`. The id of a piece is its first unit
-divided by the units of a piece, so piece `m` of local page `n` at degree `a` has id `n*k + m`. Heads are in order:
-piece `m` of rank `j` of an instance of degree `a` belongs to rank `j*k + m` at degree `b`. If both ranks are the same
-device, the piece can stay in place.
+A group of `b` devices holds either one instance of degree `b`, or `k = b / a` instances of degree `a`. Instance `i` of
+degree `a` has the devices `range(i*a, (i+1)*a)` of the group.
 
-While the layers of a group change one after another, its pages have block ids in the *old layout* and in the *new
-layout*, each with its own allocators and tables. The functions of this module fill the allocators of the new layout.
+A *piece* is a sub-page at degree `b`. Its id is its first unit divided by the units of a piece. Piece `m` of the page
+with id `n` at degree `a` therefore has id `n*k + m`. Heads are in order: piece `m` of rank `j` at degree `a` belongs to
+rank `j*k + m` at degree `b`. If both ranks are the same device, the piece can stay in place.
+
+While the layers of a group change one after another, each page has ids in the *old layout* and in the *new layout*.
+Each layout has its own allocators and tables. The functions of this module fill the allocators of the new layout.
 
 A page is a column of a table, as in `kvcache.pages`. A list of tables has one table for each instance of degree `a`,
 with the distinct pages of this instance.
@@ -32,15 +33,15 @@ def place_up(
     """Allocate the pages of `k` instances of degree `a` at degree `b`. Return their new tables, in the same order.
 
     Every piece that can stay in place stays. If one piece moves from device d to device e and another piece moves from
-    e to d, the two pieces trade slots. `BuddyAllocator.allocate_many` chooses the slots of the remaining pieces, so new
+    e to d, the two pieces trade slots. The remaining pieces get slots from `BuddyAllocator.allocate_many`, so new
     extents are filled last.
 
     Args:
-        tables: `[a, P_i]` local page ids of the distinct pages of instance `i`.
+        tables: `[a, P_i]` page ids on each rank, for the distinct pages of instance `i`.
         references: `[P_i]` number of references that each page gets.
         geometry: geometry of the pages.
-        allocators: allocators of the new layout, one for each of the `b` devices. They have no live blocks. They have
-            all extents of the old layout, and maybe more.
+        allocators: empty allocators of the new layout, one for each of the `b` devices. They have all extents of the
+            old layout, and maybe more.
 
     Raises `OutOfPagesError`, and changes nothing, if the pages do not fit. Raises `LayoutError` if the degrees do not
     match.
@@ -71,9 +72,9 @@ def place_up(
 
 
 def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
-    """Return, for each of the `k` instances of a split, the number of pieces that could stay in place on it.
+    """Return for each of the `k` instances of a split how many pieces of one sequence could stay in place on it.
 
-    `table` has the pages of one sequence in the old layout, at degree `b`.
+    `table` has the pages of the sequence in the old layout, at degree `b`.
     """
     a = len(table) // k
     counts = np.zeros(k, np.int64)
@@ -93,13 +94,13 @@ def place_down(
     """Allocate pages of degree `b` on `k` instances of degree `a`. Return their new tables, in the same order.
 
     On each device, at most one piece of a page is needed at both degrees. This piece stays in its slot if two
-    conditions hold: the block of degree `a` around the slot is free in the new layout, and the slot has the piece's
-    position in this block. The page then gets this block. Other pages get the free blocks that contain the fewest
-    pieces of the old layout, so that few moves wait for other moves.
+    conditions hold. First, the block of degree `a` around the slot is free in the new layout. Second, the slot has the
+    piece's position in this block. The page then gets this block. Other pages get the free blocks that contain the
+    fewest pieces of the old layout, so that few moves wait for other moves.
 
     Args:
-        tables: `[b, P_i]` local page ids of the distinct pages that instance `i` gets (`kvcache.assignment`). A page
-            may go to several instances.
+        tables: `[b, P_i]` page ids on each rank, for the distinct pages that instance `i` gets (`kvcache.assignment`).
+            A page may go to several instances.
         references: `[P_i]` number of references that each page gets.
         geometry: geometry of the pages.
         allocators: allocators of the new layout, one for each of the `b` devices. Their extents are the first extents
@@ -146,14 +147,14 @@ def moves(
     old_tables: Sequence[Int32[np.ndarray, "_ _"]],
     new_tables: Sequence[Int32[np.ndarray, "_ _"]],
 ) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
-    """Return (rank, piece id) of the source and of the target of each piece that moves, for `plan_phases`.
+    """Return the sources and the targets of all pieces that move, each as rows (rank, piece id), for `plan_phases`.
 
     Ranks are devices of the group. If a page goes to several instances, its sources occur several times.
 
     Args:
         old_tables: `[tp, P_i]` pages of instance `i` of the lower degree in the old layout.
-        new_tables: the same pages in the new layout, in the same order of columns: the tables of `place_up` or
-            `place_down`, changed by the pages that sequences have reserved or released since.
+        new_tables: tables of the same pages in the new layout, with the same order of columns. They come from
+            `place_up` or `place_down`, plus pages reserved since, minus pages released since.
 
     Raises `LayoutError` if the layouts have different numbers of pages.
     """
@@ -177,8 +178,8 @@ def moves(
 def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "pieces 2"]:
     """Return (device, piece id) of all pieces of the pages of an instance, ordered by head and then by page.
 
-    `degree` is the higher degree. If the instance has this degree, it has all devices of the group, and `instance` is
-    ignored.
+    `degree` is the higher degree, `b`. If the table has this degree, `instance` is ignored, because the instance then
+    has all devices of the group.
     """
     tp, num_pages = table.shape
     k = degree // tp
@@ -194,7 +195,7 @@ def _check_degrees(a: int, b: int, k: int) -> None:
 
 
 def _staying_piece(device: int, a: int, k: int) -> int | None:
-    """Return the index, within a degree-`a` page on `device`, of the piece that the device has at degree `b` too.
+    """Return the index of the piece that a device needs at both degrees, within its page of degree `a`.
 
     Return None if the device has no such piece.
     """
@@ -203,11 +204,11 @@ def _staying_piece(device: int, a: int, k: int) -> int | None:
 
 
 def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
-    """Return the slots on `device` that pieces from `instance` can take over in a trade, as piece ids.
+    """Return the piece ids of the slots on `device` that pieces from `instance` can take over in a trade.
 
     All pieces that move from `instance` to `device` come from one device, the sender. The result has the slots of all
     pieces that move from `device` to the sender. If the sender is `device` itself, these pieces stay in their slots.
-    `own` has the local ids of the degree-`a` pages on `device`.
+    `own` has the ids of the degree-`a` pages on `device`.
     """
     piece = instance * a + device // k - device % a * k
     return own * k + piece if 0 <= piece < k else own[:0]
@@ -227,7 +228,7 @@ def _claim(
 
 
 def _add_references(allocator: BuddyAllocator, units: Iterable[int], references: Int[np.ndarray, " _"]) -> None:
-    """Add references to blocks that have one reference, up to the given number of each block."""
+    """Raise the number of references of each block from 1 to the given number."""
     for unit, number in zip(units, references.tolist(), strict=True):
         for _ in range(number - 1):
             allocator.share(unit)

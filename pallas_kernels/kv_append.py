@@ -1,4 +1,4 @@
-"""Writes of new keys and values into their pages."""
+"""Write new keys and values into KV pages."""
 
 from collections.abc import Sequence
 

@@ -72,5 +72,5 @@ class HeadLayout:
 
     @property
     def kv_padding(self) -> float:
-        """Ratio of stored KV heads to the KV heads of the model: the KV cache is larger by this factor."""
+        """Stored KV heads divided by the KV heads of the model. The KV cache is larger by this factor."""
         return self.kv_heads / self.model_kv_heads

@@ -66,7 +66,10 @@ class Ledger:
         return self.budget_bytes - self.live_bytes - sum(self.reserved.values())
 
     def add(self, what: str, num_bytes: int, layer: int | None = None) -> None:
-        """Add bytes to the entry of owner `what` in `layer`. Raises `MemoryBudgetError` if fewer bytes are free."""
+        """Add bytes to the entry of owner `what` in `layer`.
+
+        Raises `MemoryBudgetError` if fewer than `num_bytes` bytes are free.
+        """
         if num_bytes > self.free_bytes:
             raise MemoryBudgetError(
                 f"{what} needs {format_bytes(num_bytes)} but only {format_bytes(self.free_bytes)} of the "
@@ -87,7 +90,10 @@ class Ledger:
         self.entries[(layer, what)] = held - num_bytes
 
     def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
-        """Move bytes in `layer` from owner `what` to owner `to`. Raises `MemoryBudgetError` if `what` has fewer."""
+        """Move bytes in `layer` from owner `what` to owner `to`.
+
+        Raises `MemoryBudgetError` if the entry of `what` has fewer bytes.
+        """
         entries, owner = self.entries, (layer, what)
         held = entries[owner]
         if num_bytes > held:
@@ -100,7 +106,7 @@ class Ledger:
     def reserve(self, what: str, num_bytes: int) -> None:
         """Reserve temporary memory of programs under the name `what`. Replaces the earlier reservation of this name.
 
-        Raises `MemoryBudgetError` if fewer bytes are free. The ledger is then unchanged.
+        Raises `MemoryBudgetError`, and changes nothing, if fewer bytes are free.
         """
         available = self.free_bytes + self.reserved.get(what, 0)
         if num_bytes > available:

@@ -40,7 +40,7 @@ class SubMesh:
 
     @property
     def first(self) -> "SubMesh":
-        """Group of the same degree that starts at device 0 of the pool. This group itself if `start` is 0."""
+        """Group of the same degree that starts at device 0 of the pool."""
         return self._first or self
 
     @cached_property
@@ -134,16 +134,16 @@ class SubMeshPool:
 def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool = False) -> jax.Array:
     """Combine single-device buffers of equal shape, one for each rank, into one array. Copies nothing.
 
+    At TP1, return the only buffer: JAX accepts its sharding for a mesh of one device.
+
+    JAX's check of the shapes and dtypes of all buffers takes 80% of the time of a call. Therefore only the first array
+    of each kind is checked. Arrays with equal `replicated`, shape and dtype are of one kind.
+
     Args:
         group: devices of the array.
         buffers: buffers `[n, ...]` in rank order.
         replicated: True if all buffers are equal copies: the array has shape `[n, ...]`. If False, the array has shape
             `[tp * n, ...]`, and rank r has rows `range(r*n, (r+1)*n)`.
-
-    At TP1 the only buffer is returned: JAX accepts its sharding for a mesh of one device.
-
-    JAX's check of the shapes and dtypes of all buffers takes 80% of the time of a call. Therefore only the first array
-    of each kind is checked. Arrays with equal `replicated`, shape and dtype are of one kind.
     """
     tp = len(group.devices)
     if tp == 1:
@@ -196,7 +196,7 @@ def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Ar
     """Wait for all arrays. Return the arrays, with zeros in place of each lost array (`is_lost`).
 
     The zeros are sharded over the ranks of `group` along the leading axis, as the lost array was. Call this function
-    before the buffers become part of other arrays (`assemble`): JAX reports the failure of a program only for the first
-    rank's buffer of such an array.
+    before the buffers become part of other arrays (`assemble`): if a program fails, JAX reports the failure only for
+    the buffer of the first rank of such an array.
     """
     return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

@@ -23,12 +23,12 @@ from sharding.params import round_up_to_pages
 TP = 4
 """Largest degree, and number of shards of each tensor."""
 ITEM = 2
-"""Bytes of a bf16 element."""
+"""Bytes of an element: bf16."""
 
 
 @dataclass(frozen=True)
 class FfnShape:
-    """Sizes of a model, from which the table is computed."""
+    """Sizes of a model that determine the table."""
 
     name: str
     hidden_size: int
@@ -86,7 +86,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Row:
-    """Size of one tensor of one layer, in pages."""
+    """Size of one FFN tensor of one layer, in pages."""
 
     model: str
     tensor: str
@@ -122,8 +122,8 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
 def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
     """Return the size of each FFN tensor of a model in KV pages of `page_size` tokens, padded as in the engine.
 
-    The inner features of a shard are rounded up until its gate-up matrix and its down matrix are whole pages. The
-    experts of a model are distributed over `TP` ranks, and each expert is padded separately.
+    The inner features of a shard are rounded up until its gate-up matrix and its down matrix are whole pages. If the
+    model has experts, they are distributed over `TP` ranks, and each expert is padded separately.
 
     Raises `ValueError` if the number of experts is not a multiple of `TP`.
     """
@@ -142,7 +142,7 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table that the command-line arguments ask for (default: `sys.argv`)."""
+    """Print the table that the command-line arguments select. None: the arguments of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m sharding.page_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

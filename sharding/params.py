@@ -70,13 +70,13 @@ class ParamSpec:
     """Description of a parameter: its checkpoint tensors, its shards, and its storage on devices.
 
     At degree p, rank r computes with `max_tp / p` consecutive shards: `range(r * max_tp // p, (r + 1) * max_tp // p)`.
-    If `strided`, rank r computes with every p-th shard: `range(r, max_tp, p)`. The shards of a strided parameter at a
-    higher degree are a subset of the shards of the same device at a lower degree, so a merge moves no weights. Each
-    rank computes with all shards of a replicated parameter.
+    If `strided`, rank r computes with every p-th shard: `range(r, max_tp, p)`. A device then needs, at a higher degree,
+    a subset of the shards that it needs at a lower degree, so a merge moves no weights. If `replicated`, each rank
+    computes with all shards.
 
     A device loads all shards, because it must be able to serve alone at TP1. With a start placement, a device loads
-    only the shards that its modules use. If embeddings are tied, each device that computes the head loads all shards of
-    the head, because the device also uses them as the embedding (`weights.layout.WeightLayout.shards_at`).
+    only the shards that its modules use. If the embedding is tied to the head, each device that computes the head loads
+    all shards of the head, to use them as the embedding (`weights.layout.WeightLayout.shards_at`).
 
     Attributes:
         kind: name within the layer, such as `mlp.gate_up`; unique in the layer.
@@ -151,7 +151,7 @@ class ParamSpec:
         return jax.ShapeDtypeStruct(self.shard_shape, dtype)
 
     def fill_shards(self, read: ReadTensor, shards: list[np.ndarray]) -> None:
-        """Fill all shards of this parameter from checkpoint tensors, and their padding with zeros.
+        """Fill all shards of this parameter from checkpoint tensors. Fill the padding with zeros.
 
         Args:
             read: function that returns the checkpoint tensor with a given name.
@@ -168,7 +168,7 @@ class ParamSpec:
             out[(slice(None),) * axis + (slice(position, None),)] = 0
 
     def restore_tensor(self, source: Source, shards: list[np.ndarray]) -> np.ndarray:
-        """Return the checkpoint tensor of `source` from all shards of this parameter: the inverse of `fill_shards`.
+        """Rebuild the checkpoint tensor of `source` from all shards of this parameter: the inverse of `fill_shards`.
 
         Each shard has the shape `stored_shape`.
         """
@@ -201,9 +201,9 @@ class ParamSpec:
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
-    """Return half-open ranges of positions. Each range holds either consecutive rows or only padding.
+    """Split an array of row indices into ranges of positions, each with consecutive rows or with padding only.
 
-    A slice copies such a range faster than a gather.
+    A slice copies such a range faster than a gather. The ranges are half-open: `(start, stop)`.
     """
     step = np.diff(rows)
     both_padding = (rows[1:] < 0) & (rows[:-1] < 0)

@@ -21,10 +21,10 @@ from typing import Any, Literal
 from sharding.errors import LayoutError
 
 ModuleKind = Literal["layer", "attention", "ffn"]
-"""Modules of a run of layers: attention and FFN (`layer`), only attention, or only FFN."""
+"""Part of each layer in a run of layers: attention and FFN (`layer`), only attention, or only FFN."""
 
 MAX_STAGES = 4096
-"""Most stages of a placement that is given as data."""
+"""Maximum number of stages of a placement from JSON."""
 MAX_MICROBATCHES = 64
 
 
@@ -77,7 +77,7 @@ Homes = tuple[Home, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Modules of consecutive layers with the same homes.
+    """Consecutive layers whose modules have the same homes.
 
     Attributes:
         layers: the consecutive layers.
@@ -160,7 +160,7 @@ class Placement:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Runs that cover all modules, in the order of computation.
+        """Runs of modules with equal homes, in the order of computation. Together they cover all modules.
 
         Consecutive layers form one run if all their modules are at the same homes. If attention and FFN of a layer are
         at different homes, each of the two modules is a separate run.
@@ -182,7 +182,7 @@ class Placement:
         return tuple(found)
 
     def layers_by_home(self, microbatch: int) -> dict[Home, tuple[int, ...]]:
-        """Return the homes of a microbatch's attention, each with its layers.
+        """Return the layers whose attention a microbatch computes at each home.
 
         A page of a sequence has the same id in all layers of a home.
         """
@@ -192,13 +192,13 @@ class Placement:
         return {home: tuple(of) for home, of in layers.items()}
 
     def parallelism(self) -> list[int]:
-        """Return for each layer the number of different homes that compute its attention: the vector P of CoCoServe."""
+        """Return the number of different homes of the attention of each layer. This is the vector P of CoCoServe."""
         return [len({*a, *f}) if a == f else len(set(a)) for a, f in zip(self.attention, self.ffn, strict=True)]
 
     # Changes
 
     def with_modules(self, layers: range, module: ModuleKind, homes: Homes) -> "Placement":
-        """Return a copy of the placement with the given modules of `layers` at `homes`.
+        """Return a copy of the placement in which the chosen modules of `layers` are at `homes`.
 
         Raises `LayoutError` if a layer does not exist, or if the result is not a valid placement.
         """
@@ -210,23 +210,28 @@ class Placement:
         return Placement(head, self.attention, self.ffn)
 
     def with_microbatches(self, count: int) -> "Placement":
-        """Return a copy with more microbatches: `i` is at the homes of the old microbatch `i * old // count`."""
+        """Return a copy with `count` microbatches.
+
+        Microbatch `i` gets the homes of the present microbatch `i * old // count`. `old` is the present number of
+        microbatches.
+        """
         old = [number * self.num_microbatches // count for number in range(count)]
         attention, ffn = (tuple(tuple(h[i] for i in old) for h in of) for of in (self.attention, self.ffn))
         return Placement(self.head, attention, ffn)
 
     def with_layers(self, layers: range, other: "Placement") -> "Placement":
-        """Return a copy with all modules of `layers` at the homes that another placement gives them."""
+        """Return a copy in which all modules of `layers` have their homes in the placement `other`."""
         homes = {"attention": list(other.attention), "FFN": list(other.ffn)}
         return self._replaced(layers, {name: of[layers.start : layers.stop] for name, of in homes.items()})
 
     def replicated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy in which `home` computes modules of `layers` beside their present homes.
+        """Return a copy in which `home` becomes a further home of the chosen modules of `layers`.
 
-        A module at n homes then divides its microbatches among them as evenly as possible, in the order of the homes.
-        There are as many microbatches as the most-replicated module has homes, and at least as many as before.
+        A module with several homes divides its microbatches among them as evenly as possible, in the order of the
+        homes. The number of microbatches never shrinks. It grows if a module now has more homes than there are
+        microbatches.
 
-        Raises `LayoutError` if a layer does not exist, or if `home` shares a device with a home of a module.
+        Raises `LayoutError` if a layer does not exist, or if `home` shares a device with a home of a chosen module.
         """
         modules = self._chosen(layers, module)
         for name, homes in modules.items():
@@ -237,9 +242,11 @@ class Placement:
         return self.with_microbatches(count)._replaced(layers, changed)
 
     def evicted(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy in which the other homes of modules of `layers` compute what `home` has computed.
+        """Return a copy without the home `home` of the chosen modules of `layers`.
 
-        Raises `LayoutError` if a layer does not exist, or if `home` is not one of several homes of a module.
+        The other homes of a module take over its microbatches.
+
+        Raises `LayoutError` if a layer does not exist, or if `home` is not one of several homes of a chosen module.
         """
 
         def without(name: str, homes: Homes) -> Homes:
@@ -256,7 +263,7 @@ class Placement:
         return self._replaced(layers, {name: [without(name, h) for h in of] for name, of in modules.items()})
 
     def migrated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy in which `home` computes what the first home of modules of `layers` has computed.
+        """Return a copy in which `home` replaces the first home of each chosen module of `layers`.
 
         Raises `LayoutError` if a layer does not exist, or if nothing changes.
         """
@@ -267,9 +274,9 @@ class Placement:
         return self._replaced(layers, changed)
 
     def joined(self) -> tuple["Placement", tuple[int, ...]]:
-        """Return a placement in which microbatches with the same homes are one, and the new number of each microbatch.
+        """Merge microbatches that have the same homes. Return the placement, and the new number of each old microbatch.
 
-        Nothing changes if different homes would then get other shares of the rows than before.
+        If this would change the share of the rows of a home, nothing is merged.
         """
         columns = list(zip(*self.attention, *self.ffn, strict=True))
         kinds = list(dict.fromkeys(columns))
@@ -280,7 +287,7 @@ class Placement:
         return Placement(self.head, attention, ffn), tuple(kinds.index(column) for column in columns)
 
     def _chosen(self, layers: range, module: ModuleKind) -> dict[str, list[Homes]]:
-        """Return the homes of the chosen modules, by the name of the module."""
+        """Return the homes of the chosen modules of `layers`, by the name of the module."""
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
         every = {"attention": self.attention, "FFN": self.ffn}
@@ -353,7 +360,7 @@ class Placement:
 
 
 def _dealt(homes: Homes, count: int) -> Homes:
-    """Return the homes of `count` microbatches that are divided among `homes`, in order."""
+    """Divide `count` microbatches among `homes`, in order. Return the home of each microbatch."""
     return tuple(homes[number * len(homes) // count] for number in range(count))
 
 

@@ -1,4 +1,4 @@
-"""Order in which devices release weight shards to the KV cache as the TP degree grows, and the ranks that keep them."""
+"""Order in which devices release weight shards to the KV cache as the TP degree grows."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,7 +9,7 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Buffer of a layer on every device. It holds a weight shard first, and KV pages after the shard is released.
+    """Buffer of a layer that exists on every device. It holds a weight shard, and KV pages after the shard is released.
 
     Attributes:
         spec: parameter of the shards.
@@ -29,10 +29,11 @@ class ReleasedShard:
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
     """Return the weight buffers of a layer that can become KV cache, in the order of their release.
 
-    A device can release a shard at a degree if it needs the shard neither at this degree nor at a higher degree. All
-    devices release equally many shards at a degree, so that one program suits all devices. The device that needs the
-    most shards therefore decides how many shards every device keeps. With `max_tp` 4, for example, a device needs two
-    shards at TP2. If its TP4 shard is not one of the two, it needs a third shard, and every device keeps three.
+    A device can release a shard at a degree if it needs the shard neither at this degree nor at a higher degree.
+
+    All devices release equally many shards at a degree, so that one program suits all devices. The device that needs
+    the most shards therefore decides how many shards every device keeps. For example, with `max_tp` 4, a device needs
+    two shards at TP2. If its TP4 shard is not one of the two, it needs a third shard, and every device keeps three.
 
     Args:
         specs: parameters of the layer that are stored as extents.
@@ -55,9 +56,7 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
 @lru_cache(maxsize=1024)
 def holder(spec: ParamSpec, tp: int, shard: int) -> tuple[int, int]:
-    """Return the first rank that computes with `shard` at degree `tp`, and the index of `shard` on this rank.
-
-    The index counts the shards that the rank computes with.
+    """Return the first rank that computes with `shard` at degree `tp`, and the shard's index among this rank's shards.
 
     Raises `ValueError` if the parameter has no such shard.
     """

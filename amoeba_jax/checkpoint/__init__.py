@@ -1,4 +1,4 @@
-"""Models on disk: search by name or path, and reading of tensors under Hugging Face names."""
+"""Models on disk: find a model by name or path, and read its tensors under Hugging Face names."""
 
 from amoeba_jax.checkpoint.base import Checkpoint
 from amoeba_jax.checkpoint.default_model import DEFAULT_MODEL, ensure_default_model

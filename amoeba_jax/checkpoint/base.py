@@ -1,4 +1,4 @@
-"""Interface of checkpoints, and files mapped into memory."""
+"""Interface of checkpoints, and memory-mapped files."""
 
 import math
 import mmap
@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
         ...
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of a tensor (None: of all tensors). Arrays stay valid, and tensors can be read again."""
+        """Free the host memory of a tensor (None: of all tensors). Arrays stay valid, and tensors can be read again."""
         ...
 
     def close(self) -> None:
@@ -54,8 +54,8 @@ class Checkpoint(Protocol):
 class MappedFile:
     """File that is mapped into memory read-only. Its resident memory can be freed while views of the file exist.
 
-    Loading copies each tensor to devices once. The memory pages of the tensor are then useless, but count as resident
-    memory of the process until they are freed.
+    Loading reads each tensor once, to copy it to devices. After that, the memory pages of the tensor are useless, but
+    they count as resident memory of the process until they are freed.
     """
 
     def __init__(self, path: Path):

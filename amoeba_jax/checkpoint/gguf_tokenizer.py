@@ -236,7 +236,7 @@ class Vocabulary:
 
 
 def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return merge rules (left and right piece) that are equivalent to SentencePiece's scores.
+    """Convert SentencePiece's scores to equivalent merge rules. A rule is a pair of the left and the right piece.
 
     Each way to split a piece into two known pieces is a rule. Rules for pieces with higher scores come first. Rules
     with equal scores are in the order of `generate_merges` in transformers' `convert_slow_tokenizer.py`.

@@ -1,4 +1,4 @@
-"""Checkpoints of `LLM.save`: weight shards in their layout on devices, written by orbax."""
+"""Checkpoints that `LLM.save` writes: weight shards in their layout on devices, in orbax's format."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ SHARDS = "shards"
 
 
 class OrbaxCheckpoint:
-    """Directory that `weights.saving.save` has written, with shards in the sizes of the engine that saved them.
+    """Checkpoint that `weights.saving.save` has written. Its shards have the sizes of the engine that saved them.
 
     For an engine with other sizes (`ModelDims`), `reader` converts the shards while it reads them.
 

@@ -61,11 +61,11 @@ def resolve_model(model: str, *, revision: str | None = None) -> ResolvedModel:
 
 
 def open_checkpoint(model: str, *, revision: str | None = None) -> Checkpoint:
-    """Find a model as `resolve_model` does, and open its weights.
+    """Find a model by its name or path, like `resolve_model`, and open its weights.
 
     Raises:
         ModelNotFoundError: the model is not found.
-        CheckpointError: the model is damaged, or `LLM.save` has written it. `OrbaxCheckpoint` reads the latter.
+        CheckpointError: the model is damaged, or it was written by `LLM.save` (use `OrbaxCheckpoint`).
     """
     return open_resolved(resolve_model(model, revision=revision))
 

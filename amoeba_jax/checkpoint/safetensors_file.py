@@ -24,7 +24,7 @@ DTYPES = {
 
 
 class Entry(NamedTuple):
-    """Place, dtype and shape of one tensor.
+    """Position, dtype and shape of one tensor.
 
     Attributes:
         shard: name of the file that holds the tensor.
@@ -71,7 +71,7 @@ class SafetensorsCheckpoint:
         return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, as the header has it."""
+        """Return the shape of a tensor from the file header."""
         return self._entry(name).shape
 
     def read(self, name: str) -> np.ndarray:
@@ -85,7 +85,7 @@ class SafetensorsCheckpoint:
         return self._files[entry.shard].view(name, DTYPES[entry.dtype], entry.shape, entry.offset)
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of a tensor (None: of all tensors)."""
+        """Free the host memory of a tensor (None: of all tensors)."""
         if name is not None:
             entry = self._entry(name)
             self._files[entry.shard].release(entry.offset, math.prod(entry.shape) * DTYPES[entry.dtype].itemsize)
@@ -108,7 +108,7 @@ class SafetensorsCheckpoint:
 
 
 def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the dtype of all matrices in the safetensors files of a directory.
+    """Return the dtype that all matrices in the safetensors files of a directory have.
 
     Return None if the matrices have different or unsupported dtypes, or if there are no readable files. Vectors are
     ignored, because norms and tables of angles are often kept in float32.
@@ -123,10 +123,11 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _weights_file(directory: Path, config: dict[str, Any]) -> str:
-    """Return the name of the weights file or of the index to load, chosen as `transformers` does.
+    """Return the name of the weights file or of the index to load. The choice is the same as in `transformers`.
 
-    The first choice is `transformers_weights` of config.json, the second `model.safetensors`, and the third the index.
-    An old index beside a newer single file is therefore ignored. Raises `CheckpointError` if no such file exists.
+    The first choice is the file that `transformers_weights` in config.json names, the second `model.safetensors`, and
+    the third the index. An old index beside a newer single file is therefore ignored. Raises `CheckpointError` if no
+    such file exists.
     """
     named = config.get("transformers_weights")
     if named is not None:
@@ -151,7 +152,7 @@ def _weights_file(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _shards(directory: Path, source: str) -> dict[str, set[str]]:
-    """Return the tensors that the index `source` places in each shard, by file name.
+    """Return the names of the tensors in each shard, by file name, as the index `source` lists them.
 
     If `source` is a single file, return this file with an empty set. Raises `CheckpointError` if the index is damaged
     or a shard is missing.

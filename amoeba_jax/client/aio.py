@@ -28,7 +28,7 @@ _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AsyncClient:
-    """`Client` for asyncio, with the same calls as coroutines. Create and use it in one event loop."""
+    """Asynchronous client. It has the methods of `Client` as coroutines. Create and use it in one event loop."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class AsyncClient:
     ) -> results.Transformation:
         """Merge or split instances while requests run. Return a report when the transformation is done.
 
-        Arguments are the same as for `LLM.transform`; `layers_per_step=None` means "auto". If the transformation takes
-        longer than `timeout_s` seconds (None: no limit), the call fails.
+        Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". If the transformation
+        takes longer than `timeout_s` seconds (None: no limit), the call fails.
         """
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running, order
@@ -189,8 +189,9 @@ class AsyncClient:
     ) -> results.PlacementChange:
         """Replicate layers of an instance on another device while requests run.
 
-        Arguments are the same as for `LLM.replicate`. After `timeout_s` (None: no limit) the call ends with an error,
-        and the change continues. The same holds for `evict`, `migrate`, `scale_out` and `scale_in`.
+        Arguments are the same as for `LLM.replicate`. If the change takes longer than `timeout_s` seconds (None: no
+        limit), the call fails, and the change continues. The same holds for `evict`, `migrate`, `scale_out` and
+        `scale_in`.
         """
         message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
         return await self._change_placement(self._admin.Replicate, message, timeout_s)
@@ -218,7 +219,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Move layers, or parts of them, to another device while requests run."""
+        """Move layers of an instance, or only their attention or FFN, to another device while requests run."""
         message = requests.layers_request(pb.MigrateRequest, layers, device, instance, modules)
         message.move_kv = move_kv
         return await self._change_placement(self._admin.Migrate, message, timeout_s)
@@ -226,7 +227,7 @@ class AsyncClient:
     async def scale_out(
         self, device: int, instance: int = 0, *, timeout_s: float | None = None
     ) -> results.PlacementChange:
-        """Replicate all layers of an instance on an empty device, which then becomes an instance of its own."""
+        """Replicate all layers of an instance on an empty device. The copy then becomes a separate instance."""
         message = pb.ScaleOutRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)
         )
@@ -235,7 +236,7 @@ class AsyncClient:
     async def scale_in(
         self, device: int, instance: int = 0, *, timeout_s: float | None = None
     ) -> results.PlacementChange:
-        """End the instance on a device. Its requests continue on `instance`."""
+        """End the instance on a device. The instance with the id `instance` continues its requests."""
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)
         )

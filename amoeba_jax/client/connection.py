@@ -30,7 +30,7 @@ _CHANNEL_OPTIONS = (
 
 
 class Route:
-    """Route to a server: the target in gRPC's form, and the proxy through which gRPC connects to it.
+    """Route to a server: the target in gRPC's syntax, and the proxy on the way.
 
     Attributes:
         target: target of the channel.
@@ -51,7 +51,7 @@ class Route:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Inside this context, add a note to UNAVAILABLE errors that names the environment variable of the proxy."""
+        """Explain UNAVAILABLE errors inside this context: add a note with the environment variable of the proxy."""
         try:
             yield
         except grpc.RpcError as error:
@@ -72,7 +72,7 @@ def _proxy_variable(host: str) -> str | None:
 
 @dataclass(frozen=True)
 class Retries:
-    """Number of attempts of a call that fails with the status UNAVAILABLE, and delays between the attempts.
+    """Attempts of a call that fails with the status UNAVAILABLE, and the delays between them.
 
     There is no retry after the first response or after the deadline.
     """
@@ -80,7 +80,7 @@ class Retries:
     attempts: int = 5
     """Number of attempts, including the first."""
     first_delay_s: float = 0.1
-    """Delay before the second attempt. Each further delay is twice as long. Jitter cuts up to half of a delay."""
+    """Delay before the second attempt. Each further delay is twice as long. Jitter shortens a delay by up to a half."""
     longest_delay_s: float = 5.0
     """Longest delay between two attempts."""
 
@@ -103,7 +103,7 @@ class Deadline:
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
     def allows(self, delay_s: float) -> bool:
-        """Return whether time remains after a delay."""
+        """Return whether a wait of `delay_s` seconds would end before the deadline."""
         left_s = self.left_s
         return left_s is None or delay_s < left_s
 
@@ -135,7 +135,7 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of each call."""
+        """gRPC metadata to send with each call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:

@@ -1,4 +1,4 @@
-"""Conversion of the arguments of client calls to messages."""
+"""Conversion from arguments of client calls to protobuf messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -20,7 +20,7 @@ _INDEX_LIMIT = 2**31
 
 
 def params_message(params: SamplingParams) -> pb.SamplingParams:
-    """Return a message with all settings that differ from the defaults."""
+    """Return a message with the settings that differ from the defaults."""
     message = pb.SamplingParams()
     for field in fields(params):
         value = getattr(params, field.name)
@@ -40,7 +40,7 @@ def params_message(params: SamplingParams) -> pb.SamplingParams:
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, request_id: str, cache_salt: str
 ) -> pb.GenerateRequest:
-    """Return the message that asks for samples of a prompt: a text, token ids or a conversation.
+    """Return the message for a request to generate. The prompt is a text, a list of token ids or a conversation.
 
     Raises:
         RequestError: the prompt has none of these types, or a text is not valid Unicode.
@@ -77,7 +77,7 @@ def chat(messages: Messages) -> pb.Chat:
 
 
 def tokenize_request(text: str | Messages) -> pb.TokenizeRequest:
-    """Return the message that asks for the tokens of a text or a conversation.
+    """Return the message for a request to tokenize a text or a conversation.
 
     Raises `RequestError` if the text or a message is not valid.
     """
@@ -111,7 +111,7 @@ def transform_request(
     running: str,
     order: str,
 ) -> pb.TransformRequest:
-    """Return the message that asks for a transformation. The arguments are as in `Client.transform`.
+    """Return the message for a request to transform instances. The arguments are as in `Client.transform`.
 
     Raises `RequestError` for an unknown `variant`, `running` or `order`.
     """
@@ -134,7 +134,9 @@ def transform_request(
 def layers_request(
     message: type[_LayersRequest], layers: range, device: int, instance: int, modules: str
 ) -> _LayersRequest:
-    """Return the message that asks to replicate, evict or migrate layers. The arguments are as in `Client.replicate`.
+    """Return the message for a request to replicate, evict or migrate layers.
+
+    The arguments are as in `Client.replicate`.
 
     Raises `RequestError` for an index below 0, layers that are not a range, or unknown modules.
     """
@@ -149,7 +151,10 @@ def layers_request(
 
 
 def index(name: str, value: int) -> int:
-    """Return the index of a device, an instance or a layer. Raise `RequestError` if it is below 0 or too large."""
+    """Check the index of a device, an instance or a layer, and return it.
+
+    Raises `RequestError` if it is below 0 or too large.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _INDEX_LIMIT:
         raise RequestError(f"{name}={shorten(value)} must be an integer from 0 to {_INDEX_LIMIT - 1}")
     return value

@@ -14,7 +14,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_ABORT: "abort",
 }
 Position = dict[int, Logprob]
-"""Log-probabilities at one position by token id. The token at this position is first."""
+"""Log-probabilities at one position of the text, by token id. The first entry is the token at this position."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,13 @@ class Chunk:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     usage: Usage | None
-    """Usage of the whole request, in its last chunk."""
+    """Usage of the whole request. Only the last chunk of a request has it."""
     prompt_logprobs: tuple[Position | None, ...] = ()
-    """Log-probabilities of the prompt positions that follow the positions in earlier chunks; None for the first
-    position. Chunks with this field belong to sample 0, come first, and have no other content."""
+    """Log-probabilities of the next positions of the prompt, after the positions in earlier chunks.
+
+    The entry of the first position is None. Chunks with this field come first, belong to sample 0, and have no other
+    content.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ class Generation:
     usage: Usage
     """Usage of the whole request."""
     prompt_logprobs: tuple[Position | None, ...] | None = None
-    """Log-probabilities of each prompt token, equal for all samples of the request. The first element is None. None if
-    the request did not ask for log-probabilities of the prompt."""
+    """Log-probabilities of each prompt token, equal for all samples of the request. The first entry is None.
+
+    The field is None if the request did not ask for log-probabilities of the prompt.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     limits: dict[str, int] = field(default_factory=dict)
-    """Limits of requests and of their fields by name (docs/serving.md)."""
+    """Limits of requests and of their fields, by name (docs/serving.md)."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class Instance:
     kv_total_pages: int
     kv_cached_pages: int
     paused: int = 0
-    """Number of paused requests. They continue after a transformation back to `paused_degree`."""
+    """Number of paused requests. They resume after a transformation back to `paused_degree`."""
     paused_degree: int = 0
     phase: str = ""
     """`serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
@@ -173,9 +178,9 @@ class PlacementChange:
         layers: first layer of the change, and the layer after the last.
         seconds: time from the call to the end.
         copied_bytes: bytes of weights that were copied between devices.
-        shared_bytes: bytes of weights that the device already had.
+        shared_bytes: bytes of weights that the device had before the change.
         kv_moved_bytes: bytes of KV pages that moved.
-        device_bytes_delta: change of the bytes of all buffers on each device.
+        device_bytes_delta: change of the total bytes of buffers, by device.
         steps: number of steps of the instance during the change.
         recomputed: number of sequences that lost their pages.
     """
@@ -194,9 +199,9 @@ class PlacementChange:
 
 
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
-    """Return the chunks of a message. If the message has the usage, the last chunk gets it.
+    """Convert a message to chunks. If the message has the usage, it is in the last chunk.
 
-    If the message has log-probabilities of the prompt, the first chunk has only these.
+    If the message has log-probabilities of the prompt, the first chunk has nothing else.
     """
     usage = read_usage(response.usage) if response.HasField("usage") else None
     last = len(response.completions) - 1
@@ -220,7 +225,7 @@ def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
 
 
 def read_usage(message: pb.Usage) -> Usage:
-    """Return the usage in a message. Times that are not set become None."""
+    """Convert the usage in a message. Times that are not set become None."""
     times = {name: getattr(message, name) if message.HasField(name) else None for name in _TIMES}
     return Usage(
         message.prompt_tokens,
@@ -235,7 +240,7 @@ _TIMES = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 
 
 def collect(chunks: Iterable[Chunk]) -> list[Generation]:
-    """Combine all chunks of a request into its finished samples, ordered by index."""
+    """Combine all chunks of a request into its samples, ordered by index."""
     by_index: dict[int, list[Chunk]] = {}
     usage: Usage | None = None
     prompt_logprobs: list[Position | None] = []
@@ -325,7 +330,7 @@ def read_transformation(message: pb.TransformResponse) -> Transformation:
 
 
 def read_placement(message: pb.Placement) -> Placement:
-    """Return the placement in a message. Raise `LayoutError` if a layer has no home."""
+    """Convert the placement in a message. Raise `LayoutError` if a layer has no devices."""
     stages = [
         {
             "layers": _layers(stage.layers),

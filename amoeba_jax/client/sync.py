@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """A connection to a server: `Client("127.0.0.1:50051").generate("Once upon a time")`.
+    """Connection to a server: `Client("127.0.0.1:50051").generate("Once upon a time")`.
 
     Calls raise `grpc.RpcError` with `code()` and `details()`. If a call fails with the status UNAVAILABLE, the client
     repeats the call (`retries`). The `timeout_s` of a call limits all its attempts together. Several threads may share
@@ -37,7 +37,7 @@ class Client:
         token: token, if the server needs one. Administration needs the admin token.
         ca: PEM file with the certificates to trust. Turns TLS on.
         certificate: PEM file with a certificate of this client, if the server needs one.
-        key: PEM file with the key of that certificate.
+        key: PEM file with the private key of `certificate`.
         retries: number of attempts and delays between them.
 
     Raises:
@@ -177,8 +177,8 @@ class Client:
     ) -> results.Transformation:
         """Merge or split instances while requests run. Return a report when the transformation is done.
 
-        Arguments are the same as for `LLM.transform`; `layers_per_step=None` means "auto". If the transformation takes
-        longer than `timeout_s` seconds (None: no limit), the call fails.
+        Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". If the transformation
+        takes longer than `timeout_s` seconds (None: no limit), the call fails.
         """
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running, order
@@ -204,8 +204,9 @@ class Client:
     ) -> results.PlacementChange:
         """Replicate layers of an instance on another device while requests run.
 
-        Arguments are the same as for `LLM.replicate`. After `timeout_s` (None: no limit) the call ends with an error,
-        and the change continues. The same holds for `evict`, `migrate`, `scale_out` and `scale_in`.
+        Arguments are the same as for `LLM.replicate`. If the change takes longer than `timeout_s` seconds (None: no
+        limit), the call fails, and the change continues. The same holds for `evict`, `migrate`, `scale_out` and
+        `scale_in`.
         """
         message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
         return self._change_placement(self._admin.Replicate, message, timeout_s)
@@ -233,20 +234,20 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Move layers, or parts of them, to another device while requests run."""
+        """Move layers of an instance, or only their attention or FFN, to another device while requests run."""
         message = requests.layers_request(pb.MigrateRequest, layers, device, instance, modules)
         message.move_kv = move_kv
         return self._change_placement(self._admin.Migrate, message, timeout_s)
 
     def scale_out(self, device: int, instance: int = 0, *, timeout_s: float | None = None) -> results.PlacementChange:
-        """Replicate all layers of an instance on an empty device, which then becomes an instance of its own."""
+        """Replicate all layers of an instance on an empty device. The copy then becomes a separate instance."""
         message = pb.ScaleOutRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)
         )
         return self._change_placement(self._admin.ScaleOut, message, timeout_s)
 
     def scale_in(self, device: int, instance: int = 0, *, timeout_s: float | None = None) -> results.PlacementChange:
-        """End the instance on a device. Its requests continue on `instance`."""
+        """End the instance on a device. The instance with the id `instance` continues its requests."""
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)
         )

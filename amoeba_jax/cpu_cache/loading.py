@@ -1,4 +1,4 @@
-"""Compilation of a program, or its loading from bytes."""
+"""Compile a program, or load it from bytes."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 @dataclass(frozen=True)
 class Obtained:
-    """A compiled program and its origin.
+    """Compiled program, and where it came from.
 
     Attributes:
         compiled: executable for the requested devices.
@@ -38,7 +38,7 @@ class Obtained:
 
 
 class _LatestProgram(threading.local):
-    """Origin of the programs that this thread compiles. JAX's events set the attributes.
+    """Record of where the programs of this thread came from. JAX's events set the attributes.
 
     Attributes:
         is_new: whether XLA compiled the last program, so that it did not come from JAX's persistent cache.
@@ -74,7 +74,7 @@ def compile_or_load(
     program: str,
     portable: PortableProgram | None = None,
 ) -> Obtained:
-    """Return a program for `devices`, loaded from `portable` or from the disk cache if possible.
+    """Return a program for `devices`. Load it from `portable` or from the disk cache if possible.
 
     If the program cannot be loaded, it is compiled and written to the disk cache.
 

@@ -1,12 +1,13 @@
 """Disk cache of compiled programs, for CPU.
 
-One entry serves every group of devices of the same degree. An entry is found by its key, without tracing the program.
+One entry serves all groups with the same number of devices. An entry is found by its key, without tracing the program.
 
-Entries lie in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit, JAX's lock and
-the repairs of `compile_cache` therefore apply to the entries too. The key covers all inputs of a compilation: the
-shapes of the program, the sizes of the model, the source of this project, versions, settings, and the kind of
-processor. The key does not cover functions that are patched at run time. Turn the cache off (`compile_cache=""`) before
-you patch a function.
+Entries are in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit, JAX's lock and
+the repairs of `compile_cache` therefore apply to the entries too.
+
+The key covers all inputs of a compilation: the shapes of the program, the sizes of the model, the source of this
+project, versions, settings, and the kind of processor. It does not cover functions that are patched at run time. Turn
+the cache off (`compile_cache=""`) before you patch a function.
 """
 
 import contextlib
@@ -65,7 +66,7 @@ _SOURCE_HASH = _hash_source()
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Entry of one program in the cache. The entry may not exist on disk yet.
+    """Cache entry for one program. It may not exist on disk yet.
 
     Attributes:
         model: sizes of the model.
@@ -139,7 +140,7 @@ class CacheEntry:
 
 @contextlib.contextmanager
 def without_jax_cache_writes() -> Iterator[None]:
-    """Stop JAX from writing programs to its cache, in this context and thread.
+    """Stop JAX from writing programs to its cache, inside this context and in this thread.
 
     This module writes the programs to the same directory itself.
     """
@@ -153,9 +154,10 @@ def without_jax_cache_writes() -> Iterator[None]:
 
 @functools.cache
 def _min_compile_time() -> Any:
-    """Return JAX's setting for the minimum compile time of cached programs, or None if JAX does not have the setting.
+    """Return JAX's setting for the minimum compile time of cached programs.
 
-    Call the setting with a value to get a context in which this thread uses the value.
+    Return None if JAX does not have the setting. Call the setting with a value to get a context in which this thread
+    uses the value.
     """
     try:
         from jax._src.config import persistent_cache_min_compile_time_secs
@@ -172,9 +174,9 @@ def _jax_cache() -> Any:
 
 
 def _cache(device: jax.Device) -> Any:
-    """Return JAX's file cache.
+    """Return JAX's object for its cache directory.
 
-    Return None if there is no cache, if other users can write to its directory, or if the device is not a CPU.
+    Return None if there is no cache, if other users can write to the directory, or if the device is not a CPU.
     """
     directory = jax.config.values["jax_compilation_cache_dir"]
     if device.platform != "cpu" or not directory or not jax.config.values["jax_enable_compilation_cache"]:
@@ -188,7 +190,7 @@ def _cache(device: jax.Device) -> Any:
 
 @functools.cache
 def _environment() -> str:
-    """Return the parts of a key that are the same for the whole process."""
+    """Return the parts of a key that do not change while the process runs."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
     flags = [f"{name}={os.environ.get(name)}" for name in ("XLA_FLAGS", "JAX_PALLAS_INTERPRET")]
     return "\n".join([f"format {_FORMAT}", *versions, *flags, platform.python_version(), _processor(), _SOURCE_HASH])

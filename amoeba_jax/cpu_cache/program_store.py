@@ -1,4 +1,4 @@
-"""Loaded programs, with eviction before the process runs out of memory mappings."""
+"""Loaded programs in memory. They are evicted before the process runs out of memory mappings."""
 
 import gc
 import logging
@@ -25,9 +25,11 @@ class ProgramStore(Generic[T]):
     """Programs by key. The least recently used programs are evicted before the process runs out of memory mappings.
 
     XLA:CPU maps the code of each kernel separately: a program takes 100 memory mappings or more. Linux allows a process
-    65,530 mappings (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process (measured: at some
-    900 programs). When 92% of the mappings are in use, a quarter of the programs is evicted. An evicted program is
-    loaded again from the compile cache. Not thread-safe.
+    65,530 mappings (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process. This was measured
+    with about 900 programs.
+
+    When 92% of the mappings are in use, a quarter of the programs is evicted. An evicted program is loaded again from
+    the compile cache. Not thread-safe.
 
     Args:
         num_mappings: function that counts the mappings of this process. None: count them as Linux reports them.
@@ -40,7 +42,7 @@ class ProgramStore(Generic[T]):
         self._num_mappings = num_mappings or _num_mappings
         self._unchecked = 0  # programs that may be added before the mappings are counted again
         self.num_added = 0
-        """Number of programs that were added so far, including evicted programs."""
+        """Number of programs added since the start, including evicted programs."""
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the program of `key` and mark it as used. If it is missing, call `make` and add the result."""
@@ -59,7 +61,7 @@ class ProgramStore(Generic[T]):
         return self._programs.get(key)
 
     def add(self, key: Hashable, program: T) -> None:
-        """Add a program. If 92% of the mappings are then in use, evict the least recently used programs."""
+        """Add a program. Evict the least recently used programs if 92% of the memory mappings are then in use."""
         self._programs[key] = program
         self.num_added += 1
         self._unchecked -= 1
@@ -71,7 +73,7 @@ class ProgramStore(Generic[T]):
             self._unchecked = self._safe_to_add(full - used, used) if used < full else _ADDED_WHEN_FULL
 
     def _safe_to_add(self, room: float, used: int) -> int:
-        """Return the number of programs that can be added before the mappings must be counted again.
+        """Estimate the number of programs that can be added before the mappings must be counted again.
 
         The result is at most the number of programs in the store.
 

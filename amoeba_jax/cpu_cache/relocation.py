@@ -2,11 +2,11 @@
 
 Loading takes milliseconds; compiling takes seconds. JAX has no public function that loads a program on other devices:
 `jax.experimental.serialize_executable` loads a program only on the devices for which it was compiled. This module does
-the same with another device assignment. It looks up private parts of JAX 0.10 to 0.12 once. If a version of JAX
-lacks them, a warning is logged, and programs are compiled for each group of devices.
+the same with another device assignment. For that, it looks up private parts of JAX 0.10 to 0.12 once. If a version of
+JAX lacks them, a warning is logged, and programs are compiled for each group of devices.
 
-XLA has two limits (JAX 0.10.2). A program that was loaded from bytes cannot be written as bytes again. A program that
-sorts can be written only once.
+XLA has two limits (JAX 0.10.2). A program that was loaded from bytes cannot be converted to bytes again. A program that
+sorts can be converted only once.
 """
 
 import functools
@@ -39,7 +39,7 @@ class PortableProgram:
     def of(cls, compiled: jax.stages.Compiled, devices: Sequence[jax.Device]) -> "PortableProgram | None":
         """Serialize a program that XLA has just compiled for `devices`. Return None if this is not possible.
 
-        After an unexpected error, relocation is disabled (`disable_relocation`).
+        After an unexpected error, this process stops serializing programs (`disable_relocation`).
         """
         if devices[0].platform != "cpu" or not can_relocate():
             return None
@@ -56,7 +56,7 @@ class PortableProgram:
             return None
 
     def load(self, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-        """Load the program on `devices`, as many devices as the program was compiled for.
+        """Load the program on `devices`. Their number must be the same as at compilation.
 
         Donation and shardings are the same as in a program compiled for `devices`. Damaged bytes can raise an error of
         any type.
@@ -81,12 +81,12 @@ class _PrivateJax:
 
 
 def disable_relocation(error: Exception) -> None:
-    """Stop writing programs as bytes in this process, so that programs are compiled for each group. Warn once."""
+    """Stop converting programs to bytes in this process. Programs are then compiled for each group. Warn once."""
     _warn_once(f"{type(error).__name__}: {error}")
 
 
 def can_relocate() -> bool:
-    """Return whether programs can be written as bytes: JAX has the functions for it, and no attempt has failed."""
+    """Return whether programs can be converted to bytes: JAX has the functions for it, and no attempt has failed."""
     return _private_jax() is not None and not _warn_once.cache_info().currsize
 
 

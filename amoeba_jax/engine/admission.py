@@ -1,4 +1,4 @@
-"""Admission of waiting sequences to instances, and preemption of running sequences for them."""
+"""Admission: start waiting sequences on instances, and preempt running sequences for them."""
 
 import time
 
@@ -19,7 +19,9 @@ from sharding.ledger import format_bytes, parse_bytes
 
 
 class Admission:
-    """Starts waiting sequences: `admit` if there is no scheduler, else `start` and `preempt`.
+    """Start and preemption of sequences. Without a scheduler, the engine calls `admit`.
+
+    A scheduler calls the other methods.
 
     Used by the dispatcher thread only.
     """
@@ -37,7 +39,10 @@ class Admission:
         self._transformations, self._steps, self._stats = transformations, steps, stats
 
     def admit(self) -> None:
-        """Start waiting sequences in order. No sequence overtakes another of its rank, so none starves."""
+        """Start waiting sequences in the order of the queue.
+
+        No sequence overtakes another of its priority, so none starves.
+        """
         for sequence in self._sequences.deadlines.expired(time.monotonic()):
             self._sequences.reject(sequence, DeadlineError("deadline exceeded while the request was queued"))
         waiting = self._sequences.waiting
@@ -59,7 +64,7 @@ class Admission:
                 return
 
     def awaits_program(self, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence cannot start before a program is compiled. Request the program."""
+        """Return whether a program must be compiled before a waiting sequence can start. Request the program."""
         wanted = []
         for instance in self._cluster.instances:
             if sequence.sampling.uses_state:
@@ -73,7 +78,7 @@ class Admission:
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def check_waiting(self, options: TransformOptions) -> None:
-        """Raise `RequestError` if a waiting request would fit on no instance after a transformation."""
+        """Raise `RequestError` if a waiting request would fit on no instance after this transformation."""
         limit, degree = max(self._transformations.capacity_to_come(i, options) for i in self._cluster.instances)
         for sequence in self._sequences.waiting:
             if sequence.max_total_tokens > limit:
@@ -83,7 +88,7 @@ class Admission:
                 )
 
     def _never_fits(self, sequence: Sequence) -> bool:
-        """Return whether all instances are too small, and none will become larger."""
+        """Return whether a sequence fits on no instance, and no instance will become larger."""
         if self._transformations.busy or self._cluster.lost:
             return False
         return all(i.capacity_tokens < sequence.max_total_tokens for i in self._cluster.instances)
@@ -103,7 +108,7 @@ class Admission:
         self._start(instance, lane, sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Requeue a running sequence, which is computed again from its tokens.
+        """Requeue a running sequence and free its pages. It is computed again from its tokens later.
 
         Raise `RequestError`, and change nothing, if the sequence does not run or its instance is being transformed.
         """
@@ -117,7 +122,7 @@ class Admission:
     # Start of one sequence
 
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Take a sequence from the queue, and give it pages and a slot. An error ends this sequence only."""
+        """Remove a sequence from the queue, and give it pages and a slot. If that fails, only this sequence ends."""
         self._sequences.waiting.remove(sequence)
         try:
             if sequence.host_pages is not None:
@@ -156,8 +161,9 @@ class Admission:
     def offload(self, sequence: Sequence) -> None:
         """Copy the KV cache of a running sequence to host memory, and return the sequence to the queue.
 
-        It goes on without being computed again. Raises `RequestError`, and changes nothing, if the sequence does not
-        run, its instance is changing, programs are missing, or host memory for it is used up.
+        Later, the sequence continues without being computed again. Raises `RequestError`, and changes nothing, in four
+        cases: the sequence does not run, its instance is changing, programs are missing, or the host memory for
+        offloaded requests is used up.
         """
         if sequence.slot < 0 or sequence.paused or sequence.pages is None:
             raise RequestError(f"request {sequence.request_id!r} does not run")
@@ -183,7 +189,7 @@ class Admission:
         sequence.host_pages = pages
 
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Share the pages of the leader's prompt.
+        """Let a further sample (`n > 1`) share the prompt's pages with the first sample, its leader.
 
         The sequence computes the last token of the prompt again, in its own copy of the last page.
         """

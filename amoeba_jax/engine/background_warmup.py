@@ -1,4 +1,4 @@
-"""Warm-up in the background: programs are compiled while requests run."""
+"""Background warm-up: compile programs while requests run."""
 
 import logging
 from collections.abc import Hashable, Iterable
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def pausing_programs(cluster: Cluster, degrees: Iterable[int]) -> list[ProgramSpec]:
-    """Return the programs that only merges with pausing need.
+    """Return the programs that are needed only for merges with pausing.
 
-    The merged instance then releases no weights to the KV cache, so it has fewer extents and needs programs of its own,
-    and so do transitions to and from the lowest degree. Empty without `EngineConfig.prepare_pausing`, and with a start
-    placement.
+    After such a merge, the merged instance keeps all weights. It has fewer KV extents than other instances of its
+    degree, so it needs programs of its own. So do its transitions to and from the lowest degree. The list is empty
+    without `EngineConfig.prepare_pausing`, and with a start placement.
     """
     if not cluster.config.prepare_pausing or cluster.plan.placement is not None:
         return []
@@ -25,7 +25,7 @@ def pausing_programs(cluster: Cluster, degrees: Iterable[int]) -> list[ProgramSp
 
 
 class BackgroundWarmup:
-    """Latest background warm-up, and the degrees whose programs are compiled. Used by the dispatcher thread only."""
+    """Latest background warm-up, and its progress for each degree. Used by the dispatcher thread only."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
@@ -42,8 +42,8 @@ class BackgroundWarmup:
     def begin(self, degrees: list[int]) -> int:
         """Compile all programs of the degrees, and of transformations between them, while requests run.
 
-        The present degree comes first. After a warm-up of all degrees, the registry of programs is `complete`. Return
-        the number of missing programs.
+        Programs of the present degree are compiled first. After a warm-up of all degrees, the registry of programs is
+        marked as `complete`. Return the number of missing programs.
         """
         cluster, executables = self._cluster, self._cluster.executables
         for tp in degrees:
@@ -76,7 +76,10 @@ class BackgroundWarmup:
         return True
 
     def is_ready(self, tp: int) -> bool:
-        """Return whether instances of degree `tp` need not wait for the compiler. True if there was no warm-up."""
+        """Return whether all programs of degree `tp` are compiled.
+
+        True if there was no background warm-up of this degree.
+        """
         return not self._missing.get(tp)
 
     def check(self, tp: int) -> None:

@@ -1,8 +1,8 @@
 """The thread that launches all programs.
 
-Two threads that launch collective programs on different sub-meshes can deadlock. This was measured on CPU. On GPU, the
-order of NCCL launches must agree across ranks. So one thread launches everything, on every instance. Other threads
-pass calls to it and get futures.
+One thread launches everything, on every instance. The reason: two threads that launch collective programs on different
+sub-meshes can deadlock (measured on CPU), and on GPU the order of NCCL launches must agree across ranks. Other threads
+pass calls to this thread and get futures.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _WAKE = object()  # in the queue of calls: a result has arrived, or there may be
 
 
 class Dispatcher:
-    """Thread that runs the loop of an `Engine`, with the calls of other threads.
+    """Thread that runs the loop of an `Engine` and serves calls of other threads.
 
     Attributes:
         outputs: thread that converts updates of sequences to outputs.
@@ -56,7 +56,7 @@ class Dispatcher:
         return future
 
     def wake(self) -> None:
-        """Start the next turn of the loop. Any thread may call this."""
+        """Wake the loop, so that its next turn starts. Any thread may call this."""
         self._calls.put(_WAKE)
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Dispatcher:
         self.outputs.close()
 
     def _run(self) -> None:
-        """Run the loop of the engine until `close`. The module `engine` explains a turn."""
+        """Run the loop of the engine until `close`. The module `engine` explains a turn of the loop."""
         engine = self._engine
         try:
             timeout_s = engine.interval_s
@@ -94,7 +94,10 @@ class Dispatcher:
             engine.close()
 
     def _serve_calls(self, timeout_s: float | None) -> bool:
-        """Wait for a call or a wake-up, at most `timeout_s`, and serve all queued calls. Return False to stop."""
+        """Wait for a call or a wake-up, at most `timeout_s` seconds. Serve all queued calls.
+
+        Return False if the loop must stop.
+        """
         block = True
         while True:
             try:
@@ -131,6 +134,6 @@ class Dispatcher:
         return error
 
     def _end_early(self, sequence: Sequence, stop: str | None) -> None:
-        """Finish a sequence at a stop string, or abort it if `stop` is None. Do not wait."""
+        """Ask the engine to finish a sequence at a stop string, or to abort it if `stop` is None. Do not wait."""
         with contextlib.suppress(EngineClosedError):
             self.call(self._engine.finish, [sequence], "abort" if stop is None else "stop", stop)

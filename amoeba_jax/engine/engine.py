@@ -4,10 +4,10 @@
 
 1. Serve the calls of other threads: `submit`, `finish`, `transform` (`Dispatcher`).
 2. `collect`: take the results of finished steps, and end changes of instances whose last step has run.
-3. `advance`: continue changes whose programs have arrived, decide which waiting sequences start (the scheduler, or
-   `Admission`), and launch a step on each instance that has room for one (`Steps.launch`).
+3. `advance`: continue changes whose programs have arrived, start waiting sequences (the scheduler or `Admission`
+   decides), and launch a step on each instance that has fewer than two steps in flight (`Steps.launch`).
 
-Each instance has up to two steps in flight: the device computes one, and the host takes the results of the step before.
+While a device computes one step, the host takes the results of the step before.
 """
 
 import itertools
@@ -39,16 +39,17 @@ from amoeba_jax.weights.loading import OpenWeights
 
 
 class Engine:
-    """Everything behind the API. All methods run in the dispatcher thread, except `check_request`.
+    """Instances and requests behind the Python API. All methods but `check_request` run in the dispatcher thread.
 
-    The constructor loads the weights. Meanwhile, background threads compile the programs of the degrees
-    `compile_first`. `on_load(name)` is called after each parameter.
+    The constructor loads the weights and calls `on_load(name)` after each parameter. At the same time, background
+    threads compile the programs of the degrees `compile_first`.
 
     Attributes:
         waiting: queued sequences, in the order in which they start.
         scheduler_hook: scheduler that starts sequences and changes instances. None: `Admission` starts sequences, and
             instances change only by `transform`.
-        closing: whether `close` follows. Any thread may set it. A warm-up then ends before its next program.
+        closing: True when `close` will be called soon. Any thread may set it. A warm-up then ends before its next
+            program.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Engine:
     # The loop
 
     def collect(self) -> None:
-        """Take the results that have arrived, in the order of their steps, and end changes whose last step has run."""
+        """Take the results that have arrived, in the order of their steps. End changes whose last step has run."""
         for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
                 self.steps.take(instance, instance.pending.popleft())
@@ -87,9 +88,9 @@ class Engine:
         self.relocations.collect()
 
     def advance(self) -> bool:
-        """Continue changes, start waiting sequences, and launch one step on each instance that has room for one.
+        """Continue changes, start waiting sequences, and launch one step on each instance that can take one.
 
-        Return whether anything was launched. If so, there may be more to launch: call this again. Raises
+        Return whether anything was launched. If so, call this again, because more launches may be possible. Raises
         `RuntimeError` if there are requests, and nothing can ever serve them.
         """
         if arrived := self.background_warmup.take_arrived():
@@ -173,10 +174,10 @@ class Engine:
             )
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Queue sequences. Skip sequences that have already been cancelled.
+        """Queue sequences. Skip sequences that have been cancelled.
 
-        Each sequence is checked again: instances may have become smaller since the check by the caller. A sequence
-        that fits no longer ends with the error.
+        Each sequence is checked again, because instances may have become smaller since the check in the caller's
+        thread. If a sequence does not fit any more, it ends with an error.
         """
         for sequence in [sequence for sequence in sequences if not sequence.finished]:
             number = next(self._numbers)
@@ -189,12 +190,12 @@ class Engine:
                 self.sequences.reject(sequence, error)
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
-        """See `Sequences.finish`."""
+        """End sequences early and free their pages (`Sequences.finish`)."""
         self.sequences.finish(sequences, reason, stop_reason)
 
     @property
     def has_requests(self) -> bool:
-        """Whether requests are waiting, running or paused."""
+        """Whether there are requests: waiting, running or paused."""
         # Other siblings wait for a sequence that counts here.
         return bool(len(self.waiting) or self.sequences.siblings.held or self.sequences.running)
 
@@ -211,7 +212,7 @@ class Engine:
         return self.cluster.instances
 
     def capacity_tokens(self, tp: int) -> int:
-        """Return the tokens that an empty instance of degree `tp` holds after its unneeded weights are released."""
+        """Return the tokens in the KV cache of an instance of degree `tp` after it has released unneeded weights."""
         return self.cluster.capacity_tokens(tp, tp)
 
     def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
@@ -235,13 +236,14 @@ class Engine:
         return self.relocations.request(options)
 
     def offload(self, sequence: Sequence) -> None:
-        """See `Admission.offload`."""
+        """Move the KV cache of a running sequence to host memory (`Admission.offload`)."""
         self.admission.offload(sequence)
 
     def limit_batch(self, instance_id: int, size: int | None) -> None:
-        """Limit the running sequences of an instance. Running sequences stay. None: no limit but the slots.
+        """Limit the number of running sequences of an instance. None: only its slots limit it.
 
-        Raises `RequestError` if the instance does not exist, or if `size` is below 1.
+        Sequences that already run continue. Raises `RequestError` if the instance does not exist, or if `size` is below
+        1.
         """
         instance = next((i for i in self.instances if i.id == instance_id), None)
         if instance is None:
@@ -252,7 +254,7 @@ class Engine:
         self.sequences.num_changes += 1
 
     def end_transformations(self) -> None:
-        """Run the loop until no transformation is left."""
+        """Run the loop until all transformations have ended."""
         while self.transformations.busy:
             self.advance()
             self.drain()
@@ -275,7 +277,10 @@ class Engine:
         return time.perf_counter() - start
 
     def check_idle(self, problem: str) -> None:
-        """Raise `RequestError`, with a message that starts with `problem`, if there are requests or changes."""
+        """Raise `RequestError` if there are requests, transformations or other changes.
+
+        Its message starts with `problem`.
+        """
         self.drain()
         if self.has_requests or self.transformations.busy or self.relocations.busy:
             running, paused = sum(len(instance.running) for instance in self.instances), self.num_paused

@@ -1,4 +1,4 @@
-"""Logits of a whole sequence through the paged path, for checks and teaching."""
+"""Logits of a whole sequence, computed with the paged KV cache. For checks and teaching."""
 
 from functools import partial
 
@@ -15,10 +15,10 @@ from sharding.placement import Home
 
 
 def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
-    """f32 logits `[len, V]` at every position: chunked prefill up to `decode_from`, then token by token.
+    """Compute the f32 logits `[len(tokens), V]` at every position of a sequence.
 
-    Runs in the dispatcher thread. Raises `RequestError` if the sequence is too long, or running requests leave too few
-    pages.
+    Positions before `decode_from` are computed in chunks, and the others one token at a time. Runs in the dispatcher
+    thread. Raises `RequestError` if the sequence is too long, or running requests leave too few pages.
     """
     engine.check_request(len(tokens), 0)
     steady = [instance for instance in engine.instances if instance.transition is None]
@@ -60,7 +60,7 @@ def _batch_at(
     _: Blocks | None,
     shape: BatchShape,
 ) -> StepBatch:
-    """Return the inputs that compute tokens of one sequence from position `start` on, and sample nothing."""
+    """Return the inputs of a step that computes tokens of one sequence from `start` on and samples nothing."""
     batch = StepBatch(shape, home.degree)
     row = shape.num_rows - 1
     padding = (row, shape.num_tokens - len(tokens) - row)

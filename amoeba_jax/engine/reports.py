@@ -10,7 +10,7 @@ from sharding.owners import Owner
 
 
 def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
-    """Return the serving replicas."""
+    """Return a snapshot of each instance."""
     counts = {instance: instance.page_counts() for instance in engine.instances}
     return tuple(
         InstanceStatus(
@@ -32,7 +32,7 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
 
 
 def memory_report(engine: Engine) -> MemoryReport:
-    """Return the owner of the bytes on each device."""
+    """Return the bytes of each owner on each device."""
     dims = engine.dims
     cluster = engine.cluster
     padding_bytes = [cluster.weights.padding_bytes(device) for device in range(len(cluster.ledgers))]
@@ -58,7 +58,7 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 
 def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two tuples with a size for each device: bytes of pages in use, and of pages that are only cached."""
+    """Return the bytes of pages in use on each device, and the bytes of pages that only the prefix cache holds."""
     cluster, dims = engine.cluster, engine.dims
     unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp
     live, kept = [0] * len(cluster.ledgers), [0] * len(cluster.ledgers)
@@ -84,7 +84,7 @@ def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def engine_stats(engine: Engine) -> EngineStats:
-    """Return the running totals."""
+    """Return the engine's totals since the start."""
     stats = engine.stats
     return replace(
         stats,
@@ -99,5 +99,5 @@ def engine_stats(engine: Engine) -> EngineStats:
 
 
 def executable_infos(engine: Engine) -> tuple[ExecutableInfo, ...]:
-    """Return all compiled programs."""
+    """Return a description of each compiled program."""
     return tuple(executable.info for executable in engine.cluster.executables)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class SchedulerHook(Protocol):
-    """Scheduler of the `waiting` sequences of one engine.
+    """Interface of a scheduler for the waiting sequences of one engine.
 
     Attributes:
         interval_s: longest time between two calls of `schedule`, in seconds.
@@ -13,10 +13,10 @@ class SchedulerHook(Protocol):
     interval_s: float
 
     def schedule(self) -> None:
-        """Start, preempt and reject sequences, and change instances.
+        """Decide: start, preempt or reject sequences, or change instances.
 
-        Uses `Engine.admission`, `Sequences.reject` and `Engine.transform`. Sequences that stay in `Engine.waiting`
-        wait. `Sequences.num_changes` grows if the decision may be different. Runs in the dispatcher thread between
-        steps, and must not wait for a device.
+        The methods for this are in `Engine.admission`, `Sequences.reject` and `Engine.transform`. All other sequences
+        stay in `Engine.waiting`. If `Sequences.num_changes` has not grown, the decision would be the same as before.
+        Runs in the dispatcher thread between steps, and must not wait for a device.
         """
         ...

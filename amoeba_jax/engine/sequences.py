@@ -1,4 +1,4 @@
-"""The queue of waiting sequences, and the end of every sequence."""
+"""Queue of waiting sequences, and the end of every sequence."""
 
 import logging
 
@@ -22,8 +22,8 @@ class Sequences:
         waiting: queued sequences, in the order in which they start.
         deadlines: deadlines of queued sequences.
         siblings: further samples of requests with `n > 1` that are not queued yet.
-        num_changes: number of events after which a waiting sequence may be able to start: a sequence was queued, ended
-            or lost its pages, or the last token of a preempted sequence arrived.
+        num_changes: number of events after which a waiting sequence may be able to start. Examples: a sequence was
+            queued, ended or lost its pages, or the last token of a preempted sequence arrived.
     """
 
     def __init__(self, cluster: Cluster, room: Room, stats: EngineStats):
@@ -65,7 +65,7 @@ class Sequences:
     def preempt(self, instance: Instance, sequence: Sequence) -> None:
         """Free the pages of a sequence and requeue it as the first of its priority.
 
-        The sequence is computed again from its tokens. A token in flight still arrives.
+        The sequence is computed again from its tokens. If one of its tokens is in flight, the token is still used.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0
@@ -76,7 +76,7 @@ class Sequences:
         self.enqueue(sequence)
 
     def release_siblings(self, leader: Sequence) -> None:
-        """Queue the siblings of a sequence, as far as their share of the slots allows."""
+        """Queue the other samples of a request whose leader has the prompt's pages, up to their share of the slots."""
         self.siblings.release(leader)
         self._admit_siblings()
 
@@ -88,7 +88,7 @@ class Sequences:
     def cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Add the full pages of a sequence to the prefix cache.
 
-        A page is added if its tokens are known, and computed by steps that are done or in flight.
+        A page is added if the host knows its tokens, and if the steps that compute it are done or in flight.
         """
         cache = instance.lane_of(sequence).cache
         if sequence.needs_prompt_logits or not cache.enabled:
@@ -107,16 +107,16 @@ class Sequences:
     # The end of sequences
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End sequences early and free their pages. Sequences that have ended are left as they are."""
+        """End sequences early and free their pages. Sequences that have already ended are skipped."""
         for sequence in sequences:
             if not sequence.finished:
                 sequence.finish(reason, stop_reason)
                 self._end(sequence)
 
     def reject(self, sequence: Sequence, error: Exception) -> None:
-        """End a sequence, and the siblings that wait for it, with an error for the client.
+        """End a sequence with an error for the client. Also end the samples of its request that wait for it.
 
-        `RequestError` is the fault of the client. An unexpected error becomes a `RequestFailedError`.
+        A `RequestError` is passed on as it is. An unexpected error becomes a `RequestFailedError`.
         """
         if not isinstance(error, RequestError | NotANumberError | RequestFailedError):
             logger.error("request %s cannot be served", sequence.request_id, exc_info=error)
@@ -149,7 +149,10 @@ class Sequences:
         self.report(Update(sequence, finished=True))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a finished sequence from its instance or from the queue, and release its siblings."""
+        """Remove a finished sequence from its instance or from the queue.
+
+        Queue the samples of its request that waited for it.
+        """
         if sequence.slot >= 0:
             self._take_off(self._room.home(sequence), sequence)
         elif sequence in self.waiting:
@@ -159,7 +162,10 @@ class Sequences:
         self.release_siblings(sequence)
 
     def report(self, update: Update) -> None:
-        """Pass an update to the sink of its sequence. If the sink raises, abort the sequence."""
+        """Pass an update to the function that receives the updates of its sequence.
+
+        If it raises, abort the sequence.
+        """
         sequence = update.sequence
         try:
             sequence.sink(update)

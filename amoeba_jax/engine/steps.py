@@ -1,7 +1,7 @@
-"""The life of a step: plan, launch, take the results, and recover its instance if it failed.
+"""Life of a step: plan it, launch it, take its results, and recover its instance if it failed.
 
-A program takes over the KV cache (the cache is donated) and returns it. A program that fails, for example for lack of
-memory, has lost the extents that it took, and every step behind it has lost them too. Steps never donate weights.
+The KV cache is donated to each program, and the program returns it. If a program fails, for example for lack of memory,
+the extents that were donated to it are lost. They are lost for every later step too. Steps never donate weights.
 """
 
 import bisect
@@ -32,11 +32,11 @@ from sharding.mesh import is_lost
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_STEPS = 2
-"""Most steps in flight of an instance. The device computes one, and a second one keeps it from waiting for the host."""
+"""Maximum number of steps in flight of an instance. With two, the device need not wait for the host."""
 MAX_FAILURES = 3
-"""Failed steps in a row after which a request ends with an error: the request could be the cause."""
+"""Number of failed steps in a row after which a request ends with an error. The request could be the cause."""
 MAX_FAILURES_IN_A_ROW = 16
-"""Failures of any instances, without a successful step in between, after which the engine ends."""
+"""Number of failures in a row after which the engine ends. Failures of all instances count together."""
 
 
 class Steps:
@@ -60,8 +60,8 @@ class Steps:
     def launch(self, instance: Instance) -> bool:
         """Launch the next step of an instance. If the instance is changing, switch layers before the step.
 
-        Return False if nothing was done: `MAX_PENDING_STEPS` are in flight, or there is nothing to compute. A step that
-        fails counts as launched.
+        Return False if nothing was done: `MAX_PENDING_STEPS` steps are in flight, or there is nothing to compute. A
+        step that fails counts as launched.
         """
         changes, relocations, change = self._transformations, self._relocations, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance) or relocations.holds(instance):
@@ -110,9 +110,10 @@ class Steps:
         return num_preempted
 
     def _plan(self, instance: Instance) -> StepPlan | None:
-        """Return the best step whose programs are compiled and have not failed, or None.
+        """Return the best step whose programs are compiled and have not failed. Return None if there is no such step.
 
-        Request the missing programs of the best step. In the meantime, the sequences that can do without them continue.
+        Also request the missing programs of the best step. Until they are compiled, sequences that do not need them
+        continue.
         """
         plans, launcher = self._plans(instance), instance.launcher
         best = next(plans, None)
@@ -125,7 +126,7 @@ class Steps:
         return other
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
-        """Yield the best step, then substitutes for the time until its programs are compiled."""
+        """Yield the best step, and then other steps that can run until the programs of the best step are compiled."""
         if len(instance.lanes) > 1:
             yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, instance.last_was_prompt)
             return
@@ -138,7 +139,8 @@ class Steps:
     def _request_programs(self, instance: Instance, best: StepPlan, other: StepPlan | None) -> None:
         """Compile the programs of the best step in the background, for all instances of the same degree.
 
-        If the substitute leaves sequences out, first compile the programs with which any number of sequences can run.
+        `other` is the step that runs in the meantime, or None. If it leaves sequences out, first compile programs with
+        which any number of sequences can run.
         """
         executables = self._cluster.executables
         if len(instance.lanes) > 1:
@@ -158,7 +160,10 @@ class Steps:
         executables.compile_later(spec for launcher in launchers for spec in launcher.specs(best))
 
     def _launched(self, instance: Instance, plan: StepPlan, step: PendingStep) -> None:
-        """Record a launched step. Cache the pages of prompts that it completes, and release their siblings."""
+        """Record a launched step.
+
+        Cache the pages of prompts that the step completes, and queue the other samples of these requests.
+        """
         if instance.transition is not None:
             step.decodes = False
         instance.pending.append(step)
@@ -181,7 +186,8 @@ class Steps:
     def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:
         """Reject the sequence that most likely prevents a step, so that the other sequences can continue.
 
-        Sequences differ in their sampler programs. So reject the sequence with the rarest sampler, the last in order.
+        Sequences of a step differ in their sampler programs. The rejected sequence is the last one with the rarest
+        sampler.
         """
         kinds = ("greedy", "sample", "full")
         sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
@@ -193,7 +199,7 @@ class Steps:
     # Results
 
     def take(self, instance: Instance, step: PendingStep) -> None:
-        """Wait for the results of a step, report its tokens, and end the sequences that are done."""
+        """Wait for the results of a step, report its tokens, and end sequences that are complete."""
         try:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
             result = unpack_result(step.result.result())
@@ -230,7 +236,7 @@ class Steps:
     def _report_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
         """Report the log-probabilities of a chunk of a prompt.
 
-        If the sequence was preempted and computed again, leave out the tokens that were reported before.
+        After a preemption, a prompt is computed again. Its tokens that were already reported are left out.
         """
         sequence = row.sequence
         logprobs = unpack_logprobs(packed[row.place :])  # earlier rows are padding, with one token each
@@ -308,7 +314,7 @@ class Steps:
                 self._sequences.reject(sequence, failure)
 
     def recover_if_lost(self, instance: Instance, error: Exception) -> None:
-        """Recover an instance if a program that is not part of a step has failed and has lost buffers."""
+        """Recover an instance after a failed program that is not part of a step, if the instance has lost buffers."""
         runner, state = instance.runner, instance.sampler.state
         buffers = [extent for site in runner.sites.values() for extent in site.extents()]
         buffers += [state.flags, state.bias, runner.last_tokens]
@@ -317,7 +323,10 @@ class Steps:
             self.recover(instance, error)
 
     def _rebuild(self, instances: list[Instance]) -> None:
-        """Replace instances that share buffers by empty ones. If that fails twice, their devices go out of service."""
+        """Give instances that share buffers new, empty caches.
+
+        If that fails twice, take their devices out of service.
+        """
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)
         for instance in instances:

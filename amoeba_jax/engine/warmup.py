@@ -1,4 +1,4 @@
-"""Warm-up: compile every program that serving can need, and run it once, because the first call is slower."""
+"""Warm-up: compile every program that serving can need, and run each once, because first calls are slow."""
 
 from collections.abc import Callable, Hashable
 
@@ -30,13 +30,16 @@ Specs = dict[Hashable, ProgramSpec]
 
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
-    """Return the number of programs in a warm-up of these degrees."""
+    """Return the number of programs that a warm-up of these degrees prepares."""
     usual, pausing = _wanted(engine, degrees)
     return len({*usual, *pausing, *_for_placements(engine)})
 
 
 def _for_placements(engine: Engine) -> Specs:
-    """Return the programs of replicated and migrated layers, if they are wanted. They are compiled, but not run."""
+    """Return the programs of replicated and migrated layers; {} without `EngineConfig.prepare_placements`.
+
+    A warm-up compiles them, but does not run them.
+    """
     cluster = engine.cluster
     if not cluster.config.prepare_placements:
         return {}
@@ -44,7 +47,10 @@ def _for_placements(engine: Engine) -> Specs:
 
 
 def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
-    """Return the programs of instances that release weights, and of instances that keep all weights."""
+    """Return the programs of instances of these degrees, by key.
+
+    The first dict is for instances that release weights, the second for instances that keep all weights.
+    """
     cluster = engine.cluster
     for tp in degrees:
         cluster.sub_meshes.check_degree(tp)
@@ -53,17 +59,20 @@ def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
-    """Compile the missing programs of these degrees, and run all of them once. Return the number of missing programs.
+    """Compile the missing programs of these degrees, and run all programs once. Return the number of missing programs.
 
-    Cached prefixes are dropped. The layout is the same afterwards, with new instances. A warm-up of all degrees makes
-    the registry `complete`. Raises `RequestError` if requests are waiting or running, `MemoryBudgetError` if the
-    temporaries of the programs exceed the budget, and `EngineClosedError` if the engine is closed during the warm-up.
-    Runs in the dispatcher thread.
+    Cached prefixes are dropped. The layout is the same afterwards, with new instances. A warm-up of all degrees marks
+    the registry of programs as `complete`. Runs in the dispatcher thread.
 
     Args:
         engine: engine without requests.
         degrees: degrees of the instances.
         on_program: function called when a program is compiled, and again when it has run.
+
+    Raises:
+        RequestError: requests are waiting or running.
+        MemoryBudgetError: the temporaries of the programs exceed the budget.
+        EngineClosedError: the engine is closed during the warm-up.
     """
 
     def passed() -> None:
@@ -72,7 +81,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
     def run_all(specs: Specs, released: int | None = None) -> None:
-        """Run the programs whose buffers the present instances hold, and remove them from `specs`."""
+        """Run the programs that fit the buffers of the present instances. Remove them from `specs`."""
         _clear_caches(engine)
         for spec in list(specs.values()):
             if _run_here(engine, spec, released):
@@ -122,9 +131,9 @@ def _clear_caches(engine: Engine) -> None:
 
 
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
-    """Run a program if a present instance holds its buffers. Return whether it ran.
+    """Run a program on a present instance that has the buffers for it. Return False if there is no such instance.
 
-    The weights of the instance must be released for degree `released`, by default for its own degree.
+    The weights of the instance must be released for degree `released` (default: its own degree).
     """
     for instance in engine.instances:
         if spec.kind in COLUMNS:
@@ -173,7 +182,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
 
 
 def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a step that consists of padding."""
+    """Run a program of layers on a step that has only padding."""
     assert isinstance(spec.key, StepKey), "layers have a step key"
     assert spec.plan is not None, "layers are a segment"
     packed = jax.device_put(StepBatch(spec.key.batch, site.group.tp).packed, site.group.sharded)
@@ -190,7 +199,7 @@ def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: ja
 
 
 def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Copy columns from a buffer of hidden states, or zeros into it."""
+    """Run a program that copies columns of hidden states. A program that writes gets zeros."""
     hidden, device = instance.runner.hidden, engine.cluster.sub_meshes.group(spec.devices[0], 1)
     states = hidden.take(device)
     if spec.kind == "take_columns":
@@ -202,7 +211,7 @@ def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program:
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
-    """Run a program of the sampler with rows that store nothing, or with an unused slot."""
+    """Run a program of the sampler. Its rows are padding, or it writes to an unused slot."""
     state = instance.sampler.state
     if kind == "set_state":
         state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))
@@ -217,7 +226,7 @@ def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
 
 
 def _run_restore(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Write weights over unused pages."""
+    """Run a program that restores weights. It writes over unused pages."""
     weights, group, kv = engine.cluster.weights, instance.group, instance.site.kv[0]
     places = [source_place(one, weights.dims.max_tp, group) for one in spec.restored]
     sources = [weights.assembled(group, one.spec, place) for one, place in zip(spec.restored, places, strict=True)]

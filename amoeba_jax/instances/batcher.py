@@ -1,8 +1,8 @@
 """Contents of the next step: a token of each decoding sequence, and chunks of prompts.
 
-`plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes. Its steps contain
-equally many rows of each lane, or rows of one lane only. Each prompt gets steps of its own, which have the shapes of
-steady instances.
+`plan_step` is for an instance with one lane (`Lane`). `lane_plans` is for an instance with several lanes: a step has
+equally many rows for each lane, or rows of one lane only. With several lanes, prompts are computed in separate steps
+without decodes. These steps need no further programs, because their shapes are the same as with one lane.
 """
 
 import math
@@ -29,16 +29,18 @@ def plan_step(
     *,
     prompt_logits_turn: bool,
 ) -> StepPlan | None:
-    """Return the next step over sequences that have pages for it; None if there is nothing to compute.
+    """Plan the next step of an instance with one lane. Return None if there is nothing to compute.
 
-    Decodes never wait for prompts. The first prompt by `turns` sets the chunk size, and others join up to the token
-    budget. This prompt must not delay decoding sequences of a better rank, or of other clients with the same rank.
-    Beside such sequences, the step computes at most the prompt tokens that take as long as two decode steps, or the
-    smallest chunk.
+    All sequences must have pages for the step. Every decoding sequence has a row in the step. The first prompt by
+    `turns` sets the chunk size, and other prompts join up to the token budget.
+
+    A prompt must not delay decodes of a higher priority (`Sequence.rank`), or decodes of other clients with the same
+    priority. If there are such decodes, the number of prompt tokens is limited: they take at most as long as two decode
+    steps, or are one chunk of the smallest size.
 
     Args:
         prompt_logits_turn: whether a prompt with requested log-probabilities comes first. It needs logits at all
-            positions, so it gets steps of its own, which alternate with other steps.
+            positions, so it is computed in separate steps, which alternate with other steps.
     """
     active = _active(running)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -61,10 +63,11 @@ def plan_step(
 
 
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps to compute while the programs of `plan_step`'s step are compiled, the most useful first.
+    """Yield steps that can run until the programs of the best step (`plan_step`) are compiled.
 
-    First come steps of all sequences, in larger shapes, then steps without the sequences that need the rarer samplers.
-    Within each group come steps with a prompt, steps of all decodes, and steps of the first decodes only.
+    First come steps of all sequences, in larger shapes. Then come steps without the
+    sequences that need the rarer samplers. Each of these groups begins with steps that have a prompt. Next are steps of
+    all decodes, and last steps of the first decodes only.
     """
     active = [s for s in _active(running) if not s.needs_prompt_logits]
     for left_out in ((), ("full",), ("sample", "full")):
@@ -77,9 +80,9 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 
 
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
-    """Return steps without rows, in whose shapes any number of sequences can continue.
+    """Return the step shapes in which any number of sequences can run, as steps without rows.
 
-    One has all rows for decodes. If a prompt is left to compute, another has a prompt beside decodes.
+    One step has all rows for decodes. If a prompt must be computed, another step has a prompt beside decodes.
     """
     prompts = [s for s in _active(running) if s.num_uncomputed_tokens > 1 and not s.needs_prompt_logits]
     decodes = StepPlan(buckets.step(buckets.max_num_seqs), ())
@@ -90,11 +93,11 @@ def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
 
 
 def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, last_was_prompt: bool) -> Iterator[StepPlan]:
-    """Yield the next step of several lanes, and then others for the time in which its programs are compiled.
+    """Yield the best next step of several lanes, and then steps that can run until its programs are compiled.
 
     Args:
         buckets: step shapes of an instance with one of these lanes.
-        last_was_prompt: whether the latest step computed a prompt. Then decodes come first.
+        last_was_prompt: whether the latest step computed a prompt. If so, decodes come first.
     """
     decodes = [
         [s for s in lane.running if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits] for lane in lanes
@@ -128,7 +131,7 @@ def _plan(shape: BatchShape, decodes: list[Sequence], prompts: list[Sequence]) -
 
 
 def _first_prompt_row(shape: BatchShape) -> int:
-    """Return the row of the first prompt in a step. The rows before it decode, or are padding."""
+    """Return the index of the first prompt row in a step. The rows before it are decodes or padding."""
     return shape.num_rows - shape.groups[-1][0]
 
 
@@ -150,21 +153,25 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
 
 
 def _prompt_left(sequence: Sequence) -> int:
-    """Return the tokens of a prompt that steps must still compute. Steps with prompt logits end with the prompt."""
+    """Return the number of prompt tokens that steps must still compute.
+
+    Steps that return log-probabilities of the prompt end with the prompt. Other steps also count generated tokens
+    without keys and values.
+    """
     if sequence.needs_prompt_logits:
         return len(sequence.prompt) - sequence.num_computed
     return sequence.num_uncomputed_tokens
 
 
 def _prompt_step(sequence: Sequence, chunk: int, buckets: Buckets, lane: int | None = None) -> StepPlan:
-    """Return the step of a chunk of one prompt. It has logits of all tokens if the sequence needs prompt logits."""
+    """Return a step with a chunk of one prompt. It has logits of all tokens if the sequence needs prompt logits."""
     shape = buckets.step(0, 1, chunk)
     row = Row(_first_prompt_row(shape), sequence, sequence.num_computed, min(_prompt_left(sequence), chunk))
     return StepPlan(shape, (row,), "all" if sequence.needs_prompt_logits else "last", lane)
 
 
 def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps of a chunk of a lane's prompt, the best size first."""
+    """Yield steps with a chunk of one prompt, which belongs to a lane. The best chunk size comes first."""
     best = buckets.chunk_size(_prompt_left(sequence))
     sizes = buckets.prompt_logits_chunks if sequence.needs_prompt_logits else buckets.chunk_sizes
     for chunk in sorted(sizes, key=lambda size: (size < best, abs(size - best))):
@@ -172,7 +179,10 @@ def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[S
 
 
 def _lane_decode_plans(decodes: list[list[Sequence]], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps of all decoding sequences, with the fewest rows first. If only one lane decodes, it is alone."""
+    """Yield steps of all decoding sequences, with the fewest rows first.
+
+    `decodes` has the decoding sequences of each lane. If only one lane has any, the steps have only this lane.
+    """
     busy = [number for number, sequences in enumerate(decodes) if sequences]
     if not busy:
         return

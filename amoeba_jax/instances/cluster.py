@@ -1,4 +1,4 @@
-"""Devices of an engine, their memory, and the instances over them."""
+"""Devices of an engine, their memory, and the instances on them."""
 
 import contextlib
 import gc
@@ -37,24 +37,27 @@ from sharding.release import ReleasedShard
 logger = logging.getLogger(__name__)
 
 REVIVE_INTERVAL_S = 1.0
-"""Shortest time between two attempts of `Cluster.revive`."""
+"""Minimum time between two attempts of `Cluster.revive`."""
 _REVIVE_PAUSE = 9
-"""The pause after an attempt is at least this many times as long as the attempt, which may read the weights. So the
-dispatcher spends at most a tenth of its time on attempts."""
+"""Minimum pause after an attempt of `Cluster.revive`, as a multiple of the duration of the attempt.
+
+An attempt may read the weights. With this pause, the dispatcher spends at most a tenth of its time on attempts.
+"""
 _TAKE_BACK_ATTEMPTS = 3
 
 
 class Cluster:
-    """Loads the weights onto every device, divides the remaining memory, and makes the first instances.
+    """Devices with their weights and memory, and the instances that serve on them.
 
-    Meanwhile, the programs of the degrees `compile_first` are compiled in the background.
+    The constructor loads the weights, divides the remaining memory, and creates the first instances. At the same time,
+    the programs of the degrees `compile_first` are compiled in the background.
 
     Attributes:
         instances: present instances, by their first device.
-        factory: makes instances and their parts; set once the weights are loaded.
-        lost: groups of devices that are out of service, each with the degree for which its weights are released. Their
-            memory stays reserved. Any thread may read it, because a change replaces the dictionary.
-        on_result: called from other threads after each result of a step; must not block.
+        factory: factory of instances and their parts. It exists after the weights are loaded.
+        lost: groups of devices that are out of service, and for each group the degree for which its weights are
+            released. Their memory stays reserved. Any thread may read the dict, because a change replaces it.
+        on_result: function that other threads call after each result of a step. It must not block.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Cluster:
     # Memory of the devices
 
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
-        """Load the weights, make the first instances, and reserve memory for temporaries."""
+        """Load the weights, create the first instances, and reserve memory for temporaries."""
         plan, tp = self.memory_plan, self.config.tensor_parallel_size
         with self.open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load, self.plan.start_shards())
@@ -113,7 +116,7 @@ class Cluster:
             self.ledgers[device].reserve("staging", plan.staging_bytes)
 
     def _add_kv_cache(self) -> None:
-        """Add the extents of all layers to the ledgers."""
+        """Add the first KV extents of all layers to the ledgers."""
         page_bytes, num_layers = self.memory_plan.page_bytes, self.dims.config.num_layers
         if self.plan.placement is None:
             for device in self.plan.start_devices:
@@ -127,7 +130,7 @@ class Cluster:
                     self.ledgers[device].add(Owner.KV_CACHE, pages[home] * page_bytes, layer)
 
     def _first_instance(self, group: SubMesh, tp: int) -> Instance:
-        """Return an instance over new base extents. The weights that its ranks do not need become extents."""
+        """Create an instance with new KV extents. The weights that its ranks do not need become further extents."""
         shape, dtype = (self.memory_plan.num_pages, self.dims.pages.page_elems), self.dims.dtype
         layers = range(self.dims.config.num_layers)
         base = jax.block_until_ready([[jnp.zeros(shape, dtype, device=d) for d in group.devices] for _ in layers])
@@ -139,7 +142,7 @@ class Cluster:
     def reserve_temporaries(self, executable: Executable) -> None:
         """Reserve memory for a program's temporaries. Raises `MemoryBudgetError` if they exceed the budget.
 
-        The programs of transformations use other memory; see `staging_bytes`.
+        Programs of transformations are not counted here: they have the reservation `staging_bytes`.
         """
         if executable.info.temp_bytes <= self._activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
             return
@@ -156,15 +159,24 @@ class Cluster:
         self._activation_bytes = executable.info.temp_bytes
 
     def buckets(self, tp: int) -> Buckets:
-        """Return the step shapes of an instance of degree `tp`. Each of its devices brings `max_num_seqs`."""
+        """Return the step shapes of an instance of degree `tp`.
+
+        Such an instance runs up to `max_num_seqs` sequences for each of its devices.
+        """
         return self.plan.buckets(tp)
 
     def capacity_tokens(self, tp: int, released: int) -> int:
-        """Return the tokens that fit in an empty instance of degree `tp`, with weights released for a degree."""
+        """Return the number of tokens that fit in an empty instance of degree `tp`.
+
+        The weights that degree `released` does not need count as KV cache.
+        """
         return self.plan.capacity_tokens(tp, released)
 
     def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
-        """Raise `NotCompiledError` if `strict_compile` is set and instances of degree `tp` on a group lack programs."""
+        """Check that the programs of instances of degree `tp` on a group are compiled.
+
+        Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
+        """
         shape = self.buckets(tp).step(1)
         for start in range(group.start, group.start + group.tp, tp):
             part = self.sub_meshes.group(start, tp)
@@ -172,7 +184,10 @@ class Cluster:
             self.executables.check(self.plan.step_specs(self.executables.specs, part, shape, extents))
 
     def release_more(self, instance: Instance, degree: int) -> None:
-        """Turn further weights of an instance into KV cache, up to the weights that a higher degree releases."""
+        """Turn all weights of an instance that `degree` does not need into KV cache.
+
+        `degree` may be above its own degree.
+        """
         for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
         instance.site.extent_pages = self.plan.extent_pages(degree)
@@ -184,13 +199,13 @@ class Cluster:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes reserved on each device for temporaries of steps."""
+        """Bytes that are reserved on each device for temporaries of steps."""
         return self._activation_bytes
 
     def add_layer(self, site: Site, layer: int) -> None:
-        """Make the extents of a layer at a site of one device, unless it has them.
+        """Allocate the extents of a layer at a site of one device, if the site does not have them.
 
-        Raises `MemoryBudgetError`, with nothing changed.
+        Raises `MemoryBudgetError`, and changes nothing, if the memory is too small.
         """
         if not site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
@@ -227,7 +242,10 @@ class Cluster:
         self.factory.open_device(device, samples=samples)
 
     def close_device(self, device: int) -> None:
-        """Free all buffers of a device that no instance uses, except KV cache, and everything reserved."""
+        """Free the buffers of a device that no instance uses, and its reservations.
+
+        The KV cache must be freed already.
+        """
         for layer in (None, *range(self.dims.config.num_layers)):
             self.weights.drop_modules(device, layer)
         self.factory.close_device(device)
@@ -241,29 +259,32 @@ class Cluster:
 
     @property
     def empty_devices(self) -> list[int]:
-        """Devices without any module."""
+        """Devices that compute no module of any instance and are in service."""
         used = {device for instance in self.instances for device in instance.runner.placement.devices}
         used |= {device for group in self.lost for device in group.device_indices}
         return [device for device in range(len(self.sub_meshes.devices)) if device not in used]
 
     @property
     def all_instances(self) -> list[Instance]:
-        """The present instances, and the instances paused by them."""
+        """Present instances, each followed by the instances that are paused while it serves."""
         return [each for instance in self.instances for each in (instance, *instance.paused)]
 
     def swap(self, old: Iterable[Instance], new: Iterable[Instance]) -> None:
-        """Replace present instances by others over the same devices. The old ones keep their buffers."""
+        """Replace present instances by new instances on the same devices. The old instances keep their buffers."""
         kept = [instance for instance in self.instances if instance not in old]
         self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
-        """Replace present instances by others over the same devices. The old ones retire and keep only `kv`."""
+        """Replace present instances by new instances on the same devices.
+
+        The old instances drop all buffers but the KV cache.
+        """
         self.swap(old, new)
         for instance in old:
             instance.retire()
 
     def sharing(self, instance: Instance) -> list[Instance]:
-        """Return the instances that share buffers with an instance, directly or through others, and the instance."""
+        """Return an instance and all instances that share buffers with it, directly or through other instances."""
         found = [instance]
         for each in found:
             sites = set(each.runner.sites.values())
@@ -271,9 +292,10 @@ class Cluster:
         return found
 
     def rebuild(self, instances: list[Instance]) -> None:
-        """Replace instances without sequences by instances with an empty cache, over the same buffers.
+        """Replace instances by instances with an empty cache over the same buffers.
 
-        The list must contain all instances that share buffers. Buffers that failed programs have lost are made again.
+        The instances must have no sequences. The list must contain all instances that share buffers. Buffers that
+        failed programs have lost are allocated again.
         """
         for instance in instances:
             for home, site in instance.runner.sites.items():
@@ -286,7 +308,7 @@ class Cluster:
         self.link_lanes()
 
     def link_lanes(self) -> None:
-        """Let the prefix caches of lanes that share allocators evict each other's pages."""
+        """Connect the prefix caches of lanes that share page allocators. Each can then evict pages of the others."""
         lanes = [lane for instance in self.instances if not instance.paused for lane in instance.lanes]
         for lane in lanes:
             own = set(lane.pages.allocators)
@@ -296,10 +318,10 @@ class Cluster:
     # Groups that are out of service
 
     def take_back(self, old: list[Instance]) -> None:
-        """Replace instances by empty ones, with the same weights, after their change has failed half-way.
+        """Replace instances by empty instances with the same weights, after a change has failed half-way.
 
         The old instances must have no sequences and no cache. Several attempts are made, because buffers may be freed
-        late. If all attempts fail, the group is out of service; see `lost`.
+        late. If all attempts fail, the group is out of service (`lost`).
         """
         for instance in old:
             instance.enter(Phase.LOST)
@@ -316,10 +338,10 @@ class Cluster:
         self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
 
     def _abandon(self, instance: Instance) -> None:
-        """Free the KV cache of an instance that goes out of service. Its memory stays reserved for the next one.
+        """Free the KV cache of an instance that goes out of service. Its memory stays reserved for the next instance.
 
-        If its modules are at several homes, the next instance has all of them on its first device, or has the start
-        placement.
+        If the modules of the instance are at several homes, the next instance has all modules on its first device, or
+        it has the start placement.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and home.degree == 1:
@@ -328,10 +350,11 @@ class Cluster:
             site.kv.clear()
 
     def revive(self) -> bool:
-        """Try to make the instances of groups that are out of service. Return whether one is back in service.
+        """Try to bring groups that are out of service back into service.
 
-        The dispatcher calls this often: without lost groups, or soon after the latest attempt, it does nothing. Does
-        not raise: if an attempt fails, the group stays lost.
+        Return whether this worked for at least one group. If an attempt fails, the group stays out of service, and no
+        error is raised. The dispatcher calls this often. It does nothing if no group is lost, or if the latest attempt
+        was a short time ago.
         """
         start = time.monotonic()
         if not self.lost or start < self._next_revival_s:
@@ -354,7 +377,7 @@ class Cluster:
                 )
 
     def _make_again(self, group: SubMesh) -> str | None:
-        """Make the instance of a group that is out of service. If that fails, return the reason."""
+        """Create an instance for a group that is out of service. If that fails, return the reason."""
         try:
             if self.plan.placement is not None:
                 instance = self._placed_instance(self.plan.placement)
@@ -401,7 +424,10 @@ class Cluster:
         return self.factory.placed_instance(placement)
 
     def _empty_instance(self, group: SubMesh, released: int) -> Instance:
-        """Return an instance with an empty cache. Its weights are released for a degree, or read again."""
+        """Create an instance with an empty cache. The weights that degree `released` does not need become KV cache.
+
+        If the group lacks weights for this degree, they are read again.
+        """
         layers, ledger = range(self.dims.config.num_layers), self.ledgers[group.start]
         base = self.plan.memory.num_pages * self.memory_plan.page_bytes
         for layer in layers if group.tp == 1 else ():
@@ -420,7 +446,10 @@ class Cluster:
         return instance
 
     def _released_for(self, group: SubMesh, layer: int) -> int:
-        """Return the degree for which weights of a layer are released. It is the same on all devices of the group."""
+        """Return the degree for which the weights of a layer are released on the devices of a group.
+
+        It is equal on all devices.
+        """
         shards = self.weights.released(layer, self.dims.max_tp)
         return max((shard.degree for shard in shards if not self._has(group.start, shard)), default=1)
 
@@ -443,9 +472,9 @@ class Cluster:
 
 @contextlib.contextmanager
 def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
-    """Raise `MemoryBudgetError`, which names the budget, for an allocation that fails within.
+    """Convert failed allocations inside this context to `MemoryBudgetError`. The message names the budget.
 
-    JAX allocates arrays asynchronously: the code within must wait for them.
+    JAX allocates arrays asynchronously, so the code in the context must wait for its arrays.
     """
     try:
         yield
@@ -461,7 +490,10 @@ def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Clear the frames of an error and its causes, which would keep device buffers alive as long as the error."""
+    """Clear the stack frames of an error and of its causes.
+
+    Otherwise they keep device buffers alive as long as the error.
+    """
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

@@ -1,4 +1,4 @@
-"""Construction of instances and their parts: allocators, sites, lanes and scratch buffers."""
+"""Factory of instances and their parts: allocators, sites, lanes and scratch buffers."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -26,10 +26,10 @@ from sharding.placement import Home, Placement
 
 
 class InstanceFactory:
-    """Makes instances and their parts, over devices whose weights are loaded. Used by the dispatcher thread only.
+    """Factory of instances and their parts, for devices whose weights are loaded. Used by the dispatcher thread only.
 
     Args:
-        on_result: called from other threads after each result of a step; must not block.
+        on_result: function that other threads call after each result of a step. It must not block.
         released: degree for which weights are released at first.
 
     Attributes:
@@ -61,7 +61,7 @@ class InstanceFactory:
     # Devices
 
     def open_device(self, index: int, *, samples: bool) -> None:
-        """Make the buffers that a device needs before it computes. `samples`: also those for the sampler.
+        """Allocate the buffers that a device needs to compute and, if `samples`, to sample.
 
         Waits for the buffers, so that missing memory is found here.
         """
@@ -75,7 +75,7 @@ class InstanceFactory:
             self._sampling_states[index] = state
 
     def open_allocator(self, index: int, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return the allocator of a device that was empty, over new extents."""
+        """Return the page allocator of a device that was empty, with new extents."""
         new = self.empty_allocator(extent_pages)
         if not self.allocators:
             return new
@@ -83,7 +83,7 @@ class InstanceFactory:
         return self.allocators[index]
 
     def close_device(self, index: int) -> None:
-        """Drop the buffers of `open_device`, and the pages of `open_allocator`."""
+        """Drop the buffers that `open_device` allocated, and the extents of the device's page allocator."""
         if self.allocators:
             self.allocators[index].become(self.empty_allocator(()))
         self.hidden.drop(index)
@@ -93,22 +93,28 @@ class InstanceFactory:
     # Allocators
 
     def new_allocator(self, released: int) -> BuddyAllocator:
-        """Return an empty allocator over the base extent and the extents that are released for a degree."""
+        """Return an empty allocator for the first extent and for the extents of released weights.
+
+        These are the weights that degree `released` does not need.
+        """
         return self.empty_allocator(self._plan.extent_pages(released))
 
     def empty_allocator(self, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return an empty allocator over extents."""
+        """Return an empty allocator for extents with these numbers of pages."""
         allocator = BuddyAllocator(self._dims.max_tp)
         for num_pages in extent_pages:
             allocator.add_extent(num_pages)
         return allocator
 
     def allocators_of(self, group: SubMesh) -> list[BuddyAllocator]:
-        """Return the allocators of a group's devices."""
+        """Return the page allocators of a group's devices."""
         return [self.allocators[device] for device in group.device_indices]
 
     def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
-        """Give the allocators of a group's devices the state of planned ones. Return the devices' allocators."""
+        """Replace the state of the page allocators of a group by the state of planned allocators.
+
+        Return the group's allocators.
+        """
         own = self.allocators_of(group)
         for allocator, plan in zip(own, planned, strict=True):
             allocator.become(plan)
@@ -117,7 +123,7 @@ class InstanceFactory:
     # Parts of instances
 
     def new_site(self, group: SubMesh, kv: KvBuffers, released: int) -> Site:
-        """Return a site over extents, with weights released for a degree."""
+        """Return a site with the extents `kv`. Weights are released for degree `released`."""
         return self._site(group, kv, self._plan.extent_pages(released))
 
     def _site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
@@ -126,18 +132,21 @@ class InstanceFactory:
         return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins)
 
     def empty_site(self, home: Home, extent_pages: tuple[int, ...]) -> Site:
-        """Return a site without layers. `extent_pages`: pages of each extent that its layers will have."""
+        """Return a site without layers.
+
+        Layers that are added later get extents with the numbers of pages `extent_pages`.
+        """
         group = self._plan.sub_meshes.group(home.start, home.degree)
         return self._site(group, [[] for _ in range(self._dims.config.num_layers)], extent_pages)
 
     def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
-        """Return the lane of an instance with all modules on a group."""
+        """Return a lane for an instance that has all modules on one group."""
         return self._lane({group.home: pool}, self._plan.buckets(group.tp).max_num_seqs)
 
     def new_lanes(
         self, placement: Placement, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], width: int
     ) -> list[Lane]:
-        """Return the empty lanes of an instance, one for each microbatch. `width`: see `Instance`."""
+        """Return empty lanes for an instance, one for each microbatch. `width` is defined in `Instance`."""
         most = max(1, self._plan.buckets(width).max_num_seqs // placement.num_microbatches)
         return [
             self._lane({home: self.pool_at(home, allocators) for home in placement.layers_by_home(number)}, most)
@@ -145,11 +154,11 @@ class InstanceFactory:
         ]
 
     def pool_at(self, home: Home, allocators: Mapping[Home, SequenceOf[BuddyAllocator]]) -> PagePool:
-        """Return the page pool of a home over its allocators."""
+        """Return a page pool for a home, built on the home's allocators."""
         return PagePool(self._dims.pages, allocators[home], home.degree)
 
     def _lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
-        """Return a lane with a pool for each home."""
+        """Return an empty lane with a page pool for each home."""
         ranks, first = {}, 0
         for home, pool in pools.items():
             ranks[home] = slice(first, first + pool.tp)
@@ -159,9 +168,9 @@ class InstanceFactory:
         return Lane(pool, PrefixCache(pool, self._plan.config.prefix_caching), ranks, max_running)
 
     def last_tokens_of(self, instance: Instance) -> list[jax.Array]:
-        """Return the buffers `[num_slots]` of the last tokens on each rank of an instance that launches no more steps.
+        """Return the buffers `[num_slots]` of the last tokens on each rank of an instance.
 
-        Lost buffers are made again.
+        It must launch no more steps. Buffers that failed programs have lost are replaced by new ones.
         """
         runner = instance.runner
         if is_lost(runner.last_tokens):
@@ -181,9 +190,10 @@ class InstanceFactory:
         released: int,
         last_tokens: list[jax.Array] | None = None,
     ) -> Instance:
-        """Return an instance that computes all layers on a group, over extents and their allocators, one for each rank.
+        """Return an instance that computes all layers on a group, with given KV extents and page allocators.
 
         Args:
+            allocators: allocators of the extents, one for each rank.
             last_tokens: buffers of the previous instances, one for each rank. Default: new buffers.
         """
         lane = self.new_lane(PagePool(self._dims.pages, allocators, group.tp), group)
@@ -193,7 +203,7 @@ class InstanceFactory:
         return self._instance(placement, sites, owned, [lane], last_tokens, released, width=group.tp)
 
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
-        """Return an instance over new extents, with an empty cache.
+        """Return an instance with new, empty KV extents.
 
         Waits for the extents, so that missing memory is found here and not by the first step.
         """
@@ -203,15 +213,15 @@ class InstanceFactory:
         return self.new_instance(group, allocators, kv, released)
 
     def instance_on(self, home: Home, site: Site, allocators: SequenceOf[BuddyAllocator]) -> Instance:
-        """Return an empty instance with all layers on one device, over a site that has them."""
+        """Return an empty instance with all layers on one device. `site` must have the buffers of all layers."""
         placement, owned = Placement.uniform(home, self._dims.config.num_layers), {home: allocators}
         lanes = self.new_lanes(placement, owned, home.degree)
         return self._instance(placement, {home: site}, owned, lanes, None, 1, width=home.degree)
 
     def rebuilt(self, old: Instance) -> Instance:
-        """Return an instance over the buffers of another one, at the same placement, with an empty cache.
+        """Return an instance with an empty cache that has the buffers and the placement of another instance.
 
-        Its allocators must be empty.
+        The allocators of the old instance must be empty.
         """
         placement, sites, allocators = old.runner.placement, old.runner.sites, old.allocators
         lanes = self.new_lanes(placement, allocators, old.width)
@@ -219,7 +229,7 @@ class InstanceFactory:
         return self._instance(placement, sites, allocators, lanes, tokens, old.released, width=old.width)
 
     def placed_instance(self, placement: Placement) -> Instance:
-        """Return an instance with a start placement, over new buffers."""
+        """Return an instance with a start placement and new buffers."""
         plan = self._plan
         pages = home_pages(placement, plan.device_plans)
         sites: dict[Home, Site] = {}
@@ -234,7 +244,7 @@ class InstanceFactory:
         return self._instance(placement, sites, allocators, lanes, None, 1, width=width)
 
     def _new_extents(self, group: SubMesh, extent_pages: Iterable[int], layers: Collection[int]) -> KvBuffers:
-        """Make extents with these numbers of pages on a rank, for some of the layers."""
+        """Allocate KV extents on a group for the given layers. `extent_pages` are the numbers of pages on each rank."""
         shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in extent_pages]
         return [
             [jnp.zeros(shape, self._dims.dtype, device=group.sharded) for shape in shapes] if layer in layers else []

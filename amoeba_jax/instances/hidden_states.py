@@ -1,4 +1,4 @@
-"""Buffers of hidden states that the programs of a step pass on, one on each device."""
+"""Buffers of hidden states, one on each device. Each program of a step reads the result of the program before."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,11 @@ from sharding.mesh import SubMesh, assemble, disassemble, is_lost
 
 
 class HiddenStates:
-    """One buffer `[D, hidden_tokens]` for each device, whose first columns are a step's tokens. Used by the dispatcher
-    thread only.
+    """One buffer `[D, hidden_tokens]` for each device. Its first columns are the tokens of a step.
 
-    All instances with modules on a device use its buffer in turn, because the programs of a step are launched together.
-    Programs take buffers donated: `take` removes them, and `put` stores the buffers that the program returns.
+    All instances with modules on a device use its buffer in turn. This is possible because the programs of a step are
+    launched one right after another. Programs get buffers donated: `take` removes a buffer, and `put` stores the buffer
+    that the program returns. Used by the dispatcher thread only.
 
     Args:
         shape: shape of a buffer.
@@ -24,10 +24,10 @@ class HiddenStates:
         self._shape, self._dtype = shape, dtype
         self._devices: dict[int, jax.Device] = {}
         self._arrays: dict[tuple[int, ...], jax.Array] = {}
-        """Arrays by their devices. Buffers of several devices are one array if a program ran on all of them."""
+        """Arrays by their devices. After a program on several devices, their buffers are one array."""
 
     def add(self, index: int, device: jax.Device) -> None:
-        """Make the buffer of a device. Waits for it, so that missing memory is found here."""
+        """Allocate the buffer of a device. Wait for it, so that missing memory is found here."""
         if index not in self._devices:
             buffer = jnp.zeros(self._shape, self._dtype, device=device)
             self._arrays[(index,)] = jax.block_until_ready(buffer)
@@ -41,9 +41,9 @@ class HiddenStates:
             del self._devices[index]
 
     def take(self, group: SubMesh, *, replicated: bool = True) -> jax.Array:
-        """Remove the buffers of a group of devices, as one array `[D, hidden_tokens]`.
+        """Remove the buffers of a group, and return them as one array `[D, hidden_tokens]`.
 
-        The array is `[tp * D, hidden_tokens]` if not `replicated`.
+        If `replicated` is False, the array has the shape `[tp * D, hidden_tokens]`.
         """
         indices = group.device_indices
         if replicated and (whole := self._arrays.pop(indices, None)) is not None:
@@ -52,7 +52,7 @@ class HiddenStates:
         return assemble(group, [self._arrays.pop((index,)) for index in indices], replicated=replicated)
 
     def put(self, group: SubMesh, array: jax.Array, *, replicated: bool = True) -> None:
-        """Store the buffers of a group of devices, in the form in which `take` returns them."""
+        """Store the buffers of a group, given as an array in the form that `take` returns."""
         if replicated:
             self._arrays[group.device_indices] = array
         else:
@@ -60,7 +60,7 @@ class HiddenStates:
             self._arrays.update(((index,), buffer) for index, buffer in zip(group.device_indices, buffers, strict=True))
 
     def replace_lost(self, devices: Iterable[int]) -> None:
-        """Replace the buffers of devices that failed programs have lost by zeros. Waits for the launched steps."""
+        """Put zeros in place of each buffer on these devices that a failed program has lost. Waits for steps."""
         for indices, array in list(self._arrays.items()):
             if not set(indices).isdisjoint(devices) and is_lost(array):
                 del self._arrays[indices]
@@ -70,7 +70,7 @@ class HiddenStates:
                 self._arrays[(index,)] = jnp.zeros(self._shape, self._dtype, device=self._devices[index])
 
     def are_lost(self, devices: Iterable[int]) -> bool:
-        """Return whether a failed program has lost the buffer of any of these devices. Waits for the launched steps."""
+        """Return whether a failed program has lost the buffer of one of these devices. Waits for the launched steps."""
         found: set[int] = set()
         for indices, array in self._arrays.items():
             if not set(indices).isdisjoint(devices):
@@ -85,7 +85,7 @@ class HiddenStates:
         self._devices.clear()
 
     def _take_apart(self, devices: tuple[int, ...]) -> None:
-        """Store the buffers of these devices one by one."""
+        """Split the stored arrays of these devices into one array for each device."""
         for indices, array in list(self._arrays.items()):
             if len(indices) > 1 and not set(indices).isdisjoint(devices):
                 del self._arrays[indices]

@@ -1,4 +1,7 @@
-"""Copies of a sequence's KV pages to host memory and back, for the time in which it waits for room on a device."""
+"""Copies of a sequence's KV pages to host memory and back.
+
+They are used while the sequence waits for room on a device.
+"""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -25,10 +28,10 @@ def page_specs(runner: Runner, executables: Executables, num_pages: int) -> list
 def read_to_host(
     runner: Runner, executables: Executables, lanes: SequenceOf[Lane], sequence: Sequence, num_pages: int
 ) -> HostPages:
-    """Launch the copies of a sequence's pages to host memory. Later programs may overwrite the pages.
+    """Launch copies of a sequence's pages to host memory. Programs that are launched later may overwrite the pages.
 
     Args:
-        num_pages: pages that a program reads at once.
+        num_pages: number of pages that a program reads at once.
     """
     layers: list[list[tuple[jax.Array, int]]] = [[] for _ in range(runner.placement.num_layers)]
     for home, ids, of_home in _places(runner, lanes, sequence):
@@ -48,7 +51,10 @@ def read_to_host(
 def write_from_host(
     runner: Runner, executables: Executables, lanes: SequenceOf[Lane], sequence: Sequence, num_pages: int
 ) -> None:
-    """Write the host pages of a sequence to its new pages. Donates the cache, layer by layer."""
+    """Write the pages of a sequence from host memory to its new pages on devices.
+
+    Donates the KV cache, layer by layer.
+    """
     pages = sequence.host_pages
     assert pages is not None, "it was offloaded"
     for home, ids, of_home in _places(runner, lanes, sequence):
@@ -68,7 +74,7 @@ def write_from_host(
 def _places(
     runner: Runner, lanes: SequenceOf[Lane], sequence: Sequence
 ) -> list[tuple[Home, np.ndarray, tuple[int, ...]]]:
-    """Return the homes of a sequence, each with its page ids `[tp, pages]` there and its layers."""
+    """Return the homes that have pages of a sequence, each with the page ids `[tp, pages]` and the layers there."""
     (number,) = [number for number, lane in enumerate(lanes) if sequence in lane.running]
     assert sequence.pages is not None, "it has pages"
     homes = runner.placement.layers_by_home(number)

@@ -1,4 +1,4 @@
-"""One serving replica: devices with a view of the weights, a share of the KV cache, and running sequences."""
+"""One serving replica: devices with a view of the weights, part of the KV cache, and running sequences."""
 
 import logging
 from collections import deque
@@ -29,9 +29,11 @@ logger = logging.getLogger(__name__)
 class Phase(StrEnum):
     """Phase of an instance.
 
-    SERVING: launches steps. DRAINING: launches no step until the steps in flight have ended. CHANGING: serves while its
-    layers change their homes. PAUSED: keeps its requests while another instance serves on its devices. LOST: its
-    devices are out of service.
+    SERVING: it launches steps.
+    DRAINING: it launches no step until the steps in flight have ended.
+    CHANGING: it serves while its layers move to other homes.
+    PAUSED: it keeps its requests while another instance serves on its devices.
+    LOST: its devices are out of service.
     """
 
     SERVING = "serving"
@@ -48,15 +50,15 @@ _NEXT_PHASES = {
     Phase.PAUSED: {Phase.SERVING, Phase.LOST},
     Phase.LOST: set[Phase](),
 }
-"""Phases that may follow each phase."""
+"""Phases that may follow each phase. `Instance.enter` checks this."""
 
 
 class PageCounts(NamedTuple):
-    """Pages of an instance.
+    """Numbers of pages of an instance.
 
     Attributes:
-        available: free pages, and cached pages that no sequence uses.
-        cached: cached pages that no sequence uses.
+        available: number of free pages, plus `cached`.
+        cached: number of cached pages that no sequence uses.
     """
 
     total: int
@@ -65,30 +67,30 @@ class PageCounts(NamedTuple):
 
 
 class Instance:
-    """A serving replica. Used by the dispatcher thread only.
+    """Serving replica. Used by the dispatcher thread only.
 
     Args:
-        runner: launches the programs of its steps, at its placement.
-        allocators: page allocators of its devices, by home, one for each rank.
-        lanes: its sequences; see `Lane`.
-        sampler: samples on its first device.
-        reader: reads the results of its steps.
-        buckets: its step shapes.
-        lane_buckets: step shapes of an instance with one of its lanes.
-        released: degree for which shards of its weights are KV extents.
-        width: it runs `max_num_seqs * width` sequences.
+        runner: launches the programs of the instance's steps, at its placement.
+        allocators: page allocators by home, one for each rank of the home.
+        lanes: lanes of the instance (`Lane`).
+        sampler: samples on the first device.
+        reader: reads the results of the steps.
+        buckets: step shapes of the instance.
+        lane_buckets: step shapes of an instance with one of these lanes.
+        released: degree for which weight shards are released to the KV cache.
+        width: factor of the number of running sequences. The instance runs up to `max_num_seqs * width` sequences.
 
     Attributes:
-        phase: present phase; see `enter`.
-        launcher: launches its steps.
-        pending: launched steps whose results were not taken.
+        phase: present phase. `enter` changes it.
+        launcher: launches the steps.
+        pending: launched steps whose results the host has not taken.
         num_launched: number of launched steps.
-        last_was_prompt: whether its latest step computed a prompt.
-        transition: transition that changes the homes of its layers, of the package `transform`; None in steady state.
-        pace: durations of its steps.
-        turns: order of its prompts.
-        batch_limit: most running sequences; None: as many as it has slots.
-        paused: instances over its devices whose requests are paused while it serves.
+        last_was_prompt: whether the latest step computed a prompt.
+        transition: change of the layers' homes that is in progress (package `transform`). None in steady state.
+        pace: durations of recent steps.
+        turns: order in which prompts are computed.
+        batch_limit: maximum number of running sequences. None: only the slots limit it.
+        paused: instances on the same devices whose requests are paused while this instance serves.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Instance:
         self.reader, self.launcher = reader, StepLauncher(runner, sampler, reader, executables)
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase. Raises `AssertionError` if the phase must not follow the present one."""
+        """Change the phase. Raises `AssertionError` if the new phase cannot follow the present phase."""
         if phase is self.phase:
             return
         assert phase in _NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
@@ -136,13 +138,13 @@ class Instance:
 
     @property
     def is_spread(self) -> bool:
-        """Whether its modules are at several homes, and no merge or split is the reason."""
+        """Whether modules of the instance are at several homes for a reason other than a merge or split."""
         placement = self.runner.placement
         return placement.home is None and (self.transition is None or not self.transition.changes_degree)
 
     @property
     def devices(self) -> set[int]:
-        """Devices of all its homes, also of those to which its layers are about to move."""
+        """Devices of all homes of the instance, including new homes during a change."""
         return {device for home in self.runner.sites for device in home.devices}
 
     @property
@@ -151,18 +153,18 @@ class Instance:
 
     @property
     def site(self) -> Site:
-        """Site of the embedding and the head; in steady state, of all layers."""
+        """Site (buffers) of the home that computes the embedding and the head. In steady state, it has all layers."""
         return self.runner.sites[self.runner.placement.head]
 
     @property
     def lane(self) -> Lane:
-        """The only lane of an instance in steady state."""
+        """Lane of an instance that has only one lane."""
         (lane,) = self.lanes
         return lane
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit in the empty instance in steady state."""
+        """Number of tokens that fit in the KV cache of the instance if it is empty and in steady state."""
         if self.is_spread:
             return max(lane.capacity_tokens for lane in self.lanes)
         return self.page_counts().total * self.lanes[0].pages.geometry.page_size
@@ -171,19 +173,19 @@ class Instance:
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences of all lanes."""
+        """Running sequences of all lanes."""
         if len(self.lanes) == 1:
             return self.lanes[0].running
         return [sequence for lane in self.lanes for sequence in lane.running]
 
     @property
     def max_running(self) -> int:
-        """Largest number of sequences that it decodes at once."""
+        """Maximum number of sequences that the instance decodes at once."""
         most = self.buckets.max_num_seqs
         return most if self.batch_limit is None else min(most, self.batch_limit)
 
     def limit_batch(self, size: int | None) -> None:
-        """Set `batch_limit`, and divide the sequences among the lanes."""
+        """Set `batch_limit`, and divide the limit evenly among the lanes."""
         self.batch_limit = size
         if self.transition is None:
             for lane in self.lanes:
@@ -191,7 +193,7 @@ class Instance:
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that could run in addition to its running ones."""
+        """Number of further sequences that could run, by slots and batch limit."""
         return max(min(self.max_running - len(self.running), len(self._free_slots)), 0)
 
     def lane_of(self, sequence: Sequence) -> Lane:
@@ -201,15 +203,14 @@ class Instance:
         return next(lane for lane in self.lanes if sequence in lane.running)
 
     def free_slots(self, slots: Iterable[int]) -> None:
-        """Free the slots of sequences that have left to another instance with their pages."""
+        """Free the slots of sequences that have moved to another instance together with their pages."""
         self._free_slots += slots
 
     def add(self, sequence: Sequence, lane: Lane, *, remember: bool = True) -> None:
-        """Run a sequence that has its pages. If this raises, nothing has changed.
+        """Give a slot to a sequence that has pages, and run it. If this raises, nothing has changed.
 
-        `remember`: whether to write its row of the sampling state.
-
-        Raises the errors of the sampler's program, or `StateLostError`.
+        `remember` tells whether to write the sequence's row of the sampling state. Raises the errors of the program
+        that writes it, or `StateLostError`.
         """
         slot = self._free_slots.pop()
         try:
@@ -222,10 +223,11 @@ class Instance:
         lane.running.append(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Reserve pages for `num_tokens` tokens of a sequence.
+        """Reserve pages for `num_tokens` tokens of a sequence. Return an empty collection if that succeeds.
 
-        Returns nothing if the pages were reserved. Otherwise it returns the sequences that hold the missing pages, with
-        this one among them or paused ones only: preempt one and call again.
+        If too few pages are free, return the sequences that hold pages in the same memory. The caller must preempt one
+        of them and call again. If paused sequences of the same or a lower priority hold the pages, only these are
+        returned.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
@@ -243,7 +245,10 @@ class Instance:
         return ()
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence. The prefix cache keeps its cached pages until their memory is needed."""
+        """Remove a sequence and release its pages.
+
+        Its cached pages stay in the prefix cache until their memory is needed.
+        """
         lane = self.lane_of(sequence)
         self.leave(sequence, lane)
         sequence.slot = -1
@@ -252,13 +257,16 @@ class Instance:
         sequence.pages = None
 
     def leave(self, sequence: Sequence, lane: Lane) -> None:
-        """Remove a sequence that keeps its pages."""
+        """Remove a sequence from a lane without releasing its pages."""
         lane.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.paused = False
 
     def page_counts(self) -> PageCounts:
-        """Return the use of its pages, counted at its own degree. The lane with the most available pages counts."""
+        """Return the numbers of pages, counted in pages of the instance's degree.
+
+        If the modules are at several homes, the numbers are for the lane with the most available pages.
+        """
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self.is_spread:
             lane = max(self.lanes, key=lambda lane: lane.cache.num_available_pages)
@@ -273,10 +281,12 @@ class Instance:
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
 
     def requeue_all(self, requeue: Callable[["Instance", Sequence], None]) -> None:
-        """Requeue all sequences, also of paused instances, because the cache is lost. The paused instances retire.
+        """Requeue all sequences, including sequences of paused instances, because the cache is lost.
+
+        Retire paused instances.
 
         Args:
-            requeue: takes a sequence off its instance and inserts it into the queue.
+            requeue: function that takes a sequence off its instance and queues it.
         """
         paused = self.drop_paused()
         for each in (self, *paused):
@@ -292,11 +302,13 @@ class Instance:
     # Paused instances
 
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
-        """Pause instances over the same devices while this one serves.
+        """Pause instances on the same devices while this instance serves.
 
-        Paused sequences keep their slots and pages. This instance samples on its first device and shares the sampling
-        state there with `members[0]`, so it uses no slot of a paused sequence of `members[0]`. It evicts cached
-        prefixes of the paused instances if it needs their pages.
+        Paused sequences keep their slots and pages. If this instance needs pages, it evicts cached prefixes of the
+        paused instances.
+
+        This instance and `members[0]` have the same first device, where they share the sampling state. So this instance
+        does not use the slots of paused sequences of `members[0]`.
         """
         for member in members:
             member.enter(Phase.PAUSED)
@@ -308,7 +320,7 @@ class Instance:
         self.lane.cache.lender = self._paused_pages
 
     def drop_paused(self) -> "tuple[Instance, ...]":
-        """End the pause of instances, and return them."""
+        """End the pause of all paused instances. Return these instances."""
         members, self.paused, self._paused_pages = self.paused, (), None
         for lane in self.lanes:
             lane.cache.lender = None
@@ -318,11 +330,11 @@ class Instance:
 
     @property
     def paused_sequences(self) -> list[Sequence]:
-        """The sequences of paused instances."""
+        """Sequences of all paused instances."""
         return [sequence for member in self.paused for sequence in member.running]
 
     def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the paused sequences to preempt for `num_pages` available pages; see `PausedPages.victims`."""
+        """Return the paused sequences to preempt so that `num_pages` pages are available (`PausedPages.victims`)."""
         if self._paused_pages is None:
             return []
         return self._paused_pages.victims(num_pages - self.lane.cache.num_evictable_pages, rank)
@@ -330,18 +342,18 @@ class Instance:
     # Steps
 
     def clear_pending(self) -> None:
-        """Drop the steps in flight, whose results are lost."""
+        """Drop the steps in flight, because their results are lost."""
         clear_in_flight(row for step in self.pending for row in step.sampled)
         self.pending.clear()
 
     def retire(self) -> None:
-        """Drop all device buffers except the cache. The reader ends after the pending results."""
+        """Drop all device buffers except the KV cache. The reader thread ends after the results of pending steps."""
         self.transition = None
         self.reader.close(wait=bool(self.pending))
         del self.sampler, self.runner, self.launcher
 
     def close(self) -> None:
-        """Drop all device buffers, also of paused instances."""
+        """Drop all device buffers, including the buffers of paused instances."""
         for member in self.drop_paused():
             member.close()
         for site in self.runner.sites.values():

@@ -1,4 +1,4 @@
-"""Cached pages of lanes that share page allocators."""
+"""Cached pages of other lanes that share page allocators with a lane."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -6,18 +6,19 @@ from amoeba_jax.instances.lane import Lane
 
 
 class NeighbourPages:
-    """Pages that the prefix caches of other lanes hold in a lane's allocators (`PageLender`).
+    """Pages in a lane's allocators that the prefix caches of other lanes hold. An implementation of `PageLender`.
 
     Args:
         lane: lane that needs pages.
-        others: lanes with allocators of `lane`: lanes of its instance, or of another instance on its devices.
+        others: lanes that share allocators with `lane`. They belong to the same instance, or to another instance on the
+            same devices.
     """
 
     def __init__(self, lane: Lane, others: SequenceOf[Lane]):
         self._lane, self._others = lane, others
 
     def num_free_pages(self) -> int:
-        """Return the free pages if the other lanes evicted all prefixes that no sequence uses."""
+        """Return the number of free pages of the lane if the other lanes evicted all prefixes that no sequence uses."""
         free = dict(zip(self._lane.pages.ranks, self._lane.pages.free_by_rank(), strict=True))
         for other in self._others:
             for rank in other.pages.ranks:
@@ -26,7 +27,7 @@ class NeighbourPages:
         return min(free.values())
 
     def make_free(self, num_pages: int) -> None:
-        """Evict prefixes of the other lanes until `num_pages` pages are free, or no prefix is left."""
+        """Evict prefixes of the other lanes until `num_pages` pages are free, or until no prefix can be evicted."""
         for other in sorted(self._others, key=lambda other: -other.cache.num_evictable_pages):
             if (missing := num_pages - self._lane.pages.num_free_pages) > 0:
                 other.cache.evict(missing)

@@ -8,12 +8,12 @@ import numpy as np
 
 @dataclass
 class HostPages:
-    """Pages of a sequence, in a form that does not depend on the degree of its instance.
+    """Pages of a sequence in host memory. Their form does not depend on the degree of the instance.
 
     Attributes:
-        num_computed: leading tokens whose keys and values the pages hold.
-        layers: contents of the pages of each layer: blocks `[tp * pages, page_elems / tp]` in pinned host memory where
-            the device has it, each with its number of pages in use.
+        num_computed: number of leading tokens whose keys and values are in the pages.
+        layers: contents of the pages, by layer. A layer has blocks `[tp * pages, page_elems / tp]`, each with its
+            number of used pages. The blocks are in pinned host memory if the device supports it.
     """
 
     num_computed: int
@@ -24,7 +24,7 @@ class HostPages:
         return sum(block.nbytes for layer in self.layers for block, _ in layer)
 
     def whole(self, layer: int, tp: int) -> np.ndarray:
-        """Return the pages of a layer for homes of `tp` devices, `[pages, tp, page_elems / tp]`."""
+        """Return the pages of a layer in the form for homes of `tp` devices: `[pages, tp, page_elems / tp]`."""
         found = []
         for block, used in self.layers[layer]:
             ranks = len(block.sharding.device_set)

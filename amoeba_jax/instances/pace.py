@@ -9,14 +9,17 @@ _NUM_STEPS = 16
 
 
 class DecodeRate(NamedTuple):
-    """Mean number of decoding sequences in a step, and tokens that they generated per second."""
+    """Speed of decoding: mean number of sequences in a decode step, and generated tokens per second."""
 
     sequences: float
     tokens_per_s: float
 
 
 class _PromptStep(NamedTuple):
-    """A step with prompt tokens. `prompt_s` leaves out the duration of a decode step, if others decoded beside it."""
+    """Step with prompt tokens.
+
+    If the step also decoded, `prompt_s` is its duration minus the duration of a decode step.
+    """
 
     tokens: int
     step_s: float
@@ -26,12 +29,12 @@ class _PromptStep(NamedTuple):
 class Pace:
     """Durations of an instance's latest 16 decode steps, and of its latest 16 steps with prompts.
 
-    A step lasts from its launch, or from the result of the step before if that is later, until the host takes its
-    result. Steps of a transformation are left out.
+    A step begins with its launch, or with the result of the step before if that is later. It ends when the host takes
+    its result. Steps during a transformation are not recorded.
 
     Attributes:
         taken_at: time of the latest result, by the caller's clock, in seconds; 0 before the first.
-        busy_s: seconds of all steps so far.
+        busy_s: total seconds of all steps so far.
     """
 
     def __init__(self) -> None:
@@ -48,14 +51,14 @@ class Pace:
         beside_decodes: bool = False,
         num_rows: int = 0,
     ) -> None:
-        """Record a step. Steps must be given in the order of their launches.
+        """Record a step. Steps must be recorded in the order of their launches.
 
         Args:
-            launched_at, taken_at: times by one clock, in seconds.
+            launched_at, taken_at: times of launch and result, by the same clock, in seconds.
             decodes: whether all rows decode.
-            prompt_tokens: tokens of prompts in the step; 0 for a step of a transformation.
+            prompt_tokens: number of prompt tokens in the step; 0 for a step during a transformation.
             beside_decodes: whether some rows of a step with prompts decode.
-            num_rows: sequences of the step.
+            num_rows: number of sequences in the step.
         """
         seconds = taken_at - max(launched_at, self.taken_at)
         self.busy_s += seconds
@@ -68,12 +71,12 @@ class Pace:
 
     @property
     def step_s(self) -> float | None:
-        """Median duration of a decode step; None before the first."""
+        """Median duration of a decode step, in seconds; None before the first."""
         return median(seconds for seconds, _ in self._decodes) if self._decodes else None
 
     @property
     def decode_rate(self) -> DecodeRate | None:
-        """Rate of the latest 16 decode steps; None before the sixteenth."""
+        """Speed of the latest 16 decode steps; None before the sixteenth."""
         seconds, rows = sum(seconds for seconds, _ in self._decodes), sum(rows for _, rows in self._decodes)
         if len(self._decodes) < _NUM_STEPS or seconds <= 0:
             return None
@@ -87,7 +90,7 @@ class Pace:
 
     @property
     def prompt_tokens_in_a_step(self) -> float:
-        """Prompt tokens that take as long as a decode step; infinity if no such steps were recorded."""
+        """Number of prompt tokens that take as long as a decode step. Infinity if it is unknown."""
         seconds = sum(step.prompt_s for step in self._prompts)
         if self.step_s is None or seconds <= 0:
             return math.inf

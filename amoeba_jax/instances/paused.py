@@ -1,4 +1,4 @@
-"""Pages that paused instances keep on the devices of the instance that serves there."""
+"""Pages of paused instances, on devices where another instance serves."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -9,12 +9,13 @@ from kvcache.pages import PagePool
 
 
 class PausedPages:
-    """Pages of paused instances, counted in pages of the serving instance. Used by the dispatcher thread only.
+    """Pages of paused instances, counted in pages of the instance that serves on their devices.
 
-    If the serving instance needs pages, paused instances release the pages of cached prefixes (`PageLender`).
+    If the serving instance needs pages, the paused instances release pages of cached prefixes (`PageLender`). Used by
+    the dispatcher thread only.
 
     Args:
-        pool: pool of the serving instance, over the ranks of all paused ones.
+        pool: page pool of the serving instance. It has the ranks of all paused instances.
         lanes: lanes of the paused instances, in the order of their devices.
     """
 
@@ -24,11 +25,11 @@ class PausedPages:
         self._per_page = pool.geometry.units_per_page(self._tp) // pool.geometry.units_per_page(pool.tp)
 
     def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
-        """Return the free pages if all cached prefixes, and the paused sequences `without`, released theirs."""
+        """Return the number of free pages after a release of all cached prefixes and the sequences `without`."""
         return min(self._free_by_rank(without))
 
     def make_free(self, num_pages: int) -> None:
-        """Evict as few cached prefixes as needed for `num_pages` free pages, or all."""
+        """Evict cached prefixes of paused instances until `num_pages` pages are free, or until none can be evicted."""
         free = self._pool.free_by_rank()
         for index, lane in enumerate(self._lanes):
             missing = num_pages - min(free[rank] for rank in self._ranks(index))
@@ -36,10 +37,11 @@ class PausedPages:
                 lane.cache.evict(-(-missing // self._per_page))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return the sequences of each paused instance that has a rank with fewer than `num_pages` free pages.
+        """Return the paused sequences on ranks with fewer than `num_pages` free pages, except the sequences `without`.
 
-        Pages that cached prefixes and the sequences `without` would release count as free (see `num_free_pages`). The
-        sequences `without` are not returned.
+        Pages count as free if they would be released with the cached prefixes or the sequences `without`
+        (`num_free_pages`). If one rank of a paused instance has too few free pages, all sequences of the instance are
+        returned.
         """
         free = self._free_by_rank(without)
         return [
@@ -51,9 +53,10 @@ class PausedPages:
         ]
 
     def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the paused sequences to preempt for `num_pages` free pages, the last in order first.
+        """Return the paused sequences to preempt so that `num_pages` pages become free. The last in order comes first.
 
-        Only sequences of `rank`, or of a worse rank, are preempted. Empty if these do not suffice.
+        Only sequences of the given `rank` or of a lower priority are preempted. If they do not suffice, return an empty
+        list.
         """
         found: list[Sequence] = []
         while holders := self.holders(num_pages, found):
@@ -76,7 +79,7 @@ class PausedPages:
 
 
 def _pages_of(lane: Lane, sequences: Collection[Sequence]) -> int:
-    """Return the number of a lane's pages that only the given sequences use."""
+    """Return the number of pages of a lane that no sequence but the given sequences uses."""
     if not sequences:
         return 0
     mine, others = set[int](), set[int]()

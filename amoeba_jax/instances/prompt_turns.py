@@ -1,4 +1,4 @@
-"""Order in which an instance computes prompts, fair to clients."""
+"""Order in which an instance computes prompts. It is fair to clients."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,11 +11,13 @@ _MAX_ABSENT = 256
 
 
 class PromptTurns:
-    """Order of prompts. Among prompts of one rank, the client with the fewest computed prompt tokens comes first.
+    """Order of prompts. Among prompts of one priority, the client with the fewest computed prompt tokens comes first.
 
-    A client that returns starts with the smallest counter of the present clients: it gains nothing by its absence.
-    These are the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models", 2024, for prompts
-    only, because every decoding sequence has a row in each step.
+    A client that returns after an absence gets the smallest counter of the present clients, so it gains nothing by the
+    absence.
+
+    This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024, for prompts
+    only. Decodes need no counter, because every decoding sequence has a row in each step.
     """
 
     def __init__(self) -> None:
@@ -23,10 +25,10 @@ class PromptTurns:
         self._present: frozenset[str] = frozenset()
 
     def ordered(self, prompts: Collection[Sequence]) -> list[Sequence]:
-        """Return the prompts in their order of computation.
+        """Return the prompts in the order in which to compute them.
 
-        Prompts of one client and rank keep their order of arrival. Between clients with equal counters, the shorter
-        first prompt comes first.
+        Prompts of one client and priority keep their order of arrival. If two clients have equal counters, the client
+        with the shorter first prompt comes first.
         """
         if not prompts:
             self._tokens, self._present = {}, frozenset()  # no client waits for another
@@ -43,7 +45,7 @@ class PromptTurns:
         return sorted(prompts, key=lambda s: (s.rank, self._tokens[s.client], lengths[s.client], s.order))
 
     def took(self, rows: Iterable[Row]) -> None:
-        """Count the prompt tokens of a launched step."""
+        """Add the prompt tokens of a launched step to the counters of their clients."""
         for row in rows:
             if row.length > 1:
                 client = row.sequence.client

@@ -1,4 +1,4 @@
-"""The queue: order, deadlines and client shares of waiting sequences, and the further samples of their requests."""
+"""Queue of waiting sequences: order, deadlines, shares of clients, and further samples of requests."""
 
 import heapq
 import itertools
@@ -11,11 +11,11 @@ from operator import attrgetter
 from amoeba_jax.instances.sequence import Sequence
 
 _FEW_MARKED = 64
-"""Up to this many marked sequences, moving each is cheaper than sorting the queue."""
+"""Maximum number of marked sequences to move one by one. For more, sorting the whole queue is cheaper."""
 _FEW_DEADLINES = 256
-"""Up to this many deadlines, the deadlines of finished sequences stay in the heap."""
+"""Minimum size of the heap at which deadlines of finished sequences are removed from it."""
 _RESERVED_SHARE = 8
-"""One slot in this many is reserved for requests without siblings. With fewer slots, none is."""
+"""One in this many slots is reserved for sequences that are not siblings. With fewer slots, none is reserved."""
 
 _order, _order_of_client = attrgetter("order"), attrgetter("order_of_client")
 
@@ -39,7 +39,7 @@ class Waiting:
 
     @property
     def clients(self) -> KeysView[str]:
-        """Clients with waiting sequences."""
+        """Clients that have waiting sequences."""
         return self._by_client.keys()
 
     def of_client(self, client: str) -> SequenceOf[Sequence]:
@@ -47,7 +47,7 @@ class Waiting:
         return self._by_client.get(client, ())
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence at its place."""
+        """Insert a sequence at its position in the order."""
         insort(self._ordered, sequence, key=_order)
         insort(self._by_client.setdefault(sequence.client, []), sequence, key=_order_of_client)
         self._members.add(id(sequence))
@@ -62,7 +62,7 @@ class Waiting:
             del self._by_client[sequence.client]
 
     def mark(self, sequences: SequenceOf[Sequence], beyond: bool) -> None:
-        """Set `Sequence.beyond_share` of sequences and move them to their new places.
+        """Set `Sequence.beyond_share` of waiting sequences, and move them to their new positions.
 
         Raises `ValueError`, and changes nothing, if a sequence does not wait.
         """
@@ -95,10 +95,12 @@ def _take(ordered: list[Sequence], sequence: Sequence, order: attrgetter) -> Non
 def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots: int, num_tokens: int) -> bool:
     """Set `Sequence.beyond_share` of all sequences. Return whether any value has changed.
 
-    With N clients, the share of a client is an N-th of the slots and of the tokens that all instances hold. Running
-    sequences use the share first, then waiting ones, each in order. All further sequences are beyond the share. The
-    first sequence of a client is always within it, so that a request of any length can end. Clients without requests
-    have no share. With a single client, nothing is beyond its share.
+    With N clients, a client's share is an N-th of all slots and an N-th of all tokens in KV caches. A client's running
+    sequences use its share first, then its waiting sequences, each in order. All further sequences are beyond the
+    share.
+
+    The first sequence of a client is never beyond its share, so that a request of any length can end. Clients without
+    requests have no share. With a single client, no sequence is beyond its share.
     """
     of_client: defaultdict[str, list[Sequence]] = defaultdict(list)
     for sequence in sorted(running, key=_order_of_client):
@@ -132,7 +134,7 @@ def _exceeds(count: int, used: int, slots: float, tokens: float, num_clients: in
 
 
 class Deadlines:
-    """Deadlines of waiting sequences. The cost of `expired` does not grow with the queue."""
+    """Deadlines of waiting sequences, in a heap. The cost of `expired` does not grow with the queue."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []
@@ -140,7 +142,7 @@ class Deadlines:
         self._limit = _FEW_DEADLINES
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence that waits, or waits again after it was preempted."""
+        """Add the deadline of a sequence that starts to wait, or waits again after a preemption."""
         if sequence.deadline is None:
             return
         if len(self._heap) >= self._limit:
@@ -150,9 +152,9 @@ class Deadlines:
         heapq.heappush(self._heap, (sequence.deadline, next(self._numbers), sequence))
 
     def expired(self, now_s: float) -> list[Sequence]:
-        """Return the waiting sequences whose deadline is before `now_s`, by `time.monotonic()`. Each is returned once.
+        """Remove and return the waiting sequences whose deadline is before `now_s`, a value of `time.monotonic()`.
 
-        A running sequence is not returned. If it is preempted, `add` must be called again.
+        Running sequences are removed, but not returned. If such a sequence is preempted, `add` must be called again.
         """
         found: list[Sequence] = []
         while self._heap and self._heap[0][0] < now_s:
@@ -163,10 +165,11 @@ class Deadlines:
 
 
 class Siblings:
-    """Second and later samples of requests. They wait until the prompt of their leader is computed.
+    """Siblings: second and later samples of requests.
 
-    Siblings may use seven eighths of all slots. A request with 128 samples would otherwise hold every slot until its
-    longest sample ends. Used by the dispatcher thread only.
+    They wait until the first sample, the leader, has a computed prompt. Siblings may use at most seven eighths of all
+    slots. Without this limit, a request with 128 samples could hold every slot until its longest sample ends. Used by
+    the dispatcher thread only.
 
     Attributes:
         held: siblings that would be in the queue without this limit.
@@ -175,11 +178,14 @@ class Siblings:
     def __init__(self) -> None:
         self.held: set[Sequence] = set()
         self._heap: list[tuple[tuple[int, ...], int, Sequence]] = []
-        """The held siblings by `Sequence.order`, and some finished ones."""
+        """Held siblings by `Sequence.order`. Some entries may be for finished siblings."""
         self._admitted: set[Sequence] = set()
 
     def release(self, leader: Sequence) -> None:
-        """Hold the siblings of a leader whose prompt is computed, or that has ended, until `admit` returns them."""
+        """Move the siblings of a leader to `held`.
+
+        Call this when the leader's prompt is computed, or when the leader has ended.
+        """
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
             if not sibling.finished:
@@ -187,7 +193,7 @@ class Siblings:
                 heapq.heappush(self._heap, (sibling.order, id(sibling), sibling))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended, if it is a sibling."""
+        """Remove a sequence that has ended. Do nothing if it is not a sibling."""
         if sequence in self._admitted:
             self._admitted.remove(sequence)
         elif sequence in self.held:
@@ -203,10 +209,10 @@ class Siblings:
         self._admitted.clear()
 
     def admit(self, num_slots: int) -> list[Sequence]:
-        """Return the held siblings that may enter the queue now, in order.
+        """Remove and return the held siblings that may enter the queue now, in order.
 
         Args:
-            num_slots: number of sequences that all instances can run.
+            num_slots: number of sequences that all instances together can run.
         """
         found: list[Sequence] = []
         limit = num_slots - num_slots // _RESERVED_SHARE

@@ -1,4 +1,4 @@
-"""Copies results to the host in a thread, which waits for the device and launches nothing."""
+"""Thread that copies results to the host. It waits for the device, and launches nothing."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,11 +9,11 @@ import numpy as np
 
 
 class ResultReader:
-    """Reads results in the order of the calls.
+    """Thread that reads results in the order of the calls.
 
     Args:
         name: name of the thread.
-        on_result: called in the thread after each result; must not block.
+        on_result: function that the thread calls after each result. It must not block.
     """
 
     def __init__(self, name: str, on_result: Callable[[], None]):
@@ -21,11 +21,17 @@ class ResultReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def read(self, array: jax.Array) -> "Future[np.ndarray]":
-        """Copy a result `[rows, ...]` to the host, as `[rows, values of each]`."""
+        """Copy a result `[rows, ...]` to the host in the thread.
+
+        The future returns an array with two axes: rows and values.
+        """
         return self._submit(lambda: np.asarray(array).reshape(len(array), -1))
 
     def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
-        """Return a future that ends when arrays are computed. No program may take them donated before."""
+        """Return a future that is done when the arrays are computed.
+
+        Until then, do not donate the arrays to a program.
+        """
         return self._submit(lambda: jax.block_until_ready(arrays))
 
     def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
@@ -34,5 +40,5 @@ class ResultReader:
         return future
 
     def close(self, wait: bool) -> None:
-        """End the thread after the results that were requested. `wait`: return only then."""
+        """End the thread after all requested results. If `wait`, wait for the end of the thread."""
         self._thread.shutdown(wait=wait)

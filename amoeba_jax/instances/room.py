@@ -1,4 +1,7 @@
-"""Search for an instance that can start a waiting sequence, and for sequences to preempt. Changes nothing."""
+"""Search for an instance that can start a waiting sequence, and for sequences to preempt.
+
+These methods change nothing.
+"""
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
@@ -10,7 +13,7 @@ _DECODE_COST = 16
 
 
 class Room:
-    """Free slots and pages of a cluster's instances. Used by the dispatcher thread only."""
+    """Free slots and pages of all instances of a cluster. Used by the dispatcher thread only."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
@@ -21,9 +24,10 @@ class Room:
         return next(instance for instance in self._cluster.all_instances if sequence in instance.running)
 
     def leader_home(self, sequence: Sequence) -> Instance | None:
-        """Return the instance on which a sibling can share the prompt pages of its leader; None if there is none.
+        """Return the instance on which a further sample can share the prompt pages of the first sample, its leader.
 
-        The sibling needs a slot and one page, for its copy of the prompt's last page.
+        Return None if there is no such instance. The further sample needs a slot and one page, for its own copy of the
+        prompt's last page.
         """
         leader = sequence.leader
         if (
@@ -41,9 +45,9 @@ class Room:
         return home if home.num_free_slots and lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
     def reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of the pages that a sequence may take from the cache.
+        """Return the keys of the pages that a sequence may take from the prefix cache.
 
-        The last token is left out, because a step must compute it to sample the next token.
+        The page with the last token is left out, because a step must compute this token to sample the next token.
         """
         if sequence.needs_prompt_logits or sequence.host_pages is not None:
             return []
@@ -52,9 +56,9 @@ class Room:
         return sequence.page_keys.keys[: (sequence.num_known - 1) // self._page_size]
 
     def lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
-        """Return the lane of an instance that can start a sequence now; None if no lane can.
+        """Return a lane of an instance that can start a sequence now, or None.
 
-        If the sequence can share the prompt pages of its leader, return the lane of the leader. Otherwise return the
+        If the sequence can share the prompt pages of its leader, this is the lane of the leader. Otherwise it is the
         lane with the most available pages.
         """
         if self.leader_home(sequence) is instance:
@@ -72,9 +76,10 @@ class Room:
         return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
 
     def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
-        """Return the instance and lane with the least work that can start a sequence now; None if none can.
+        """Choose an instance and lane that can start a sequence now, with the least work. Return None if there is none.
 
-        A sibling that can share the prompt pages of its leader goes to the leader's lane.
+        A further sample that can share the prompt pages of its leader gets
+        the leader's lane.
         """
         if (home := self.leader_home(sequence)) is not None:
             assert sequence.leader is not None, "it has a home"
@@ -95,11 +100,14 @@ class Room:
         return best[1:] if best else None
 
     def victims(self, sequence: Sequence) -> tuple[Instance, list[Sequence]] | None:
-        """Return an instance, and its sequences to preempt so that `sequence` can start; None if none suffice.
+        """Return an instance, and its sequences to preempt so that `sequence` can start there.
 
-        Only sequences of a worse rank are preempted, the last in order first. Paused sequences of the same rank or a
-        worse one are preempted before any running sequence. If several instances qualify, compare their most important
-        victims: the instance whose victim is last in order is chosen.
+        Return None if there is none. Running sequences are preempted only if their priority (`Sequence.rank`) is lower
+        than the priority of `sequence`. The last in order is preempted first. Paused sequences of the same or a lower
+        priority are preempted before running ones.
+
+        If several instances qualify, compare the most important victim of each. The instance whose most important
+        victim is last in order is chosen.
         """
         found: list[tuple[tuple[tuple[int, ...], int], Instance, list[Sequence]]] = []
         for instance, _, lane in self._suitable(sequence):
@@ -120,7 +128,7 @@ class Room:
         return instance, victims
 
     def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
-        """Return the lanes in which the sequence fits when they are empty, each with its instance and its index."""
+        """Return the lanes in which a sequence would fit if they were empty, each with its instance and its index."""
         return [
             (instance, number, lane)
             for instance in self._cluster.instances
@@ -129,13 +137,19 @@ class Room:
         ]
 
     def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
-        """Return the tokens that must have available pages: one more page for each running sequence, so that the new
-        sequence is not preempted for their next tokens."""
+        """Return the number of tokens for which pages must be available before a sequence starts.
+
+        It includes one page for each running sequence. Otherwise, the new sequence could be preempted for their next
+        tokens.
+        """
         total = min(sequence.num_known + self._page_size, sequence.max_total_tokens)
         return total + self._page_size * (len(lane.running) - num_leaving)
 
     def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
-        """Return whether a sequence could start if others left. Pages that remaining sequences share stay in use."""
+        """Return whether a sequence could start in a lane if other sequences left.
+
+        Pages that remaining sequences share stay.
+        """
         if lane.closed or len(lane.running) - len(leaving) >= lane.max_running:
             return False
         staying = {

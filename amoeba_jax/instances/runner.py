@@ -1,4 +1,4 @@
-"""Launch of the steps of an instance at its placement, by the work list of `programs/work.py`."""
+"""Launch of the steps of an instance at its placement. The work list of `programs/work.py` lists the programs."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -19,19 +19,24 @@ from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.placement import Home, Placement
 
 BatchAt = Callable[[Home, Blocks | None, BatchShape], StepBatch]
-"""Makes the batch of a home, for the blocks of some microbatches."""
+"""Function `(home, blocks, shape)` that returns the batch for a home.
+
+`blocks` are the microbatches that it computes.
+"""
 
 
 class StepSwitch(Protocol):
-    """Interface of a switch of layers during the next step. The package `transform` implements it.
+    """Interface of a switch of layers that runs inside the next step. The package `transform` implements it.
 
-    In a merge, the layers compute the step before `begin`, at the lower degree. In a split, they compute it after
-    `end`.
+    In a merge, the layers compute their part of the step before `begin`, at the lower degree. In a split, they compute
+    it after `end`.
     """
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the exchanges of pages that run by themselves. Return the others, by the segment whose program runs
-        them.
+        """Launch the exchanges of pages that are separate programs.
+
+        Return the exchanges that are part of a step program. The result has an exchange for each segment whose program
+        also runs an exchange.
 
         Args:
             shape: shape of the step, if it computes all lanes; None for a step of one lane. If the switch was planned
@@ -45,7 +50,7 @@ class StepSwitch(Protocol):
 
 
 class PreparedCompute(NamedTuple):
-    """Segments with a program for each, and their batch on the devices."""
+    """Segments with their programs, and the batch for them on the devices."""
 
     work: Compute
     programs: list[jax.stages.Compiled]
@@ -53,11 +58,11 @@ class PreparedCompute(NamedTuple):
 
 
 class PreparedTransfer(NamedTuple):
-    """A transfer with its programs.
+    """Transfer of hidden states with its programs.
 
     Attributes:
-        programs: the program of a `join` or `split`, or two programs for each copy: read and write.
-        columns: columns of a block; a scalar on all ranks of the home for a `join` or `split`.
+        programs: one program for a `join` or `split`; two programs, read and write, for each copy of a `copy`.
+        columns: number of columns of a block. For a `join` or `split`, a scalar on all ranks of the home.
     """
 
     work: Transfer
@@ -66,11 +71,11 @@ class PreparedTransfer(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Programs and inputs of a step, without the buffers that it updates.
+    """Programs and inputs of a step, without the buffers that the step updates.
 
     Attributes:
-        rows: rows of the batch, for the head.
-        shape: shape of a step of all microbatches; None for a step of one.
+        rows: array `StepBatch.rows`, for the head.
+        shape: shape of the step if it has all microbatches. None if it has only one.
     """
 
     work: tuple[PreparedCompute | PreparedTransfer, ...]
@@ -80,15 +85,15 @@ class StepInputs(NamedTuple):
 
 
 class Runner:
-    """Launches the programs of an instance's steps. Used by the dispatcher thread only.
+    """Launcher of the programs of an instance's steps. Used by the dispatcher thread only.
 
     Args:
         group: devices of the embedding and the head, where tokens are sampled.
         sites: buffers of every home of the placement.
 
     Attributes:
-        last_tokens: `[num_slots]` on all ranks of `group`: the token last sampled for each slot.
-        switch: switch of layers that the next step launches.
+        last_tokens: `[num_slots]` on all ranks of `group`: last sampled token of each slot.
+        switch: switch of layers that the next step launches; None if there is none.
     """
 
     def __init__(
@@ -113,25 +118,25 @@ class Runner:
         return self._plan.placement is not None
 
     def place(self, placement: Placement) -> None:
-        """Run later steps at another placement."""
+        """Change the placement. Later steps run at the new placement."""
         self.placement = placement
         self._work.clear()
 
     # Inputs of a step
 
     def specs(self, shape: BatchShape, logits_of: LogitsOf, microbatch: int | None) -> list[ProgramSpec]:
-        """Return the programs of a step of one microbatch, or of all microbatches in blocks of equal width."""
+        """Return the programs of a step. The step has one microbatch, or all microbatches in blocks of equal width."""
         found: dict[object, ProgramSpec] = {}
         for work in self._work_of(microbatch):
             found.update((spec.key, spec) for spec in self._work_specs(work, shape))
         return [*found.values(), self._head_spec(shape, logits_of)]
 
     def prepare(self, shape: BatchShape, logits_of: LogitsOf, microbatch: int | None, batch_at: BatchAt) -> StepInputs:
-        """Return the programs and inputs of a step. If it raises, nothing has changed.
+        """Collect the programs and inputs of a step. If this raises, nothing has changed.
 
         Args:
-            microbatch: microbatch of the step; None for a step of all microbatches.
-            batch_at: makes the batch of a home.
+            microbatch: only microbatch of the step. None: the step has all microbatches.
+            batch_at: function that returns the batch for a home.
         """
         batches: dict[tuple[Home, Blocks | None], tuple[jax.Array, jax.Array]] = {}
 
@@ -160,7 +165,7 @@ class Runner:
     # The step
 
     def run(self, inputs: StepInputs) -> HeadOutput:
-        """Launch a step. The greedy tokens are recorded in their slots.
+        """Launch all programs of a step. They also record the greedy tokens in their slots.
 
         Donates the cache and the hidden states. If a program fails, some of these buffers are lost.
         """

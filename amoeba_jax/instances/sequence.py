@@ -1,4 +1,4 @@
-"""One sample of a request: its tokens, pages and times while the engine serves it."""
+"""One sample of a request: its tokens, pages and times in the engine."""
 
 import time
 from collections.abc import Callable
@@ -15,8 +15,10 @@ from kvcache.prefix_cache import PageKeys
 
 
 class SequenceState(StrEnum):
-    """State of a sequence. A waiting sequence is in the queue, or waits for the first sample of its request. An
-    offloaded sequence is in the queue, and its KV cache is in host memory.
+    """State of a sequence.
+
+    WAITING: it is in the queue, or waits for the first sample of its request. OFFLOADED: it is in the queue, and its KV
+    cache is in host memory.
     """
 
     WAITING = "waiting"
@@ -27,9 +29,10 @@ class SequenceState(StrEnum):
 
 
 class Entries(NamedTuple):
-    """Log-probabilities of consecutive tokens, as the device returned them.
+    """Log-probabilities of consecutive tokens, as arrays from the device.
 
-    `build` converts them for the client. The output thread calls it, because it would hold up the dispatcher.
+    `build` converts them for the client. The output thread calls `build`, because the conversion would delay the
+    dispatcher.
 
     Attributes:
         logprobs: log-probabilities of a step, one row for each position.
@@ -49,12 +52,12 @@ class Entries(NamedTuple):
 
 
 class Update(NamedTuple):
-    """News of one sequence.
+    """New output or end of one sequence.
 
     Attributes:
         tokens: new tokens.
         logprobs: log-probabilities of the new tokens, if they were requested.
-        finished: whether the sequence has ended. Its fields do not change afterwards.
+        finished: whether the sequence has ended. If so, its fields do not change any longer.
         prompt_logprobs: log-probabilities of further prompt tokens, in order.
     """
 
@@ -67,30 +70,31 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens, pages and times of one sample. The dispatcher thread owns a submitted sequence.
+    """Tokens, pages and times of one sample. After submission, only the dispatcher thread uses it.
 
     The host learns tokens one step late: the device has sampled `num_in_flight` tokens that the host has not read.
-    Times are by `time.monotonic()`, in seconds.
+    Times are values of `time.monotonic()`, in seconds.
 
     Attributes:
-        sink: called in the dispatcher thread with every `Update`; must not block.
+        sink: function that gets every `Update`, in the dispatcher thread. It must not block.
         number: order of arrival, equal for all samples of a request.
         index: index of the sample in its request.
         siblings: other samples of the request, which wait until this prompt is computed.
-        leader: sample that shares its prompt with this one.
-        deadline: latest time to start.
-        client: client that its slot and pages count for; see `mark_beyond_share`.
+        leader: sample that computes the prompt for this sample. None: this sample computes its prompt itself.
+        deadline: time by which the sequence must start.
+        client: client whose share includes its slot and pages; see `mark_beyond_share`.
         arrival: time at which the request arrived, before tokenization.
-        waiting_since: now minus `queued_s`, while it waits; set again by a preemption.
+        waiting_since: start of the present wait, minus the seconds of earlier waits (`queued_s`).
         queued_s: total seconds in the queue, up to the latest start.
-        num_prompt_logprobs: leading prompt tokens whose log-probabilities were reported. The first token has none.
-        num_failures: consecutive failed steps of this sequence; see `Steps.recover`.
-        num_computed: leading tokens whose keys and values are in the cache, or will be after the launched steps.
-        beyond_share: whether it exceeds its client's share; see `mark_beyond_share`.
-        slot: its index in the sampling state of its instance; -1 while it waits and after its end.
+        num_prompt_logprobs: number of leading prompt tokens whose log-probabilities were reported. The first token has
+            none.
+        num_failures: number of failed steps of this sequence in a row; see `Steps.recover`.
+        num_computed: number of leading tokens whose keys and values the launched steps have written or will write.
+        beyond_share: True if the sequence exceeds the share of its client; see `mark_beyond_share`.
+        slot: index in the sampling state of its instance; -1 while it waits and after its end.
         paused: whether its instance is paused.
-        host_pages: its KV cache in host memory while it waits, after `Engine.offload`.
-        page_keys: keys of its known tokens, set when it is queued.
+        host_pages: KV cache of an offloaded sequence, in host memory (`Engine.offload`).
+        page_keys: prefix cache keys of its known tokens. Set when the sequence is queued.
     """
 
     request_id: str
@@ -142,14 +146,14 @@ class Sequence:
         return SequenceState.PAUSED if self.paused else SequenceState.RUNNING
 
     def start(self) -> None:
-        """Record the end of its wait."""
+        """Record that the sequence starts and its wait ends."""
         now = time.monotonic()
         self.queued_s = now - self.waiting_since
         if self.started_at is None:
             self.started_at = now
 
     def wait_again(self) -> None:
-        """Record that it was preempted and waits again."""
+        """Record that the sequence was preempted and waits again."""
         self.waiting_since = time.monotonic() - self.queued_s
 
     @property
@@ -159,27 +163,30 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Share, then priority. A sequence may be preempted for a sequence of a lower rank."""
+        """Scheduling rank: `(beyond share, priority)`. Lower values come first.
+
+        A sequence may be preempted for a sequence of a lower rank.
+        """
         return (self.beyond_share, self.params.priority)
 
     @property
     def order_of_client(self) -> tuple[int, ...]:
-        """Sort key among the sequences of one client."""
+        """Sort key among the sequences of one client. It ignores the client's share."""
         return (self.params.priority, self.number, self.index)
 
     @property
     def max_total_tokens(self) -> int:
-        """Largest number of tokens that it may reach, prompt included."""
+        """Maximum number of tokens of the sequence, prompt included."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
     def num_known(self) -> int:
-        """Tokens known to the host, prompt included."""
+        """Number of tokens that the host knows, prompt included."""
         return len(self.prompt) + len(self.output)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known to the host or in flight, prompt included."""
+        """Number of tokens that the host knows or that are in flight, prompt included."""
         return self.num_known + self.num_in_flight
 
     @property
@@ -188,14 +195,14 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled."""
+        """Number of tokens to compute before the next token can be sampled. 0 if no further token is sampled."""
         if self.num_generated >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether prompt log-probabilities were requested, and further steps must compute some."""
+        """Whether a further step must compute log-probabilities of the prompt, because they were requested."""
         wanted = self.params.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_computed < len(self.prompt) and self.num_prompt_logprobs < len(self.prompt)
 
@@ -204,12 +211,12 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return the known tokens in `start .. stop` of prompt and output together."""
+        """Return the known tokens `range(start, stop)` of prompt and output together."""
         prompt = self.prompt[start:stop]
         return [*prompt, *self.output[max(start - len(self.prompt), 0) : max(stop - len(self.prompt), 0)]]
 
     def append(self, token: int) -> None:
-        """Append a token that was in flight, and finish if it is the last one."""
+        """Append a token that was in flight. Finish the sequence if it was the last token."""
         if not self.output:
             self.first_token_at = time.monotonic()
         self.output.append(token)
@@ -222,11 +229,11 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Mark it as finished. The caller reports the end."""
+        """Mark the sequence as finished. The caller reports the end."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finished_at = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """Mark it as failed. The caller reports the end."""
+        """Mark the sequence as failed. The caller reports the end."""
         self.error = error
         self.finished_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""KV cache of one home, and the launch of segments there."""
+"""KV cache of one home, and launches of the segments that the home computes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from amoeba_jax.weights.store import WeightStore
 from sharding.mesh import SubMesh, replaced_if_lost
 
 KvBuffers = list[list[jax.Array]]
-"""Extents of each layer, `[tp * pages, page_elems]` each; an empty list for a layer at another home."""
+"""KV extents of each layer, each `[tp * pages, page_elems]`. The list of a layer at another home is empty."""
 
 
 class ExchangePart(NamedTuple):
-    """A segment's program that also runs a phase of an exchange of other layers' pages.
+    """Exchange of pages of other layers inside the program of a segment.
 
     Attributes:
         layers: layers whose pages move.
@@ -33,14 +33,14 @@ class ExchangePart(NamedTuple):
 class Site:
     """Buffers of the modules that one home computes. Used by the dispatcher thread only.
 
-    `kv[layer]` is the layer's list of extents, sharded over the ranks. Every step donates the extents and stores the
-    returned arrays, which are the same memory. So a later program sees the writes of an earlier one, and a page may be
-    reused before the steps that read it have run.
+    `kv[layer]` is the layer's list of extents, sharded over the ranks. Every step gets the extents donated. The arrays
+    that it returns are the same memory, and replace them in `kv`. Programs run in launch order, so a later program sees
+    the writes of an earlier one. A page may therefore be reused before the steps that read it have run.
 
     Args:
         kv: extents of every layer.
-        extent_pages: pages of each extent on a rank, the same for all layers.
-        begins: values false and true of a flag, on all ranks. The flag is true for the segment that begins a step.
+        extent_pages: number of pages of each extent on a rank, the same for all layers.
+        begins: the values False and True of a flag, on all ranks. The flag is True for the segment that begins a step.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Site:
         self._begins = begins
 
     def programs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[jax.stages.Compiled]:
-        """Return the program of each segment for steps of a shape. Raises the errors of `Executables.get`."""
+        """Return the program of each segment for steps of one shape. Raises the errors of `Executables.get`."""
         found: dict[tuple[object, ...], jax.stages.Compiled] = {}
         programs = []
         for segment in segments:
@@ -80,14 +80,14 @@ class Site:
         *,
         begins: bool = True,
     ) -> jax.Array:
-        """Launch segments of a step, and return the new buffer of hidden states.
+        """Launch segments of a step. Return the new buffer of hidden states.
 
         Donates the cache of their layers and `hidden`. If a program fails, some of these buffers are lost.
 
         Args:
             packed: batch of the step; None for FFNs.
             last_tokens: `[num_slots]` on all ranks; None if no segment embeds.
-            exchanges: segments whose programs also exchange pages of other layers of this site.
+            exchanges: exchanges inside segment programs, by segment. They move pages of other layers of this site.
             begins: whether the segment of the first layer, or of the embedding, begins the step.
         """
         kv = self.kv
@@ -111,11 +111,11 @@ class Site:
         return hidden
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
-        """Return a segment's weights, in the order in which its programs take them."""
+        """Return the weight arguments of a segment's programs, in order."""
         return self._store.view(self.group, segment)
 
     def replace_lost(self) -> None:
-        """Replace the extents that failed programs have lost by zeros."""
+        """Put zeros in place of each extent that a failed program has lost."""
         for extents in self.kv:
             extents[:] = replaced_if_lost(extents, self.group)
 

@@ -18,11 +18,11 @@ from sharding.placement import Home
 
 
 class StepNotLaunchedError(RuntimeError):
-    """The step could not be prepared; the cause gives the reason. Nothing has changed."""
+    """Error: a step could not be prepared. Nothing has changed. `__cause__` is the reason."""
 
 
 class Row(NamedTuple):
-    """Tokens `start .. start + length` of a sequence, in row `place` of a step's batch."""
+    """Part of a sequence in a step: its tokens `range(start, start + length)`, in row `place` of the batch."""
 
     place: int
     sequence: Sequence
@@ -31,15 +31,15 @@ class Row(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether the row ends with the last token of its sequence, so that the step samples the next token."""
+        """Whether the step samples the next token of this sequence, because the row contains its last token."""
         return self.start + self.length == self.sequence.num_tokens
 
 
 def clear_in_flight(sampled: Iterable[Row]) -> None:
-    """Clear the in-flight counter of rows whose result is lost.
+    """Clear the in-flight counter of the sequences in `sampled`, whose sampled tokens are lost.
 
-    These sequences have not started elsewhere, because a preempted sequence waits for its token in flight. Other rows
-    of the step may run elsewhere, if they were preempted in the middle of their prompts.
+    These sequences run nowhere else, because a preempted sequence waits for its token in flight. Other sequences of the
+    step are not touched. If they were preempted in the middle of their prompts, they may already run elsewhere.
     """
     for row in sampled:
         row.sequence.num_in_flight = 0
@@ -52,7 +52,7 @@ class StepPlan:
 
     Attributes:
         shape: static shape of the batch.
-        lane: index of the only lane in the step; None for a step of all lanes, with equally many rows for each lane.
+        lane: index of the lane, if the step has only one lane. None: the step has equally many rows for each lane.
     """
 
     shape: BatchShape
@@ -62,20 +62,20 @@ class StepPlan:
 
     @property
     def decodes(self) -> bool:
-        """Whether every row has one token, so that the step computes no prompt."""
+        """Whether the step only decodes: every row has one token, and no prompt is computed."""
         return self.shape.num_tokens == self.shape.num_rows
 
 
 @dataclass(eq=False)
 class PendingStep:
-    """A launched step whose results the host has not taken.
+    """Launched step whose results the host has not taken.
 
     Attributes:
         sampled: rows whose next token the step samples.
-        result: result of the sampler. The step's reader reads it last.
-        decodes: whether all rows decode, and no layers change during the step.
-        prompt_row: row whose prompt log-probabilities the step computes, as `prompt_result`.
-        launched_at: time by `time.perf_counter()`.
+        result: result of the sampler. It is the last result of the step that the reader thread reads.
+        decodes: whether all rows decode, and no layer switches during the step.
+        prompt_row: row of a prompt whose log-probabilities the step computes (`prompt_result`).
+        launched_at: time of the launch, a value of `time.perf_counter()`.
     """
 
     rows: tuple[Row, ...]
@@ -88,12 +88,12 @@ class PendingStep:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of the step; 0 if all rows decode."""
+        """Number of prompt tokens in the step; 0 if all rows decode."""
         return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
 
     @property
     def beside_decodes(self) -> bool:
-        """Whether the step computes prompts, and some rows decode."""
+        """Whether the step both computes prompts and decodes."""
         return not self.decodes and any(row.length == 1 for row in self.rows)
 
     @property
@@ -108,7 +108,7 @@ def step_batch(
     blocks: Blocks | None,
     shape: BatchShape,
 ) -> StepBatch:
-    """Return the inputs of a step at one home.
+    """Return the inputs of a step for one home.
 
     Args:
         lanes: lanes of the instance. They have the block tables.
@@ -148,7 +148,10 @@ def step_batch(
 
 
 def _rows_of(rows: tuple[Row, ...], blocks: Blocks, width: int) -> list[Row]:
-    """Return the rows of some blocks of a step, with their places if these blocks lie side by side."""
+    """Return the rows of some blocks (microbatches) of a step.
+
+    Their places are counted with these blocks side by side.
+    """
     first = {block: index * width for index, block in enumerate(blocks)}
     return [
         row._replace(place=first[row.place // width] + row.place % width) for row in rows if row.place // width in first

@@ -1,4 +1,4 @@
-"""Launch of an instance's steps, and of copies of its pages."""
+"""Launches of an instance's steps, and of copies of its pages."""
 
 from functools import partial
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from sharding.mesh import assemble, disassemble
 
 
 class _PreparedStep(NamedTuple):
-    """Programs and inputs of a step, with its sampling.
+    """Programs and inputs of a step and of its sampling.
 
     Attributes:
         sampled: rows whose next token the step samples.
-        sample: sampling call; None if the step's own argmax is enough.
-        columns: the two programs for logits of all tokens; see `StepSampler.column_programs`. Empty for other steps.
+        sample: sampling call; None if the greedy tokens of the head are enough.
+        columns: two programs for logits of all tokens (`StepSampler.column_programs`). Empty for other steps.
     """
 
     inputs: StepInputs
@@ -35,7 +35,7 @@ class _PreparedStep(NamedTuple):
 
 
 class StepLauncher:
-    """Launches the steps of an instance. Used by the dispatcher thread only.
+    """Launcher of an instance's steps. Used by the dispatcher thread only.
 
     Args:
         runner: runs the layers and the head.
@@ -50,7 +50,7 @@ class StepLauncher:
         self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
 
     def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
-        """Return the programs of a step. `kind`: kind of sampler. Default: the kind that its rows need."""
+        """Return the programs of a step. `kind` is the kind of sampler. Default: the kind that the rows need."""
         kind = kind or sampler_kind(plan)
         found = self._runner.specs(plan.shape, plan.logits_of, plan.lane)
         return found + self._sampler.specs(plan.shape, kind, every=plan.logits_of == "all")
@@ -67,7 +67,7 @@ class StepLauncher:
         return known
 
     def fails(self, plan: StepPlan) -> bool:
-        """Return whether a program of steps of this shape has failed, samplers aside. Another shape may work."""
+        """Return whether a program of the layers or the head for this step shape has failed. Another shape may work."""
         executables = self._executables
         return executables.has_failures and executables.has_failed(
             self._runner.specs(plan.shape, plan.logits_of, plan.lane)
@@ -76,8 +76,8 @@ class StepLauncher:
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Launch a step and its sampling. The reader's thread reads the results.
 
-        Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. Then
-        nothing has changed. Any other error came after the first program was launched: the cache may be lost.
+        Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. Nothing
+        has changed then. Any other error comes after the first program was launched, and the cache may be lost.
         """
         shape = plan.shape
         with jax.profiler.TraceAnnotation(
@@ -133,27 +133,28 @@ class StepLauncher:
     def launch_batch(
         self, shape: BatchShape, microbatch: int | None, batch_at: BatchAt, logits_of: LogitsOf = "last"
     ) -> HeadOutput:
-        """Launch a step of given batches. No sampler runs: only the greedy tokens are recorded."""
+        """Launch a step with given batches. No sampler runs, and only the greedy tokens are recorded."""
         return self._runner.run(self._runner.prepare(shape, logits_of, microbatch, batch_at))
 
     def page_copy_specs(self) -> list[ProgramSpec]:
-        """Return the programs of `copy_page`."""
+        """Return the programs that `copy_page` needs."""
         specs, sites = self._executables.specs, self._runner.sites.values()
         return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
 
     def state_specs(self) -> list[ProgramSpec]:
-        """Return the programs that write the sampling state of a sequence at its start.
+        """Return the programs that write the sampling state of a sequence when it starts.
 
-        While layers change, these include the programs of the instances that will take the sequence over. With a start
+        While layers change, these include the programs of the instances that will take over the sequence. With a start
         placement, only the devices of the head have a sampling state.
         """
         groups = [self.group] if self._runner.is_placed else [site.group for site in self._runner.sites.values()]
         return [self._sampler.state_spec(group) for group in groups]
 
     def copy_page(self, lanes: list[Lane], lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
-        """Launch the copy of a page of a lane, `[rows]` ids each as in its tables, in all layers.
+        """Launch the copy of a page of a lane in all layers.
 
-        Donates the cache, layer by layer. If a copy fails, some of the cache is lost.
+        `source` and `target` are page ids `[rows]`, as in block tables. Donates the cache, layer by layer. If a copy
+        fails, some of the cache is lost.
         """
         number = lanes.index(lane)
         for home, layers in self._runner.placement.layers_by_home(number).items():

@@ -1,4 +1,4 @@
-"""Sampling of a step's next tokens, on the first device of an instance."""
+"""Sampling of the next tokens of a step, on the first device of an instance."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,15 +30,18 @@ _NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_S
 
 
 class StateLostError(RuntimeError):
-    """A failed program, which is the cause, has lost `SamplingState`. The state of all slots is now zero."""
+    """Error: a failed program (`__cause__`) has lost the buffers of `SamplingState`.
+
+    The state of all slots is now zero.
+    """
 
 
 @dataclass(eq=False)
 class SamplingState:
-    """State that `sample_full` keeps for each slot of a device. Programs take the buffers donated.
+    """State of the sampler for each slot of a device, used by `sample_full`. Programs get the buffers donated.
 
     Attributes:
-        flags: `[slots, V]` i32; see sampling/rows.py.
+        flags: `[slots, V]` i32; see `sampling.rows.state_rows`.
         bias: `[slots, V]` f32.
     """
 
@@ -56,7 +59,7 @@ class SamplingState:
         return is_lost(self.flags) or is_lost(self.bias)
 
     def replace_lost(self) -> None:
-        """Replace the buffers that failed programs have lost by zeros."""
+        """Put zeros in place of each buffer that a failed program has lost."""
         self.flags, self.bias = (
             jnp.zeros(array.shape, array.dtype, device=array.sharding) if is_lost(array) else array
             for array in (self.flags, self.bias)
@@ -64,7 +67,7 @@ class SamplingState:
 
 
 class SampleCall(NamedTuple):
-    """A sampling program with its packed settings. `full` tells `sample_full` from `sample`."""
+    """Sampling program with its packed settings. `full` is True for `sample_full` and False for `sample`."""
 
     program: jax.stages.Compiled
     packed: np.ndarray
@@ -72,7 +75,7 @@ class SampleCall(NamedTuple):
 
 
 def sampler_kind(plan: StepPlan) -> SamplerKind:
-    """Return the kind of program that samples a step's rows. `greedy` if the step's own argmax is enough."""
+    """Return the kind of sampler for a step. `greedy`: the greedy tokens of the head are enough."""
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
     if "full" in kinds:
         return "full"
@@ -83,8 +86,8 @@ class StepSampler:
     """Sampler of an instance. Used by the dispatcher thread only.
 
     Attributes:
-        state: sampling state of the device, shared with other instances over it.
-        num_slots: slots of the state.
+        state: sampling state of the device. Other instances with the same first device share it.
+        num_slots: number of slots of the state.
     """
 
     def __init__(self, group: SubMesh, state: SamplingState, executables: Executables):
@@ -92,7 +95,7 @@ class StepSampler:
         self._group, self._executables = group, executables
 
     def remember(self, sequence: Sequence, slot: int) -> None:
-        """Write a sequence's row of the state, if its settings need one.
+        """Write the row of a sequence in the sampling state, if its settings need one.
 
         Raises the errors of the program, or `StateLostError` if the failed program has lost the state.
         """
@@ -109,11 +112,11 @@ class StepSampler:
             raise StateLostError(f"the sampling state is lost: {error}") from error
 
     def state_spec(self, group: SubMesh) -> ProgramSpec:
-        """Return the program of `remember` for an instance on `group`."""
+        """Return the program that `remember` runs for an instance on `group`."""
         return self._executables.specs.set_state(group, self.num_slots)
 
     def specs(self, shape: BatchShape, kind: SamplerKind, *, every: bool) -> list[ProgramSpec]:
-        """Return the sampling programs of a step. `every`: the step has logits of all tokens."""
+        """Return the sampling programs of a step. `every` is True if the step has logits of all tokens."""
         found = self._column_specs(shape.num_tokens) if every else []
         if kind != "greedy":
             found.append(self._sample_spec(kind, 1 if every else shape.num_rows))
@@ -129,11 +132,11 @@ class StepSampler:
         return make(self._group, num_rows, self.num_slots, packed_size(num_rows, full=full))
 
     def column_programs(self, num_tokens: int) -> list[jax.stages.Compiled]:
-        """Return two programs for logits of all tokens: take a column, and compute the tokens' log-probabilities."""
+        """Return two programs for logits of all tokens: take a column, and compute log-probabilities."""
         return [self._executables.get(spec) for spec in self._column_specs(num_tokens)]
 
     def prepare(self, plan: StepPlan, sampled: list[Row]) -> SampleCall | None:
-        """Return the sampling call of a step; None if the step's own argmax is enough."""
+        """Return the sampling call of a step. Return None if the greedy tokens of the head are enough."""
         kind = sampler_kind(plan)
         if kind == "greedy":
             return None
@@ -148,9 +151,10 @@ class StepSampler:
         return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, full)
 
     def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sample the next tokens. Return the new last tokens of all slots, and the result array for the host.
+        """Launch the sampling of the next tokens.
 
-        All arrays are on the first rank: every rank has the logits, and one sample is enough.
+        Return the new last tokens of all slots, and the result array for the host. All arrays are on the first rank.
+        Every rank has the logits, and one sample is enough.
         """
         state = self.state
         if sample.full:

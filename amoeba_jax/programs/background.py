@@ -41,7 +41,7 @@ def _start_threads(threads: Iterable[threading.Thread]) -> None:
 
 
 class Arrival(NamedTuple):
-    """Result of a requested compilation: the compiled program, or the error. The other field is None."""
+    """Result of a requested compilation: either the compiled program or the error. The other field is None."""
 
     spec: ProgramSpec
     program: Executable | None
@@ -49,7 +49,7 @@ class Arrival(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Threads that compile requested programs: first the urgent programs, then all other programs.
+    """Threads that compile requested programs. Urgent programs are compiled before all others.
 
     Programs of the same urgency are compiled in the order of their requests. Programs that differ only in their devices
     (`ProgramSpec.family`) are compiled together.
@@ -91,7 +91,7 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Number of programs that were requested and not taken yet."""
+        """Number of requested programs that were not taken yet."""
         with self._changed:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
@@ -133,7 +133,7 @@ class BackgroundCompiler:
             self._changed.notify_all()
 
     def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival]:
-        """Remove and return the programs that were compiled, or failed, and were not taken yet.
+        """Remove and return all results (compiled programs and errors) that have arrived.
 
         If `keys` is given, only programs with these keys are taken.
         """
@@ -144,9 +144,9 @@ class BackgroundCompiler:
         return arrived
 
     def wait(self, keys: Collection[Hashable] | None = None) -> None:
-        """Wait until a program can be taken, or until no requested program is left.
+        """Wait until a result can be taken, or until no requested program is left.
 
-        With `keys`, only programs with these keys count.
+        If `keys` is given, only programs with these keys count.
         """
 
         def over() -> bool:
@@ -159,7 +159,10 @@ class BackgroundCompiler:
             self._changed.wait_for(over)
 
     def close(self) -> None:
-        """Withdraw all requests and join the threads: Python must not exit while a thread is inside XLA."""
+        """Withdraw all requests and wait for the end of the threads.
+
+        Python must not exit while a thread is inside XLA.
+        """
         with self._changed:
             self._closed = True
             self._urgent.clear()
@@ -170,7 +173,7 @@ class BackgroundCompiler:
             thread.join()
 
     def _next(self, index: int) -> list[ProgramSpec]:
-        """Wait until thread `index` may compile, and return the requested programs of one family to compile.
+        """Wait until thread `index` may compile. Return the requested programs of the next family.
 
         Programs of a family differ only in their devices (`ProgramSpec.family`). Return an empty list if the compiler
         is closed.
@@ -191,7 +194,7 @@ class BackgroundCompiler:
 
     @property
     def num_working(self) -> int:
-        """Number of threads that may compile now."""
+        """Number of threads that may compile at present."""
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
     def _set_priorities(self) -> None:
@@ -221,10 +224,10 @@ class BackgroundCompiler:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
 
     def _compile(self, family: list[ProgramSpec]) -> Iterator[tuple[ProgramSpec, Executable]]:
-        """Yield the programs of a family: programs that differ only in their devices (`ProgramSpec.family`).
+        """Compile the programs of a family and yield them. They differ only in their devices (`ProgramSpec.family`).
 
         The program with the lowest devices is compiled, or loaded from the compile cache. The other programs are loaded
-        from its bytes (`PortableProgram`). Without such bytes, they are compiled too.
+        from its bytes (`PortableProgram`). If there are no bytes, they are compiled too.
         """
         portable = None
         for spec in sorted(family, key=lambda spec: spec.devices):

@@ -81,14 +81,14 @@ class StepBatch:
 
     Fields in `packed`, `[tp, packed_size]`:
         tokens: `[N]` token ids that the host knows.
-        sources: `[N]` slot of the sampled token that replaces the entry of `tokens`, because the host has not read it
-            yet. -1: use the entry of `tokens`.
+        sources: `[N]` slot from which the device reads the token, if the host has not read it yet. -1: the token is in
+            `tokens`.
         positions: `[N]` position of the token in its sequence; -1 for padding.
-        tables: `[R, W]` local page ids of each row, in logical order.
+        tables: `[R, W]` page ids of each row on the rank, in logical order.
         num_pages: `[R]` number of valid entries in the table of each row.
 
     Fields in `rows`, `[tp, 2 R]`:
-        last_token: `[R]` index among the N tokens of the last token of each row. The head computes its logits.
+        last_token: `[R]` index of the last token of each row, among the N tokens. The head computes its logits.
         slots: `[R]` slot that stores the next token of each row. -1: the row is padding, or a chunk that is not the
             last chunk of its prompt.
     """
@@ -119,7 +119,10 @@ class StepBatch:
 
 
 def unpack(packed: Int32[jax.Array, " size"], fields: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, jax.Array]:
-    """Return the fields by name, inside a program. `packed`: one rank's row of `StepBatch.packed` or `rows`."""
+    """Split an array into its fields, by name, inside a program.
+
+    `packed` is one rank's row of `StepBatch.packed` or `rows`.
+    """
     return {
         name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
         for name, (offset, shape) in fields.items()

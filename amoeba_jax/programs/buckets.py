@@ -23,7 +23,7 @@ def hidden_tokens(config: EngineConfig, width: int) -> int:
     """Return the number of tokens of the largest step, rounded up to a multiple of 16.
 
     Args:
-        width: number of sequences of the largest instance, divided by `max_num_seqs` (`EnginePlan.width`).
+        width: maximum number of sequences of the largest instance, divided by `max_num_seqs` (`EnginePlan.width`).
     """
     largest = config.max_num_batched_tokens + config.max_num_seqs * width - 1
     return -(-largest // 16) * 16
@@ -40,7 +40,7 @@ class Buckets:
     - up to four prompts: `(4, T)`, and decodes in the remaining rows. The step has `max_num_seqs` rows. This form
       exists only if 4 T is at most `max_num_batched_tokens`, and `max_num_seqs` is at least 4.
 
-    T is `max_num_batched_tokens`, a quarter of it, a sixteenth, and so on. Sizes below `MIN_CHUNK` are
+    The chunk size T is `max_num_batched_tokens` divided by 1, 4, 16, and so on. Sizes below `MIN_CHUNK` are
     left out. Unused rows are padding.
 
     Args:
@@ -59,7 +59,7 @@ class Buckets:
 
     @cached_property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of steps that only decode, also during transitions."""
+        """Numbers of rows of steps that only decode. Transitions use the same numbers."""
         return tuple(1 << power for power in range(self.max_num_seqs.bit_length()))
 
     @cached_property
@@ -74,20 +74,22 @@ class Buckets:
 
     @cached_property
     def prompt_logits_chunks(self) -> tuple[int, ...]:
-        """Lengths of prompt chunks in requests for log-probabilities of the prompt."""
+        """Lengths, in tokens, of prompt chunks in requests for log-probabilities of the prompt."""
         return tuple(size for size in self.chunk_sizes if size <= MAX_PROMPT_LOGITS_CHUNK) or self.chunk_sizes[:1]
 
     def chunk_rows(self, chunk: int) -> tuple[int, ...]:
-        """Return the possible numbers of prompts in a step with chunks of `chunk` tokens: `(1,)` or `(1, 4)`."""
+        """Return the possible numbers of prompt rows in a step with chunks of `chunk` tokens: `(1,)` or `(1, 4)`."""
         several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
         return (1, _COARSE) if several else (1,)
 
     def chunk_size(self, length: int, at_most: float = math.inf) -> int:
         """Return the chunk size for a prompt with `length` remaining tokens.
 
-        This is the smallest size that holds all tokens, or the largest size if none does. If the tokens fill at most
-        half of the chunk, take the next smaller size, because several small steps cost less than the padding. Sizes
-        above `at_most` are excluded, except the smallest size.
+        This is the smallest size that holds all tokens, or the largest size if none does. There is one exception. If
+        the tokens fill at most half of the chunk, return the next smaller size, because several small steps cost less
+        than the padding.
+
+        Sizes above `at_most` are excluded, except the smallest size.
         """
         sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
@@ -96,8 +98,8 @@ class Buckets:
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
         """Return the number of prompts to compute in a step, from 1 to 4.
 
-        More than one prompt is computed only if at least three prompts wait, steps of four prompts exist for this chunk
-        size, and such a step has enough rows.
+        The number is above 1 only if three conditions hold. At least three prompts wait, steps of four prompts exist
+        for this chunk size, and such a step has enough rows.
 
         Args:
             num_decodes: number of sequences that the step also decodes.
@@ -131,7 +133,7 @@ class Buckets:
 
 
 def _by_quarters(largest: int, smallest: int) -> tuple[int, ...]:
-    """Return `largest` divided by 1, 4, 16, and so on, down to `smallest`, in ascending order."""
+    """Return `largest` divided by 1, 4, 16, and so on, in ascending order. Results below `smallest` are left out."""
     sizes = [largest]
     while sizes[0] >= _COARSE * smallest:
         sizes.insert(0, sizes[0] // _COARSE)

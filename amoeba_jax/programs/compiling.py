@@ -1,4 +1,4 @@
-"""Compilation of one program, with its properties."""
+"""Compilation of one program."""
 
 import time
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def compile_program(
 ) -> tuple[Executable, PortableProgram | None]:
     """Compile a program, or load it from `portable` or from the compile cache.
 
-    Return the program, and its bytes, which load on other groups of devices (None if there are no such bytes).
+    Return the program and its bytes. The bytes load on other groups of devices; None if the program has none.
 
     Args:
         spec: program to compile.

@@ -20,7 +20,8 @@ from sharding.placement import Home, ModuleKind, Placement
 def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
     """Return the programs of all instances of the given degrees and of all transitions between them, each once.
 
-    The list lacks the programs of `LLM.logits` and of transformations that keep all weights (see `kept_weights`).
+    Two kinds of programs are missing: programs of `LLM.logits`, and programs of transformations that keep all weights
+    (see `kept_weights`).
     """
     by_degree = enumerate_by_degree(plan, executables, degrees)
     return [spec for specs in by_degree.values() for spec in specs]
@@ -29,11 +30,12 @@ def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tupl
 def enumerate_by_degree(
     plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]
 ) -> dict[int, list[ProgramSpec]]:
-    """Return the programs of `enumerate_programs` by degree, in the order of `degrees`.
+    """Return the programs of `enumerate_programs` as a list for each degree, in the order of `degrees`.
 
-    The list of a degree has the programs of its instances, and of transitions between this degree and the degrees that
-    precede it in `degrees`. Programs of an earlier list are left out. With a start placement, `degrees` is ignored: the
-    only list has all programs of the instance.
+    The list of a degree has the programs of its instances, and of transitions between this degree and the degrees
+    before it in `degrees`. Programs of an earlier list are left out.
+
+    With a start placement, `degrees` is ignored. There is one list, with all programs of the instance.
     """
     found: dict[object, ProgramSpec] = {}
     if plan.placement is not None:
@@ -52,9 +54,9 @@ def enumerate_by_degree(
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
     """Return the programs of merged instances that keep all weights, and of transitions to and from the lowest degree.
 
-    A merge usually releases weights to the KV cache. It keeps all weights if requests are paused while the merged
-    instance serves. The instance then has fewer extents and needs other programs. Programs of `enumerate_programs` are
-    left out.
+    Usually a merge releases weights to the KV cache. If requests are paused while the merged instance serves, it keeps
+    all weights. The instance then has fewer extents and needs other programs. Programs of `enumerate_programs` are left
+    out.
     """
     known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
     lowest, found = min(degrees), dict[object, ProgramSpec]()
@@ -67,10 +69,10 @@ def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int,
 
 
 def placement_programs(plan: EnginePlan, executables: Executables) -> list[ProgramSpec]:
-    """Return the programs of all placements that replicated and migrated layers of TP1 instances can lead to.
+    """Return the programs of all placements that TP1 instances can reach by replicating and migrating layers.
 
-    Their number depends on the lengths of segments and the step shapes, not on the number of placements. Some of them
-    are also in `enumerate_programs`.
+    Their number depends on the lengths of segments and the step shapes, not on the number of placements. Some of these
+    programs are also in `enumerate_programs`.
     """
     if plan.placement is not None:
         return []
@@ -99,7 +101,7 @@ def placement_programs(plan: EnginePlan, executables: Executables) -> list[Progr
 
 
 def _segment_kinds(plan: EnginePlan) -> Iterator[SegmentPlan]:
-    """Yield a segment of each kind that `SegmentCutter` cuts, with and without the embedding."""
+    """Yield one segment of each kind that `SegmentCutter` can return, with and without the embedding."""
     whole = {segment.windows: segment.layers for segment in plan.segments}.values()
     windows = plan.dims.config.sliding_windows
     single = {window: range(layer, layer + 1) for layer, window in enumerate(windows)}.values()
@@ -154,11 +156,12 @@ def relocation_specs(
     extents: Mapping[Home, tuple[int, ...]],
     kinds: Collection[SamplerKind],
 ) -> list[ProgramSpec]:
-    """Return the fewest programs with which an instance can serve at a placement: two steps of each microbatch, and a
-    step of all microbatches.
+    """Return the fewest programs with which an instance can serve at a placement.
+
+    These are the programs of two steps of each microbatch, and of one step of all microbatches.
 
     Args:
-        width: the instance runs `max_num_seqs * width` sequences.
+        width: factor of the number of sequences: the instance runs `max_num_seqs * width`.
         extents: pages of each extent of a layer, by home.
         kinds: kinds of samplers that the requests need.
     """
@@ -183,7 +186,10 @@ def relocation_specs(
 def _samplers_of(
     plan: EnginePlan, executables: Executables, group: SubMesh, rows: int, kinds: Collection[SamplerKind]
 ) -> Iterator[ProgramSpec]:
-    """Yield the samplers of a number of rows. For "greedy", the programs of the head suffice."""
+    """Yield the sampler programs for `rows` rows.
+
+    The kind "greedy" needs none, because the head returns greedy tokens.
+    """
     specs, slots = executables.specs, plan.num_slots
     if set(kinds) - {"greedy"}:
         yield specs.sample(group, rows, slots, packed_size(rows))
@@ -238,7 +244,7 @@ def _steps(plan: EnginePlan, executables: Executables, group: SubMesh, released:
 def least_specs(
     plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
 ) -> Iterator[ProgramSpec]:
-    """Yield the programs with which a new instance can already serve requests: two steps and their samplers.
+    """Yield the fewest programs with which a new instance can serve requests: two steps and their samplers.
 
     One step decodes as many sequences as possible. The other step also computes a chunk of a prompt.
 

@@ -24,9 +24,10 @@ _MAX_RETRIES = 3
 
 
 class Executables:
-    """One compiled program for each key (`ProgramSpec.key`), compiled on first use or ahead of time. Not thread-safe.
+    """Compiled programs by key (`ProgramSpec.key`). A program is compiled on first use or ahead of time.
 
-    Segments (runs of consecutive layers) of equal shape share a program, which takes their weights as inputs.
+    Not thread-safe. Segments (runs of consecutive layers) of equal shape share a program, which takes their weights as
+    inputs.
 
     Args:
         dims: sizes of the model.
@@ -69,28 +70,31 @@ class Executables:
 
     @property
     def num_made(self) -> int:
-        """Number of programs that were added so far, whether compiled or loaded from the compile cache."""
+        """Number of programs added since the start, compiled or loaded from the compile cache."""
         return self._store.num_added
 
     @property
     def complete(self) -> bool:
-        """Whether a warm-up has compiled all programs. A later compilation then delays requests."""
+        """Whether a warm-up has compiled all programs that serving can need. Any later compilation delays requests."""
         return self._complete
 
     def set_complete(self) -> None:
-        """Declare the registry `complete`."""
+        """Mark the registry as `complete`."""
         self._complete = True
 
     def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
-        """Return the compiled program, and compile it first if it is missing.
+        """Return the compiled program. If it is missing, compile it first.
 
-        Raises the error of an earlier compilation in the background (once), the errors of the compiler, and
-        `NotCompiledError` for a new program if the registry is `strict` and `complete`.
+        If the program failed in the background, its error is raised once. Other errors are the errors of the compiler,
+        and `NotCompiledError` for a new program if the registry is `strict` and `complete`.
         """
         return self.executable(spec).compiled
 
     def executable(self, spec: ProgramSpec) -> Executable:
-        """Return the program with its properties. Compiles and raises as `get` does."""
+        """Return the program with its properties.
+
+        It compiles missing programs and raises errors in the same way as `get`.
+        """
         return self._store.get(spec.key, lambda: self._make(spec))
 
     # In the background
@@ -101,19 +105,19 @@ class Executables:
         return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether `get` would return or raise without a compilation, for each of the programs.
+        """Return whether `get` needs no compilation for any of the programs.
 
-        If `beside` is False, return True.
+        If `beside` is False, return True. A program whose stored error `get` would raise counts as available.
         """
         return not self._beside or not self._absent(specs)
 
     @property
     def has_failures(self) -> bool:
-        """Whether errors of programs are stored, which `get` would raise."""
+        """Whether errors of failed compilations are stored. `get` raises them."""
         return bool(self._failed)
 
     def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether any of the programs failed to compile in the background, so that `get` would raise."""
+        """Return whether one of the programs failed to compile in the background. `get` would raise its error."""
         return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
@@ -146,7 +150,7 @@ class Executables:
         return absent
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
-        """Store the programs that arrived from the background threads, and return their keys.
+        """Store the programs that arrived from the background threads. Return their keys.
 
         `check` is called with each program. If it raises an error, or the program did not compile, the error is stored
         in place of the program, and `get` raises it once. Errors are forgotten after `_RETRY_S` seconds, so that the
@@ -161,7 +165,10 @@ class Executables:
     def _take_in(
         self, arrived: list[Arrival], check: Callable[[Executable], None] = lambda _: None
     ) -> list[ProgramSpec]:
-        """Store arrived programs, or the errors of their compilation or of `check`. Return all their specs."""
+        """Store programs from the background threads, or their errors. Return the specs of all these programs.
+
+        An error may come from the compilation or from `check`.
+        """
         for spec, executable, error in arrived:
             try:
                 if executable is None:
@@ -178,10 +185,10 @@ class Executables:
         return [arrival.spec for arrival in arrived]
 
     def _forget_failures(self) -> None:
-        """Forget errors of programs, so that the background threads may compile these programs again.
+        """Forget old errors of programs, so that the background threads compile these programs again.
 
-        An error stays after `_MAX_RETRIES` retries. All errors stay if there is no compilation in the background, or if
-        the registry is `strict` and `complete`.
+        After `_MAX_RETRIES` retries, an error stays. All errors stay if there is no compilation in the background, or
+        if the registry is `strict` and `complete`.
         """
         self._retry_at = math.inf
         if not self._beside or (self.strict and self._complete):
@@ -223,7 +230,7 @@ class Executables:
         return found
 
     def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Return the specs. A spec is preceded by its `ProgramSpec.original` if that program is missing.
+        """Add missing originals (`ProgramSpec.original`) to specs, each before the spec that needs it. Return the list.
 
         The original is the same program for the first group of the degree. All groups load their programs from its
         bytes.
@@ -252,10 +259,10 @@ class Executables:
         logger.warning("program %s is compiled or loaded while requests wait: %s", spec, reason)
 
     def prepare(self, specs: Iterable[ProgramSpec]) -> Iterator[Executable]:
-        """Yield the present programs, then compile the missing programs and yield each when it is ready.
+        """Yield all programs of the specs: first the compiled programs, then each missing program when it is ready.
 
-        Missing programs are compiled in the background, or one by one if the registry is `complete`. Raises the errors
-        of `get`.
+        Missing programs are compiled in the background, or one by one if the registry is `complete`. Raises the same
+        errors as `get`.
         """
         missing = []
         for key, spec in {spec.key: spec for spec in specs}.items():

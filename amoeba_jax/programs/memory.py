@@ -59,7 +59,10 @@ class MemoryPlan:
 
 
 class DeviceTooSmallError(MemoryBudgetError):
-    """Error: the budget of a device leaves no room for one KV page of each layer. `needed_bytes` would suffice."""
+    """Error: the budget of a device is too small for one KV page of each layer.
+
+    A budget of `needed_bytes` would suffice.
+    """
 
     def __init__(self, message: str, budget_bytes: int, needed_bytes: int):
         super().__init__(message)
@@ -69,8 +72,8 @@ class DeviceTooSmallError(MemoryBudgetError):
 def device_budget(config: EngineConfig, device: jax.Device) -> int:
     """Return the bytes that the engine may use on a device.
 
-    This is `device_memory` if set, else a share of the memory that the device reports (`memory_utilization`), else
-    2 GiB.
+    This is `device_memory` if set. If not, it is the share `memory_utilization` of the memory that the device reports.
+    If the device reports none, it is 2 GiB.
     """
     if config.device_memory is not None:
         return parse_bytes(config.device_memory)
@@ -81,9 +84,10 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 
 
 def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return an upper estimate of the bytes of a step's temporaries: hidden states, intermediates and f32 logits.
+    """Return an upper limit for the bytes of a step's temporaries: hidden states, intermediates and f32 logits.
 
-    If the compiled programs need more, a warm-up reserves the difference. `width` is `EnginePlan.width`.
+    It is an estimate. If the compiled programs need more, a warm-up reserves the difference. `width` is
+    `EnginePlan.width`.
     """
     rows = config.max_num_seqs * width
     tokens = config.max_num_batched_tokens + rows
@@ -97,7 +101,7 @@ def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> in
 
 
 def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: int, platform: str) -> int:
-    """Return the bytes of the f32 copies that XLA makes of 16-bit weights on CPU, in the largest program.
+    """Return the bytes of f32 copies of 16-bit weights that XLA makes on CPU in the largest program.
 
     The largest program has either the head or `segment_layers` layers. The result is 0 on other platforms and for f32.
     """
@@ -119,7 +123,10 @@ def sampling_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
 
 
 def hidden_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return the bytes of the hidden states on a device, plus two flags that mark the first segment of a step."""
+    """Return the bytes of the hidden states on a device.
+
+    Two flags that mark the first segment of a step are included.
+    """
     return dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize + 2
 
 
@@ -129,9 +136,9 @@ def staging_bytes(page_bytes: int, phase_pages: int) -> int:
 
 
 class FixedBytes(NamedTuple):
-    """Bytes that a device needs beside weights and KV cache: temporaries of steps, sampling state, hidden states.
+    """Bytes that a device needs for buffers other than weights and KV cache.
 
-    They do not depend on the modules of the device.
+    These are temporaries of steps, sampling state and hidden states. They do not depend on the modules of the device.
     """
 
     activations: int

@@ -1,4 +1,4 @@
-"""Programs that copy a page inside a layer, and that read and write pages which move to other devices."""
+"""Programs that copy a page inside a layer, and programs that read and write pages that move to other devices."""
 
 import itertools
 from collections.abc import Callable
@@ -17,8 +17,10 @@ def compile_page_copy(dims: ModelDims, group: SubMesh, extent_pages: tuple[int, 
     """Compile a program `(extents, ids) -> extents` that copies one page of one layer on every rank.
 
     `extents` are donated arrays `[tp * pages, page_elems]`. `ids` `[tp, 2]` are the source and target page of each
-    rank. The program copies a page of one layer only: a program for all 30 layers of SmolLM2 would take 7 s to compile
-    and 150 MiB, at each degree.
+    rank.
+
+    The program is for one layer only. A program for all 30 layers of SmolLM2 would take 7 s to compile and 150 MiB, at
+    each degree.
     """
     starts = _first_ids(group, extent_pages)
 
@@ -49,7 +51,7 @@ def compile_page_read(
 def compile_page_write(
     dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...], num_pages: int
 ) -> jax.stages.Compiled:
-    """Compile a program `(extents, ids, contents) -> extents` that writes what `compile_page_read` reads.
+    """Compile a program `(extents, ids, contents) -> extents` that writes the contents that `compile_page_read` reads.
 
     `extents` are donated. A negative id writes nothing.
     """

@@ -35,12 +35,15 @@ from sharding.mesh import SubMesh, SubMeshPool
 from sharding.placement import Placement
 
 EXTRA_SHARES = (0.25, 1, 4)
-"""Sizes of an extra KV extent, relative to the first extent of a layer. Layers that stay on a device get one when
-others migrate away (`transform/extra_extents.py`). Few sizes need few programs."""
+"""Possible sizes of an extra KV extent, relative to the first extent of a layer.
+
+If layers migrate away from a device, the layers that stay get an extra extent (`transform/extra_extents.py`). Few
+sizes need few programs.
+"""
 
 
 class EnginePlan:
-    """Sizes that the programs of an engine depend on. The engine and `enumerate_programs` use the same plan.
+    """Sizes on which the programs of an engine depend. The engine and `enumerate_programs` use the same plan.
 
     Args:
         config: settings of the engine.
@@ -52,12 +55,12 @@ class EnginePlan:
 
     Attributes:
         placement: start placement of the only instance. None if the engine has instances that merge and split.
-        start_devices: devices that hold modules at the start. The others are empty.
-        segments: runs of consecutive layers that cover the model. Each is compiled as one program.
-        cutter: cuts runs of layers of a placement into segments.
+        start_devices: devices that hold modules at the start. The other devices are empty.
+        segments: runs of consecutive layers that cover the model. Each segment is compiled as one program.
+        cutter: object that cuts runs of layers of a placement into segments.
         head: segment of the final norm and the output head.
         hidden_tokens: number of tokens in a buffer of hidden states.
-        num_slots: number of slots of an instance: sequences whose last tokens it keeps on the devices.
+        num_slots: number of slots of an instance. The last tokens of this many sequences are kept on the devices.
         max_model_len: limit of prompt plus output, in tokens.
         overlaps_exchanges: whether step programs may also exchange pages; see `EngineConfig.overlap_exchange`.
         loops_exchanges: whether one program with a loop runs the phases of an exchange; see `ExchangeKind`.
@@ -114,7 +117,7 @@ class EnginePlan:
 
     @cached_property
     def device_plans(self) -> dict[int, MemoryPlan]:
-        """Division of memory by device index: devices of the start placement, or all devices if there is none."""
+        """Division of memory by device, for the devices of the start placement or, without it, for all devices."""
         devices = self.sub_meshes.devices
         if self.placement is None:
             return dict.fromkeys(range(len(devices)), self.memory)
@@ -231,7 +234,10 @@ class EnginePlan:
         extent_pages: tuple[int, ...],
         logits_of: LogitsOf = "last",
     ) -> Iterator[ProgramSpec]:
-        """Yield the specs of all programs of a step on one group, each once: the segments and the head."""
+        """Yield the specs of all programs of a step on one group: the segments and the head.
+
+        Each program occurs once.
+        """
         for segment in {segment.windows: segment for segment in self.segments}.values():
             yield self.layers_spec(specs, group, segment, shape, extent_pages)
         yield self.head_spec(specs, group, shape, logits_of)
@@ -240,9 +246,9 @@ class EnginePlan:
 def segment_layers(platform: str, num_layers: int) -> int:
     """Return the default number of layers in a segment.
 
-    Each launch costs some 0.2 ms on CPU: decode steps of SmolLM2 with one sequence take 2% to 6% longer with 3 layers
-    in a segment than with 5. Larger programs need more memory mappings and host memory on CPU. Models of 5 layers still
-    have two segments, so that their layers do not all change their degree at once.
+    Each launch costs about 0.2 ms on CPU: decode steps of SmolLM2 with one sequence take 2% to 6% longer with 3 layers
+    in a segment than with 5. On the other hand, larger programs need more memory mappings and host memory on CPU.
+    Models of 5 layers still have two segments, so that their layers do not all change their degree at once.
     """
     if platform != "cpu":
         return 8

@@ -1,4 +1,4 @@
-"""Descriptions of programs (specs): a key, and a function that compiles the program. They need no buffers."""
+"""Descriptions of programs (specs). A spec has a key, and a function that compiles the program. It needs no buffers."""
 
 import functools
 import threading
@@ -50,15 +50,15 @@ class ProgramKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """Description of a program, from which it can be compiled.
+    """Description of a program, from which the program can be compiled.
 
     Attributes:
         key: identity of the program. Specs with equal keys describe the same program.
         compile: function that compiles the program.
         donated_bytes: bytes that the program must update in place, on each device.
-        plan: a segment that the program computes, for a step or head program. All segments of the same shape share the
+        plan: segment that a program of a step or head computes. All segments of the same shape share the
             program. None for other programs.
-        restored: shards of one layer, for a program that restores weights. All layers share the program. Empty for
+        restored: shards of one layer, if the program restores weights. All layers share the program. Empty for
             other programs.
         on: devices that run the program.
         first: function that returns the spec of the same program for the first group of this degree, which starts at
@@ -77,9 +77,9 @@ class ProgramSpec:
 
     @property
     def original(self) -> "ProgramSpec | None":
-        """Spec of the program for the first group of the same degree, if both programs differ only in their devices.
+        """Spec of the same program for the first group of this degree.
 
-        None if the programs differ otherwise, or if this spec is for the first group.
+        None if that program differs in more than its devices, or if this spec is for the first group.
         """
         if self.first is None:
             return None
@@ -100,7 +100,10 @@ class ProgramSpec:
 
     @property
     def family(self) -> Hashable:
-        """Key without device indices. Programs of a family differ only in their devices, so they share one trace."""
+        """Key of the program without device indices.
+
+        Programs of a family differ only in their devices, and share one trace.
+        """
         if isinstance(self.key, ProgramKey):
             return self.key.kind, len(self.key.devices), self.key.shape
         return self.key.family
@@ -122,7 +125,7 @@ def _of_any_group(make: Make) -> Make:
 
 
 class ProgramSpecs:
-    """Factory of the specs of all programs of a model. Logits have shape `[V, R]` in all programs."""
+    """Factory of the specs of all programs of a model. In all programs, logits have the shape `[V, R]`."""
 
     def __init__(self, dims: ModelDims):
         self.dims = dims
@@ -158,7 +161,7 @@ class ProgramSpecs:
         return ProgramSpec(key, compile, plan=head_plan(self.dims), on=group.devices, first=first, model=self.model)
 
     def _traced(self, key: StepKey | HeadKey, make: Callable[[], StepProgram]) -> StepProgram:
-        """Return the traced program of the family of `key`. Call `make` to trace it if it is not kept."""
+        """Return the traced program for the family of `key`. If it is not cached, call `make` to trace it."""
         with self._lock:
             program = self._steps.get(key.family)
         if program is None:
@@ -175,8 +178,10 @@ class ProgramSpecs:
 
         A group has `tp / lower` parts of `lower` ranks each, and each part has `rows` columns of the hidden states.
         Before, every rank holds the columns of all parts, in order. Afterwards, the buffer of each rank begins with the
-        columns of its part. The program always moves `most_rows` columns, so that it serves any number of rows. The
-        surplus columns are unused.
+        columns of its part.
+
+        The program always moves `most_rows` columns, so that it serves any number of rows. The surplus columns are
+        unused.
 
         `hidden` is `[tp * D, hidden_tokens]` over the ranks, donated. `rows` is a scalar, the same on all ranks.
         """
@@ -190,7 +195,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
-        """Return the spec of a program `(hidden, rows) -> hidden`, the inverse of `split`.
+        """Return the spec of a program `(hidden, rows) -> hidden` that reverses `split`.
 
         Every rank gets the columns of all parts, in order.
         """
@@ -299,7 +304,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def take_column(self, group: SubMesh, tokens: int) -> ProgramSpec:
-        """Return the spec of `(logits, index) -> logits[:, index : index + 1]`."""
+        """Return the spec of a program `(logits, index) -> column` that returns `logits[:, index : index + 1]`."""
 
         def take_column(logits: jax.Array, index: jax.Array):
             return lax.dynamic_slice_in_dim(logits, index, 1, axis=1)

@@ -1,4 +1,4 @@
-"""Program that turns KV cache back into weights when a group splits. Ranks get the missing shards from their peers."""
+"""Program that turns KV cache back into weights when a group splits. Each rank gets its missing shards from a peer."""
 
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ def compile_restore(
 
 
 def source_place(released: ReleasedShard, max_tp: int, group: SubMesh) -> int:
-    """Return the index of the shard that a rank sends in `compile_restore`, among the shards that the rank keeps.
+    """Return the index of the shard that a rank sends in `compile_restore`, among the shards that the rank has kept.
 
     The index is the same on all ranks of the group.
     """

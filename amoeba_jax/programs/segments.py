@@ -8,7 +8,7 @@ from sharding.placement import ModuleKind
 
 
 class SegmentCutter:
-    """Division of runs of layers into segments.
+    """Cutter of runs of layers into segments.
 
     If a run contains a whole segment of the model, this segment is used. All other layers of the run become segments of
     one layer. The segments of all placements therefore have few different lengths.
@@ -23,7 +23,7 @@ class SegmentCutter:
         self._segments = {segment.start: segment.layers for segment in segments}
 
     def cut(self, layers: range, module: ModuleKind, *, embeds: bool) -> tuple[SegmentPlan, ...]:
-        """Return the segments of the given modules of consecutive layers, in order.
+        """Cut consecutive layers into segments, in order. Each segment has the given modules.
 
         `embeds` tells whether their programs can begin a step (`SegmentPlan.embeds`). Attention or FFN alone is always
         cut into single layers.

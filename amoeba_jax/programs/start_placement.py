@@ -1,4 +1,4 @@
-"""The start placement of an engine, and the memory of its devices."""
+"""Start placement of an engine, and division of the memory of its devices."""
 
 import json
 from collections.abc import Mapping
@@ -76,9 +76,9 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return the number of pages of one layer's extent on each home that computes attention.
+    """Return the number of pages of one layer's extent, for each home that computes attention.
 
-    This is the smallest number in the memory plans of the home's devices. `plans` has the memory plan of each device.
+    The home's device with the fewest pages decides. `plans` has the memory plan of each device.
     """
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
@@ -87,7 +87,7 @@ def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Ho
 def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_size: int) -> int:
     """Return the length, in tokens, of the longest sequence that fits in an empty instance.
 
-    This is the capacity of the microbatch with the most pages. The home with the fewest pages limits a microbatch.
+    Each microbatch is limited by its home with the fewest pages. The microbatch with the most pages decides.
     """
     return max(
         min(pages[home] * home.degree for home in placement.layers_by_home(number)) * page_size
@@ -96,20 +96,23 @@ def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_siz
 
 
 def placement_width(placement: Placement) -> int:
-    """Return the factor by which a placement multiplies `max_num_seqs`.
+    """Return the maximum number of running sequences at a placement, divided by `max_num_seqs`.
 
-    This is the number of microbatches, times the smallest degree of a home of attention modules.
+    This is the number of microbatches, times the smallest degree of a home that computes attention.
     """
     degree = min(home.degree for homes in placement.attention for home in homes)
     return placement.num_microbatches * degree
 
 
 def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: int, fixed: FixedBytes) -> Placement:
-    """Return the placement `auto`: the layers in order on the first devices of the pool, on as few as possible.
+    """Return the placement for the setting `auto`: the layers in order, on as few devices as possible.
 
-    Each device has consecutive layers. The devices must hold the model and the KV cache of `max_num_batched_tokens`
-    tokens (or of the model's context length, if that is less). Layers are distributed so that the smallest number of
-    pages of a device is as large as possible. The first device also has the embedding and the head.
+    The devices are the first devices of the pool. Each has consecutive layers. The first device also has the embedding
+    and the head.
+
+    The devices must hold the model and the KV cache of `max_num_batched_tokens` tokens (or of the model's context
+    length, if that is less). Layers are distributed so that the device with the fewest pages has as many pages as
+    possible.
 
     Raises `MemoryBudgetError` if all devices together are too small.
     """
@@ -131,7 +134,7 @@ def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: in
 
 
 def _spread(weights: WeightLayout, num_devices: int, budget_bytes: int, fixed: FixedBytes) -> Placement:
-    """Return the placement that distributes the layers over the first `num_devices` devices by free memory."""
+    """Distribute the layers over the first `num_devices` devices by free memory. Return the placement."""
     num_layers, size = weights.dims.config.num_layers, weights.itemsize
     of_layer = [0] * num_layers
     ends = 0

@@ -109,7 +109,7 @@ class HeadKey:
 
 
 class HeadOutput(NamedTuple):
-    """Result of the head, the same on every rank.
+    """Result of the head, equal on every rank.
 
     R is the number of rows of the step, or the number of its tokens if the head computes the logits of all tokens.
     """
@@ -118,7 +118,7 @@ class HeadOutput(NamedTuple):
     """Greedy tokens for the host; `NO_TOKEN` in rows whose logits are NaN."""
     logits: Float[Array, "V R"]
     last_tokens: Int32[Array, " slots"]
-    """Last tokens by slot, with the greedy token of each row in its slot."""
+    """Last token of each slot. Each row's greedy token is already in its slot."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class StepProgram:
 
     With an exchange, the function also takes `(others, send, receive)` and returns `others`. `others` are the extents
     of the layers whose pages move, donated. `send` and `receive` are the ids of the phase, `[tp, 1, *pieces]`. Step and
-    exchange are independent, so that XLA can compute while pages move between devices.
+    exchange do not depend on each other, so XLA can compute while pages move between devices.
 
-    The program of the head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput`, where `rows` is
+    The program of the head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput`. Its argument `rows` is
     `StepBatch.rows`. It donates nothing.
 
     Attributes:
@@ -178,7 +178,10 @@ class StepProgram:
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
-    """Return the program of the segment `plan` in the shape of `key`. Only the number of devices in `key` matters."""
+    """Trace the program of the segment `plan` in the shape of `key`.
+
+    Of the devices in `key`, only the number matters.
+    """
     tp, shape = len(key.devices), key.batch
     segment = Segment(dims, plan, tp)
     graph, state = nnx.split(segment)
@@ -241,7 +244,7 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
 
 
 def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
-    """Return the program of the head. Only the number of devices in `key` matters."""
+    """Trace the program of the head. Of the devices in `key`, only the number matters."""
     tp = len(key.devices)
     segment = Segment(dims, head_plan(dims), tp)
     graph, state = nnx.split(segment)
@@ -302,7 +305,7 @@ def _embedded(
 ) -> Float[Array, "D N"]:
     """Return the input of the layers: the embeddings of the tokens if `first`, else `hidden`.
 
-    A token with a source slot is read from `last_tokens`. Any other token comes from the host.
+    If a token has a source slot, it is read from `last_tokens`. If not, the host has sent it in `fields`.
     """
     sources = fields["sources"]
 
@@ -327,7 +330,7 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
 
 
 def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
-    """Return a function `(leaves, x, extents, context)` that computes any layer of the same kind.
+    """Return a function `(leaves, x, extents, context)` that computes any layer of the same kind as `layer`.
 
     `leaves` are the weights of the layer.
     """

@@ -19,7 +19,7 @@ from sharding.release import ReleasedShard
 
 
 class TransitionPrograms:
-    """Programs of one transition of a group of devices: a merge of lower-degree instances, or a split into them.
+    """Programs of one transition of a group of devices: a merge or a split.
 
     During the transition, the layers change their degree one after another. Steps then use programs of both degrees
     (`step_specs`).
@@ -30,12 +30,12 @@ class TransitionPrograms:
         group: devices of the group. The higher degree is `group.tp`.
         lower: lower degree.
         up: True for a merge (from the lower to the higher degree), False for a split.
-        released: degree for which weights are released to the KV cache (`WeightLayout.released`), before and after the
+        released: degrees for which weights are released to the KV cache (`WeightLayout.released`), before and after the
             transition.
         rows: number of rows of each lower-degree instance in a decode step.
         memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
-            (split). The FFN weights that the higher degree does not need are then KV cache of every layer while pages
-            move, so the moves read and write all of `high_extents`.
+            (split). While pages move, the FFN weights that the higher degree does not need are then KV cache of every
+            layer. The moves therefore read and write all of `high_extents`.
 
     Attributes:
         members: device groups of the lower-degree instances.
@@ -102,8 +102,8 @@ class TransitionPrograms:
     def step_specs(self) -> list[ProgramSpec]:
         """Return all programs that decode steps can need during the transition.
 
-        These are the step programs of the instances of both degrees, `split` and `join` for hidden states between
-        layers of different degrees, and column copies for a step of a single lower-degree instance.
+        These are three kinds: step programs of the instances of both degrees, `split` and `join` for hidden states
+        between layers of different degrees, and column copies for a step of a single lower-degree instance.
         """
         specs, plan = self._executables.specs, self.plan
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
@@ -137,10 +137,10 @@ class TransitionPrograms:
         return [make(device, *size) for device in devices for make in (specs.take_columns, specs.put_columns)]
 
     def _steps_with_exchange(self) -> list[ProgramSpec]:
-        """Return all programs of `step_with_exchange`.
+        """Return all programs that `step_with_exchange` can return.
 
-        There is one program for each combination of a shape of a segment, a number of layers whose pages move, and a
-        kind of phase: a general phase, or a phase with a distance other than 0 (`kvcache.migration.Phase`).
+        A program is determined by the shape of its segment, the number of layers whose pages move, and the kind of the
+        phase. A phase is general, or has a distance other than 0 (`kvcache.migration.Phase`).
         """
         pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
@@ -174,7 +174,10 @@ class TransitionPrograms:
         return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
-        """Return the programs of steps with one prompt, and one chunk size, which suffices for any prompt length."""
+        """Return the programs of steps with one prompt.
+
+        There is one chunk size, which suffices for prompts of any length.
+        """
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
@@ -185,7 +188,7 @@ class TransitionPrograms:
         return needed + self._column_copies(shape)
 
     def prompt_copies(self) -> list[ProgramSpec]:
-        """Return the programs that copy the hidden states of a prompt chunk of any size to the whole group."""
+        """Return the programs that copy the hidden states of a prompt chunk, of any size, to the whole group."""
         buckets = self.plan.buckets(self.lower)
         shapes = [buckets.step(0, 1, chunk) for chunk in buckets.chunk_sizes]
         return [spec for shape in shapes for spec in self._column_copies(shape)]
@@ -236,8 +239,8 @@ class TransitionPrograms:
     def move_temporaries(self, *, pages: bool) -> int:
         """Return the largest temporaries, in bytes on a device, of the programs that restore weights.
 
-        If `pages`, the programs that exchange pages count too. Compiles missing programs. The result is 0 if there is
-        no such program.
+        If `pages` is True, the programs that exchange pages count too. Compiles missing programs. The result is 0 if
+        there is no such program.
         """
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)
@@ -249,7 +252,10 @@ class TransitionPrograms:
         return self._executables.get(spec)
 
     def prepare_steps(self, *, prompts: bool) -> None:
-        """Compile the missing programs of decode steps and, if `prompts`, of prompts. Raises errors of the compiler."""
+        """Compile the missing programs of decode steps. If `prompts`, also compile programs for prompts.
+
+        Raises errors of the compiler.
+        """
         needed = self.step_specs() + (self.prompt_specs() if prompts else [])
         for _ in self._executables.prepare(needed):
             pass

@@ -10,9 +10,10 @@ blocks of its microbatches side by side, in the order of the microbatches:
     device 0   layers 0-4: blocks 0 1     layers 5-14: block 0          layers 15-29 and head: blocks 0 1
     device 1                     | copy   layers 5-14: block 1   | copy
 
-In a step of all microbatches, one collective program moves the blocks if the homes of one run are the equal parts of
-the single home of the other run, with one microbatch on each part, in order: `join` from the parts to the whole,
-`split` from the whole to the parts. Every other transfer is a `copy` of columns from device to device.
+A transfer is a `join`, a `split` or a `copy`. A `join` or `split` is one collective program that moves all blocks of a
+step. It requires that one run has a single home, and that the homes of the other run are the equal parts of this home,
+with one microbatch on each part, in order. `join` moves blocks from the parts to the whole, and `split` from the whole
+to the parts. Every other transfer is a `copy` of columns from device to device.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from sharding.placement import Home, Homes, Placement
 _COPY_RATIO = 8
 
 Blocks = tuple[int, ...]
-"""Microbatches whose blocks lie side by side in a buffer, in this order."""
+"""Microbatches whose blocks of columns lie side by side in a buffer of hidden states, in this order."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Compute:
     Attributes:
         home: devices that compute.
         segments: segments to compute, in order.
-        blocks: microbatches whose rows the home computes. If it is None, the step has only one microbatch, and the home
+        blocks: microbatches whose rows the home computes. None: the step has only one microbatch, and the home
             computes all of its rows.
         begins: whether the first segment begins the step, with the embeddings of the tokens.
     """
@@ -97,7 +98,9 @@ Work = Compute | Transfer
 
 
 def work_list(placement: Placement, microbatch: int | None, cutter: SegmentCutter) -> tuple[Work, ...]:
-    """Return the work of a step in order: from the embedding to the transfer of hidden states to the home of the head.
+    """Return the work of a step, in order.
+
+    It begins with the embedding and ends with the transfer to the home of the head.
 
     Args:
         placement: placement of the instance.
@@ -115,7 +118,10 @@ class _WorkList:
         self._microbatch = microbatch
         self._work: list[Work] = []
         self._at: dict[Home, Blocks] = {}
-        """Homes with the current hidden states, and the microbatches whose blocks they have."""
+        """Homes that have the hidden states at this point of the list.
+
+        For each home, the microbatches whose blocks it has.
+        """
 
     def build(self) -> tuple[Work, ...]:
         placement = self._placement
@@ -142,7 +148,7 @@ class _WorkList:
         self._work.append(Compute(home, segments, blocks, begins))
 
     def _move_to(self, wanted: dict[Home, Blocks]) -> None:
-        """Append the transfer of the hidden states to the homes `wanted`, if a transfer is needed."""
+        """Append a transfer of the hidden states to the homes `wanted`, unless they are already there."""
         before, self._at = self._at, wanted
         if not before or before == wanted:
             return
@@ -192,8 +198,8 @@ def work_specs(
 ) -> list[ProgramSpec]:
     """Return the programs of one item of a work list, in order.
 
-    A `Compute` has a program for each segment, a `join` or `split` has one, and a `copy` has two programs for each of
-    its copies: the read and the write.
+    A `Compute` has a program for each segment. A `join` or `split` has one program. A `copy` has two programs for each
+    of its copies: the read and the write.
 
     Args:
         plan: sizes of the engine.
@@ -222,9 +228,10 @@ def work_specs(
 
 
 def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
-    """Return the number of columns to copy for a step of one microbatch, at least `num_tokens`.
+    """Return the number of columns to copy for a step of one microbatch.
 
-    This is the next power of `_COPY_RATIO`, but at most `hidden_tokens`. Few different numbers need few programs.
+    This is the smallest power of `_COPY_RATIO` that is at least `num_tokens`, but at most `hidden_tokens`. Few
+    different numbers need few programs.
     """
     columns = 1
     while columns < num_tokens:
@@ -233,9 +240,10 @@ def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
 
 
 def _collective(before: dict[Home, Blocks], after: dict[Home, Blocks]) -> Transfer | None:
-    """Return the `join` or `split` that moves all blocks, or None if the smaller homes are not parts of the larger.
+    """Return the `join` or `split` that moves all blocks.
 
-    Each part must have exactly one block, in the order of the microbatches.
+    Return None if the smaller homes are not parts of the larger home. Each part must have exactly one block, in the
+    order of the microbatches.
     """
     for kind, parts, wholes in (("join", before, after), ("split", after, before)):
         ((whole, blocks), *others), lower = wholes.items(), next(iter(parts)).degree

@@ -1,4 +1,4 @@
-"""Host side of sampling: settings of a sequence, and inputs and results of the sampler (`sampling/sampler.py`)."""
+"""Host side of sampling: settings of a sequence, and conversion of inputs and results of the sampler on the device."""
 
 import hashlib
 import struct
@@ -16,11 +16,11 @@ from amoeba_jax.shorten import shorten
 from amoeba_jax.tokenizer import Tokenizer
 
 NO_SLOT = 2**31 - 1
-"""Slot of rows whose token is not recorded: padding, and chunks before the last chunk of a prompt."""
+"""Slot of rows that record no token: padding, and chunks of a prompt before its last chunk."""
 ANY_TOKEN = -1
-"""First token of a pair (see `Pairs`) whose second token is banned after every token."""
+"""First token of a banned pair (`Pairs`) that matches every token."""
 NO_TOKEN = -1
-"""Token of rows whose largest logit is not finite."""
+"""Token that is reported for a row whose largest logit is not finite."""
 
 # Bits of a row's `options`.
 USES_STATE, BELOW_MIN_TOKENS, LOGPROBS = 1, 2, 4
@@ -40,7 +40,7 @@ FIELDS: tuple[str, ...] = ("slot", "position", "num_pairs", "options", "seed", "
 _OPTIONS = FIELDS.index("options")
 
 MAX_BAD_WORD_PAIRS = 256
-"""Pairs per row of `sample_full`, and limit of a request's bad words of several tokens.
+"""Number of banned pairs of each row of `sample_full`. Also the limit of a request's bad words with several tokens.
 
 The number is fixed, so that one program serves all requests. A smaller number would save no time on CPU. A step sends
 2 KiB of pairs per row.
@@ -53,8 +53,10 @@ BadWords = tuple[tuple[int, ...], ...]
 Pairs = Int32[np.ndarray, "2 pairs"]
 """Banned pairs of tokens: if the last token is `[0, i]`, the next token must not be `[1, i]`."""
 Endings = Mapping[int, Sequence[tuple[tuple[int, ...], tuple[int, int]]]]
-"""Bad words of at least three tokens, by the third token from the end. Each word is a pair of tuples: all
-tokens but the last two, and the last two tokens."""
+"""Bad words of at least three tokens, by their third token from the end.
+
+Each word is a pair of tuples: all tokens but the last two, and the last two tokens.
+"""
 
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
@@ -64,12 +66,12 @@ SamplerKind = Literal["greedy", "sample", "full"]
 
 @dataclass(frozen=True, eq=False)
 class SamplingRow:
-    """Sampling settings of one sequence, made once by `sampling_row`.
+    """Sampling settings of one sequence. `sampling_row` makes them once.
 
     Attributes:
         params: settings of the request.
         vocab_size: number of tokens with logits.
-        kind: cheapest sufficient sampler: "greedy" (argmax), "sample" (program `sample`) or "full" (program
+        kind: cheapest sampler that is sufficient: "greedy" (argmax), "sample" (program `sample`) or "full" (program
             `sample_full`).
         uses_state: whether the sequence needs its rows of `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
@@ -135,9 +137,10 @@ class TokenLogprobs(NamedTuple):
 
 
 class SamplingResult(NamedTuple):
-    """Tokens and log-probabilities of a step. `logprobs` is None after `sample`.
+    """Tokens and log-probabilities of a step.
 
-    After `sample_full`, log-probabilities are 0 in rows of sequences that did not request them.
+    `logprobs` is None after `sample`. After `sample_full`, it is 0 in rows of sequences that did not request
+    log-probabilities.
     """
 
     tokens: Int32[np.ndarray, " R"]
@@ -236,7 +239,7 @@ def _as_pairs(pairs: Sequence[tuple[int, ...]]) -> Pairs:
 
 
 def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
-    """Return a seed in [0, 2**32) for sample `index` of a request without a seed.
+    """Return a seed in [0, 2**32) for one sample of a request that has no seed. `index` is the index of the sample.
 
     The seed is a hash, so two samples of different requests have the same seed only with probability 2**-32.
     """
@@ -247,9 +250,10 @@ def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
     """Return the token ids of each word in two forms: without and with a leading space. Equal forms appear once.
 
+    vLLM bans the form with a space only if the two forms have equally many tokens. This function always returns both.
+
     SentencePiece vocabularies add a space at the start of a text. To avoid this space, each form is encoded after a
-    newline, and the tokens of the newline are cut off. vLLM bans the form with a space only if the two forms have
-    equally many tokens. This function always returns both forms.
+    newline, and the tokens of the newline are cut off.
 
     Raises `RequestError` for a word that has no tokens, or that the tokenizer cannot encode.
     """
@@ -272,10 +276,10 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
 def state_rows(
     row: SamplingRow, prompt: Sequence[int], output: Sequence[int]
 ) -> tuple[Int32[np.ndarray, " V"], Float[np.ndarray, " V"]]:
-    """Return `(flags, bias)` for the slot of a sequence that has generated `output`. `set_state` writes them.
+    """Return the rows `(flags, bias)` for the slot of a sequence that has generated `output`. `set_state` writes them.
 
-    An entry of `flags` tells whether the token is in the prompt (bit 0), whether it is a stop token (bit 1), and how
-    often it was generated (from bit 2). `bias` is added to the logits, and is -inf for banned tokens.
+    Bit 0 of an entry of `flags` is set if the token is in the prompt, and bit 1 if it is a stop token. The bits from
+    bit 2 on count how often the token was generated. `bias` is added to the logits, and is -inf for banned tokens.
     """
     flags = np.zeros(row.vocab_size, np.int32)
     np.add.at(flags, np.asarray(output, np.int64), ONE_OUTPUT)
@@ -294,17 +298,19 @@ def state_rows(
 
 
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
-    """Return the bad words that the next token may complete: for each word, a pair of its last two tokens.
+    """Return the bad words that the next token may complete. Each word is returned as the pair of its last two tokens.
 
-    A bad word of two tokens is always a candidate. A longer word is a candidate if all its tokens but the last two
-    directly precede the last token of the sequence.
+    A bad word of two tokens is always a candidate. A longer word is a candidate if the sequence, without its last
+    token, ends with all tokens of the word but the last two.
+
+    If the host knows the last token of the sequence, only candidates that match it are returned, and their first token
+    is replaced by `ANY_TOKEN`. If not, all candidates are returned, and the device compares their first tokens with the
+    last token of the sequence.
 
     Args:
         row: settings of the sequence.
         output_known: generated tokens that the host has read.
-        in_flight: whether the last token of the sequence was sampled but not read by the host. If so, the pairs of all
-            candidates are returned, and the device compares the first token of each pair with the last token. If not,
-            the host compares these tokens, and only matching pairs are returned, with `ANY_TOKEN` as first token.
+        in_flight: whether the last token of the sequence was sampled, but the host has not read it.
     """
     end = len(output_known) if in_flight else len(output_known) - 1
     if not row.bad_words or end < 0:
@@ -332,10 +338,11 @@ def packed_size(num_rows: int, *, full: bool = False) -> int:
 
 
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
-    """Pack the settings of a step into one i32 array: each field for all rows, then the pairs.
+    """Pack the settings of a step into one i32 array. It has each field for all rows, and then the pairs.
 
-    Floats are stored as their bits. The rows after `rows` are padding, whose tokens are not recorded. Pairs are
-    included only if `full` is true, for `sample_full`. The shape of the pairs is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
+    Floats are stored as their bits. Rows after the end of `rows` are padding, whose tokens are not recorded.
+
+    Pairs are included only if `full` is true, for `sample_full`. Their shape is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
     Each row uses its first `num_pairs` pairs.
     """
     size = len(FIELDS) * num_rows
@@ -369,7 +376,7 @@ def unpack_logprobs(packed: Int32[np.ndarray, "positions columns"]) -> TokenLogp
 
 
 def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> dict[int, Logprob]:
-    """Return log-probabilities at one position, by token id: of `token` and of the `k` most probable tokens.
+    """Return the log-probabilities at one position, by token id: of `token` and of the `k` most probable tokens.
 
     Args:
         logprobs: log-probabilities of all positions.

@@ -1,9 +1,9 @@
-"""Choice of the next tokens on the device, in the order of vLLM's sampler.
+"""Sampler: choose the next tokens on the device, in the order of vLLM's sampler.
 
-First masks (allowed tokens, bad words, stop tokens before `min_tokens`), biases and penalties change the logits. With
-temperature 0, the most probable token is then taken. At any other temperature, the temperature, min-p, top-k and top-p
-are applied in this order, and a token is drawn. A filter also keeps all tokens that are exactly as probable as the last
-token that the filter must keep.
+First, masks (allowed tokens, bad words, stop tokens before `min_tokens`), biases and penalties change the logits. With
+temperature 0, the most probable token is then chosen. With any other temperature, the temperature, min-p, top-k and
+top-p are applied in this order, and a token is drawn. A filter also keeps all tokens that are exactly as probable as
+the last token that it must keep.
 
 The token of a row depends only on the row's logits, settings and state, never on other rows. The noise of a row comes
 from the key `fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
@@ -11,7 +11,7 @@ from the key `fold_in(key(seed), position)`. So a request's tokens are the same 
 Logits are `[V, R]`, as a step returns them, and are never transposed as a whole. Times in comments are for XLA on CPU
 with 49,152 tokens and 32 rows, on two cores.
 
-If the largest logit of a row is not finite, the device takes an arbitrary token, and the host gets `NO_TOKEN`. If the
+If the largest logit of a row is not finite, the device chooses an arbitrary token, and the host gets `NO_TOKEN`. If the
 hidden state of a row has a NaN, all logits of the row are NaN. Damaged weights of the head can make a single logit NaN.
 On CPU, XLA's maximum may ignore this NaN. The token of this logit is then never chosen, and no error is reported.
 """
@@ -54,7 +54,7 @@ def set_state(
     flags_row: Int32[Array, " V"],
     bias_row: Float[Array, " V"],
 ) -> tuple[Int32[Array, "slots V"], Float[Array, "slots V"]]:
-    """Replace the rows of one slot in `flags` and `bias`, and return both arrays. Donates `flags` and `bias`."""
+    """Replace the rows of one slot in `flags` and `bias`. Return both arrays. Donates `flags` and `bias`."""
     return flags.at[slot].set(flags_row), bias.at[slot].set(bias_row)
 
 
@@ -77,11 +77,11 @@ def sample_full(
     bias: Float[Array, "slots V"],
     packed: Int32[Array, " size"],
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
-    """Choose the tokens of rows of any kind, with log-probabilities. Returns updated `(last_tokens, flags, result)`.
+    """Choose the tokens of rows of any kind, with log-probabilities. Return updated `(last_tokens, flags, result)`.
 
     Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
-    `logits` before any masks. If a row's masks, biases and bad words together leave no token, the row's logits are not
-    changed.
+    `logits` before any masks. If a row's masks, biases and bad words together leave no token, they are not applied to
+    this row.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -137,7 +137,10 @@ def token_logprobs(
 
 
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
-    """Return the fields `[R]` by name, and the pairs of banned tokens (see `Pairs`). `sample` has 0 pairs."""
+    """Split `packed` into the fields `[R]` by name, and the banned pairs of tokens (see `Pairs`).
+
+    The inputs of `sample` have 0 pairs.
+    """
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
     fields |= {name: lax.bitcast_convert_type(fields[name], jnp.float32) for name in FLOATS}
@@ -167,12 +170,12 @@ def _with_state(
 
 
 def for_host(tokens: Int32[Array, " R"], max_logit: Float[Array, " R"]) -> Int32[Array, " R"]:
-    """Return the tokens to send to the host: `NO_TOKEN` in rows whose largest logit, `max_logit`, is not finite."""
+    """Return the tokens for the host: the chosen tokens, or `NO_TOKEN` in rows whose `max_logit` is not finite."""
     return jnp.where(jnp.isfinite(max_logit), tokens, NO_TOKEN)
 
 
 def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return the chosen token and the largest logit of each row.
+    """Choose a token for each row. Return the tokens, and the largest logit of each row.
 
     If a row's temperature is 0, the token is the most probable token, or the first of several equally probable tokens.
     If the temperature is higher, the token is drawn.
@@ -191,9 +194,9 @@ def _draw(
 ) -> Int32[Array, " R"]:
     """Draw a token for each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
 
-    The score of a token is its scaled logit plus noise. Top-p needs no sort. If the token with the best score is inside
-    the top p, this token is drawn. If this token is outside, the token with the best score among the more probable
-    tokens is tried next. The first try succeeds with probability p or more.
+    The score of a token is its scaled logit plus noise. Top-p needs no sort: the token with the best score is drawn if
+    it is inside the top p. If it is not, the token with the best score among the more probable tokens is tried next.
+    The first try succeeds with probability p or more.
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -214,7 +217,7 @@ def _draw(
             return tokens, value, (top_p < 1) & (higher >= limit) & (value < 0) & (max_logit < jnp.inf)
 
         def attempt(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            """Try the next token in rows whose token was outside the top p. Other rows find the same token again."""
+            """Try the next token in rows whose token was outside the top p. The other rows keep their token."""
             pivot, _, value, outside = state
             pivot = jnp.where(outside, value, pivot)
             return pivot, *judge(argmax(jnp.where(scaled > pivot, scores, -jnp.inf))[0])
@@ -239,7 +242,7 @@ def _scaled(
 def _top_k_floor(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Float[Array, " R"]:
-    """Return each row's `top_k`-th largest scaled logit, or -inf if `top_k` is below 1.
+    """Return the `top_k`-th largest scaled logit of each row. Return -inf for rows with `top_k` below 1.
 
     The largest `top_k` of all rows selects the algorithm. All algorithms return the same bits.
     """
@@ -257,7 +260,7 @@ def _top_k_floor(
 
 
 def _gumbel(seeds: Int32[Array, " R"], positions: Int32[Array, " R"], size: int) -> Float[Array, "V R"]:
-    """Return `jax.random.gumbel(fold_in(key(seed), position), [size])` for each row.
+    """Return the same noise as `jax.random.gumbel(fold_in(key(seed), position), [size])` for each row.
 
     On CPU, this function takes 4 ms, and `jax.random` takes 14 ms.
     """
@@ -285,21 +288,22 @@ def _threefry(keys: UInt32[Array, "R 2"], counts: UInt32[Array, "V 1"]) -> tuple
 
 
 def _take(x: Float[Array, "V R"], tokens: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """Return the value of each row at its token."""
+    """Return the value of one token of each row."""
     return jnp.take_along_axis(x, tokens[None], axis=0)[0]
 
 
 def _block_maxima(x: Float[Array, "V R"], most: int) -> tuple[int, Float[Array, "blocks R"]]:
-    """Cut the vocabulary into equal blocks of at most `most` tokens. Return the block size and the block maxima."""
+    """Divide the vocabulary into equal blocks of at most `most` tokens. Return their size and their maxima."""
     size = math.gcd(x.shape[0], most)
     return size, x.reshape(-1, size, x.shape[1]).max(axis=1)
 
 
 def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return the first token with the largest value of each row, and the value. With NaN the token is arbitrary.
+    """Return the first token with the largest value of each row, and the value.
 
-    Find the block of tokens with the largest value first, then the token in this block. On CPU this takes 0.7 ms.
-    `jnp.argmax` takes 4 ms, because XLA on CPU does not vectorize it.
+    In a row with NaN, the token is arbitrary. The search finds first the block of tokens with the largest value, and
+    then the token in this block. On CPU this takes 0.7 ms. `jnp.argmax` takes 4 ms, because XLA on CPU does not
+    vectorize it.
     """
     last = x.shape[0] - 1
     size, maxima = _block_maxima(x, _ARGMAX_BLOCK)

@@ -1,1 +1,1 @@
-"""Changes of layout while requests run."""
+"""Changes of degrees and of placements while requests run."""

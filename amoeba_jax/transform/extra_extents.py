@@ -1,4 +1,4 @@
-"""Extra KV extents on a device whose layers have migrated away: the freed memory serves the layers that stay."""
+"""Extra KV extents on a device whose layers have migrated away. The layers that stay get the freed memory."""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from sharding.placement import Home
 
 
 def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
-    """Return the pages of the largest extra extent that fits, as a tuple of one; empty if none fits.
+    """Return the pages of the largest extra extent that fits, as a tuple of one number. Return () if none fits.
 
     Args:
-        base: pages of the first extent of a layer.
+        base: number of pages of the first extent of a layer.
         free_bytes: free memory of the device.
         page_bytes: bytes of one page of all layers on the device.
     """
@@ -29,7 +29,7 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 
 
 def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[int, ...]) -> None:
-    """Add an extent to every layer of a site, if there is room. Raises the error of the allocation."""
+    """Add an extent to every layer of a site, if there is enough memory. Raises the error of the allocation."""
     (device,), page_bytes = site.group.devices, cluster.memory_plan.page_bytes
     for num_pages in extra:
         layers = [layer for layer, extents in enumerate(site.kv) if extents]
@@ -45,9 +45,10 @@ def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[i
 
 
 def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) -> None:
-    """Remove all extents but the first from every layer of a site. Their pages move to free pages of the first.
+    """Remove all extents but the first from every layer of a site. Move their pages to free pages of the first extent.
 
-    Raises `OutOfPagesError`, with nothing changed but evicted prefixes, if the first extent has too few free pages.
+    Raises `OutOfPagesError` if the first extent has too few free pages. Only cached prefixes may then have been
+    evicted.
     """
     lanes = [lane for instance in cluster.instances for lane in instance.lanes if home in lane.ranks]
     base = site.extent_pages[0] * allocator.max_tp
@@ -86,7 +87,7 @@ def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) 
 
 
 def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
-    """Copy pages to other pages of the same layers."""
+    """Copy pages inside each layer of a site. `places` maps old page ids to new page ids."""
     if not places:
         return
     program = cluster.executables.get(cluster.executables.specs.page_copy(site.group, site.extent_pages))
@@ -97,7 +98,7 @@ def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
 
 
 def _renumber(lane: Lane, home: Home, places: dict[int, int]) -> None:
-    """Replace page ids of the sequences of a lane at one home. Its prefix cache is empty."""
+    """Replace page ids in the block tables of a lane at one home. Its prefix cache must be empty."""
     (row,) = range(lane.pages.tp)[lane.ranks[home]]
     for sequence in lane.running:
         if sequence.pages is not None:

@@ -1,7 +1,7 @@
-"""Lanes of a group that merges or splits: sequences and cached prefixes, with pages in both layouts.
+"""Sequences and cached prefixes of a group that merges or splits, divided among lanes.
 
-In a split, cached prefixes go to an instance whose sequences use them, or to the instance with the most free pages. If
-no pages are free, the least recently used prefixes are dropped.
+Their pages have ids in the old and in the new layout. In a split, a cached prefix goes to an instance whose sequences
+use it, or to the instance with the most free pages. If no pages are free, the least recently used prefixes are dropped.
 """
 
 from collections import defaultdict
@@ -23,12 +23,12 @@ from sharding.placement import Home
 
 @dataclass(frozen=True)
 class LanePages:
-    """Future content of a lane, with its pages in the old layout.
+    """Sequences and cached pages that a new lane will get, with their pages in the old layout.
 
     Attributes:
         sequences: sequences with pages.
         cached: cached pages, in the order of their eviction.
-        table: `[tp, pages]` local ids of all pages, each page once, ordered by the id on rank 0.
+        table: `[tp, pages]` page ids of all pages, each page once, ordered by the id on rank 0.
         references: number of references to each page, by sequences and the cache.
     """
 
@@ -39,7 +39,7 @@ class LanePages:
 
     @classmethod
     def of(cls, sequences: list[Sequence], cached: list[CachedPage], tp: int) -> "LanePages":
-        """Return the content with the pages of these sequences and cached pages."""
+        """Return a `LanePages` with these sequences and cached pages. Collect their pages in `table`."""
         if not sequences and not cached:
             return cls([], [], np.empty((tp, 0), np.int32), np.empty(0, np.int64))
         tables = [s.pages.table for s in sequences if s.pages is not None]
@@ -54,12 +54,12 @@ class LanePages:
         return self.table.shape[1]
 
     def columns(self, ids: Int32[np.ndarray, " pages"]) -> Int[np.ndarray, " pages"]:
-        """Return the columns of pages in `table`, given their ids on rank 0."""
+        """Return the columns of `table` for pages that are given by their ids on rank 0."""
         return np.searchsorted(self.table[0], ids)
 
 
 def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
-    """Divide the content of a lane among new instances. Raises `OutOfPagesError`.
+    """Divide the sequences and cached pages of a lane among the new instances of a split. Raises `OutOfPagesError`.
 
     Args:
         room: number of free pages of each instance.
@@ -77,9 +77,10 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
 
 
 def dealt(lane: Lane, count: int) -> list[LanePages]:
-    """Divide the content of a lane into parts whose numbers of sequences differ by at most one.
+    """Divide the sequences and cached pages of a lane into `count` parts.
 
-    A cached page goes to all parts whose sequences use it. The first part also gets those that no sequence uses.
+    The numbers of sequences of two parts differ by at most one. A cached page goes to all parts whose sequences use it.
+    Cached pages that no sequence uses go to the first part.
     """
     parts: list[list[Sequence]] = [[] for _ in range(count)]
     pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
@@ -92,10 +93,10 @@ def dealt(lane: Lane, count: int) -> list[LanePages]:
 
 
 def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: list[int]) -> list[list[CachedPage]]:
-    """Return the cached pages of each part.
+    """Divide cached pages among parts. Return the cached pages of each part.
 
-    A part gets the pages that its sequences use. Every other prefix goes to a part that already has its first pages, or
-    to the part with the most free pages.
+    A part gets the cached pages that its sequences use. Every other prefix goes to a part that already has its first
+    pages, or to the part with the most free pages.
     """
     used = [{page for s in part if s.pages is not None for page in s.pages.table[0].tolist()} for part in parts]
     left = [free - len(own) for free, own in zip(room, used, strict=True)]
@@ -118,7 +119,10 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 
 
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
-    """Return, for each page, the key of the first cached page of its prefix, and the distance from that page."""
+    """Return the root of each cached page, and the distance from the root in pages.
+
+    The root of a page is the first cached page of its prefix. It is given by its key.
+    """
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
     for page in pages:
@@ -133,12 +137,13 @@ def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
 
 
 def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[LanePages]) -> None:
-    """Turn the references of one cache into references of the caches of parts.
+    """Adjust the references of a lane's cached pages after the lane was divided into parts.
 
-    Pages that no part caches lose their reference. Pages that n parts cache get n - 1 more references.
+    The lane's prefix cache holds one reference to each page in `before`, and each part's cache needs one. A page that
+    no part caches loses its reference. A page that n parts cache gets n - 1 more references.
 
     Args:
-        before: pages of the one cache.
+        before: pages of the lane's prefix cache.
     """
     counts: dict[int, int] = defaultdict(int)
     for part in parts:
@@ -157,10 +162,12 @@ def lane_at(
     enabled: bool,
     max_running: int,
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
-    """Return a lane with pages at several homes, without sequences, and the sequences with their pages.
+    """Create a lane with pages at several homes. Return the lane, and its sequences with their pages.
+
+    The lane has the cached pages of `part`. The caller must add the sequences to it.
 
     Args:
-        places: for each home, its pool and the place of each page of `part` there.
+        places: page pool of each home, and the ids that the pages of `part` have there.
         enabled: whether prefixes are cached.
         max_running: maximum number of sequences of the lane.
     """
@@ -182,16 +189,19 @@ def lane_at(
 
 
 def move_into(target: Lane, lanes: list[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
-    """Give the cached pages of lanes at one home, and their references, to a lane of that home alone.
+    """Move the cached pages of lanes at one home to the lane `target`, which has only this home.
 
-    Return the sequences with their pages at that home.
+    Return the sequences of the lanes with their pages at that home. References are moved, not copied.
     """
     adopt_prefixes(target, lanes, home)
     return pages_at(target.pages, lanes, home)
 
 
 def pages_at(pool: PagePool, lanes: Iterable[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
-    """Return the sequences of lanes with their pages at one home, whose pool is given. Changes nothing."""
+    """Return the sequences of lanes with their pages at one home. `pool` is the page pool of the home.
+
+    Changes nothing.
+    """
     return [
         (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[home]]))
         for lane in lanes
@@ -201,17 +211,17 @@ def pages_at(pool: PagePool, lanes: Iterable[Lane], home: Home) -> list[tuple[Se
 
 
 def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
-    """Add the cached pages of lanes at one home, and their references, to a lane of that home."""
+    """Move the cached pages of lanes at one home, and the references to them, to the lane `target` of this home."""
     for lane in lanes:
         rows = lane.ranks[home]
         target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())
 
 
 def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool]) -> None:
-    """Give the sequences and the cached pages of lanes to a lane that has some of their homes, and free the rest.
+    """Move the sequences and cached pages of lanes to the lane `target`. Free their pages at homes that `target` lacks.
 
     Args:
-        pools: pool of every home of `lanes`.
+        pools: page pool of every home of `lanes`.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])

@@ -1,4 +1,4 @@
-"""Begin of a merge or split: programs, memory, and a place for each page in the new layout."""
+"""Begin of a merge or split: compile programs, reserve memory, and allocate each page in the new layout."""
 
 import time
 from collections.abc import Callable
@@ -21,13 +21,14 @@ from kvcache.relayout import place_down, place_up
 from sharding.placement import Placement
 
 Requeue = Callable[[Instance, Sequence], None]
-"""Takes a sequence off its instance. It is computed again from its tokens."""
+"""Function that takes a sequence off its instance and queues it. The sequence is computed again from its tokens."""
 
 
 def merge(cluster: Cluster, options: TransformOptions, old: list[Instance], requeue: Requeue) -> Transition:
-    """Replace instances without steps in flight by one instance over their devices, whose layers then switch.
+    """Replace instances by one instance over their devices, and return the transition that will switch its layers.
 
-    Raises `RequestError`, `OutOfPagesError` or the error of a program, with nothing changed.
+    The old instances must have no steps in flight. Raises `RequestError`, `OutOfPagesError` or the error of a program,
+    and changes nothing, if the merge is impossible.
     """
     geometry, change = cluster.dims.pages, GroupChange.of(cluster, options, old)
     group, (before, after) = change.group, change.released
@@ -70,9 +71,10 @@ def merge(cluster: Cluster, options: TransformOptions, old: list[Instance], requ
 
 
 def split(cluster: Cluster, options: TransformOptions, instance: Instance) -> Transition:
-    """Prepare an instance without steps in flight for its split. It serves until its layers have switched.
+    """Prepare the split of an instance, and return the transition that will switch its layers.
 
-    Raises `RequestError`, `OutOfPagesError` or the error of a program, with nothing changed.
+    The instance must have no steps in flight. It serves until all of its layers have switched. Raises `RequestError`,
+    `OutOfPagesError` or the error of a program, and changes nothing, if the split is impossible.
     """
     geometry, change = cluster.dims.pages, GroupChange.of(cluster, options, [instance])
     group, tp, after, lane = instance.group, change.target, change.released[1], instance.lane
@@ -112,8 +114,8 @@ class _Dealt(NamedTuple):
     Attributes:
         kept: pages of paused requests.
         allocators: new allocators, one for each device.
-        limits: for each new instance, the number of sequences that it may run.
-        parts: for each new instance, its sequences and cached pages.
+        limits: maximum number of sequences of each new instance.
+        parts: sequences and cached pages of each new instance.
     """
 
     kept: KeptPages
@@ -125,8 +127,8 @@ class _Dealt(NamedTuple):
 def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) -> _Dealt:
     """Divide the sequences and cached pages of an instance among the new instances of degree `tp`.
 
-    If pages of paused requests leave too little room, prefixes that only the paused instances cache are dropped. Raises
-    `OutOfPagesError` or `RequestError`.
+    If the pages of paused requests leave too few free pages, prefixes that only the paused instances cache are dropped.
+    Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
@@ -153,13 +155,13 @@ def _prepare(
     old: list[Instance],
     parts: list[LanePages],
 ) -> Prepared:
-    """Compile the programs of a transition and reserve its memory.
+    """Compile the programs of a transition, and reserve memory for its temporaries.
 
     Raises `RequestError` if the memory exceeds the budget, and `NotCompiledError` if a program is missing.
 
     Args:
         most: maximum number of sequences of an instance of the lower degree.
-        parts: pages of these instances.
+        parts: sequences and cached pages of the instances of the lower degree.
     """
     start = time.perf_counter()
     cluster.check_compiled(change.group, change.target, change.released[1])
@@ -182,10 +184,10 @@ def _prepare(
 
 
 def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
-    """Raise `RequestError` if a running request may grow beyond the capacity of an instance of degree `tp`.
+    """Raise `RequestError` if a running request may outgrow an instance of degree `tp`.
 
     Args:
-        released: degree for which the weights of that instance are released.
+        released: degree for which the weights of the smaller instance will be released.
     """
     limit = cluster.capacity_tokens(tp, released)
     for sequence in instance.running:
@@ -199,10 +201,10 @@ def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -
 def hand_over(
     old: list[Instance], views: list[tuple[Instance, Lane, Sequence, SequencePages]], requeue: Requeue
 ) -> None:
-    """Move the sequences of old instances to new instances, lanes and pages.
+    """Move the sequences of old instances to new instances, lanes and pages. `views` lists the new owners.
 
-    If that fails, the old instances keep them. Sequences whose sampling state on the device was overwritten are then
-    computed again.
+    If that fails, the old instances keep their sequences. A sequence whose sampling state on the device was overwritten
+    is then computed again.
     """
     before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
     try:

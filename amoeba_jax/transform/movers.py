@@ -1,4 +1,4 @@
-"""Moves the pages of a layer to their places in the new layout, and restores weights."""
+"""Moves of a layer's pages to the new layout, and restoring of its weights."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +19,7 @@ Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
-    """An `Exchange` with its ids on the devices, sharded over the ranks."""
+    """An `Exchange` whose arrays of ids are on the devices, sharded over the ranks."""
 
     kind: ExchangeKind
     send: jax.Array
@@ -28,7 +28,7 @@ class PlacedExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Size of the moves of each layer.
+    """Size of the page moves of one layer. It is the same for all layers.
 
     Attributes:
         num_pieces: number of pieces of pages that move.
@@ -40,9 +40,9 @@ class Plan:
 
 
 class InPlaceMover:
-    """Moves pages within the present extents, in phases of bounded size, and restores weights in place.
+    """Launcher of programs that move pages within the present extents, and restore weights in place.
 
-    It launches programs and never waits for them.
+    Pages move in phases of bounded size. The methods launch programs and never wait for them.
 
     Attributes:
         exchanges: exchanges of the present plan, in order.
@@ -55,7 +55,7 @@ class InPlaceMover:
         self._divided: dict[int, tuple[list[PlacedExchange], list[PlacedExchange]]] = {}
 
     def prepare(self, max_pieces: int) -> int:
-        """Compile missing programs. Return the maximum temporary bytes on a device.
+        """Compile missing programs. Return the maximum bytes of temporaries on a device.
 
         Args:
             max_pieces: maximum number of pieces that one rank sends to another. 0: no pages move.
@@ -64,7 +64,10 @@ class InPlaceMover:
         return self._programs.move_temporaries(pages=bool(exchanges))
 
     def plan(self, old: Tables, new: Tables) -> Plan:
-        """Plan the moves from old to new places. The tables are arguments of `kvcache.relayout.moves`."""
+        """Plan the moves of pages from the old to the new layout.
+
+        The tables are arguments of `kvcache.relayout.moves`.
+        """
         programs = self._programs
         source, target = moves(old, new)
         self._phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
@@ -73,8 +76,11 @@ class InPlaceMover:
         return Plan(len(source), len(self._phases))
 
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
-        """Return the plan in two parts. The second part has up to `most` exchanges of one phase each, between
-        different ranks. The first part has everything before them."""
+        """Return the plan in two parts: exchanges to run as separate programs, and exchanges for step programs.
+
+        The second part has the last exchanges of the plan, at most `most`. Each exchange there has one phase and moves
+        pieces between different ranks.
+        """
         if most not in self._divided:
             count = 0
             while count < min(most, len(self._phases)) and self._phases[-1 - count].distance != 0:
@@ -91,7 +97,7 @@ class InPlaceMover:
         return [PlacedExchange(exchange.kind, *_put_ids(self._programs, exchange)) for exchange in exchanges]
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
-        """Move the pages of a layer to their new places. Return the new extents.
+        """Move the pages of a layer to the new layout. Return the extents after the moves.
 
         Args:
             extents: all extents of the layer in both layouts, `[tp * pages, page_elems]` each. Donated.
@@ -99,13 +105,13 @@ class InPlaceMover:
         return self.run(self.exchanges, extents)
 
     def run(self, exchanges: list[PlacedExchange], extents: list[jax.Array]) -> list[jax.Array]:
-        """Move the pages of a layer by some exchanges of the plan. Donates `extents`."""
+        """Run some exchanges of the plan on the extents of a layer. Donates `extents`."""
         for kind, send, receive in exchanges:
             extents = self._programs.exchanges[kind](extents, send, receive)
         return extents
 
     def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
-        """Write the weights of released shards into the extents that replaced them. Donates `extents`."""
+        """Write the weights of released shards into the extents that these shards had become. Donates `extents`."""
         return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
 
@@ -115,6 +121,6 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return the shards that the ranks send each other to restore `released`."""
+    """Return the shards that ranks send to each other so that the shards `released` can be restored."""
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

@@ -1,6 +1,6 @@
 """Programs and memory that a transformation needs.
 
-All programs are compiled before it begins, so that no request waits for a compiler during it.
+All programs are compiled before the transformation begins, so that no request waits for a compiler during it.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,14 @@ from sharding.mesh import SubMesh
 
 
 def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
-    """Return the kinds of samplers that the running sequences need."""
+    """Return the kinds of samplers that the running sequences of instances need."""
     return {sequence.sampling.kind for instance in instances for sequence in instance.running}
 
 
 def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
-    """Reserve temporary bytes of a transition on each device. With 0, reserve the staging bytes of the memory plan.
+    """Reserve memory for temporaries of a transition on each device.
+
+    If `num_bytes` is 0, reserve the planned staging bytes.
 
     Raises `MemoryBudgetError`.
     """
@@ -35,11 +37,12 @@ class GroupChange:
     """Change of a group of devices from one degree to another.
 
     Attributes:
-        group: devices, at the higher degree.
+        group: the devices, as a group of the higher degree.
         lower: lower degree.
-        up: whether the change is a merge.
-        released: the degrees for which weights are released before and after.
-        memory_first: whether FFNs change before the pages of any layer in a merge, and after them in a split.
+        up: True for a merge, False for a split.
+        released: degrees for which weights are released before and after the change.
+        memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
+            (split).
     """
 
     group: SubMesh
@@ -50,7 +53,7 @@ class GroupChange:
 
     @classmethod
     def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "GroupChange":
-        """Return the change of several instances into one, or of one instance into several."""
+        """Return the change of the instances `old`: a merge of several instances, or the split of one."""
         tp, up = options.tensor_parallel_size, len(old) > 1
         group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
         before = max(instance.released for instance in old)
@@ -66,17 +69,20 @@ class GroupChange:
         return self.group.tp if self.up else self.lower
 
     def is_view_only(self, options: TransformOptions, old: list[Instance]) -> bool:
-        """Return whether no page moves: requests pause, or paused requests resume and no others run."""
+        """Return whether the change moves no pages.
+
+        Either requests pause, or paused requests resume and no others run.
+        """
         pauses = self.up and options.running == "pause"
         resumes = not self.up and bool(old[0].paused) and not old[0].running
         return pauses or resumes
 
 
 def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Instance]) -> list[ProgramSpec]:
-    """Return the programs for the change of several instances into one, or of one instance into several.
+    """Return the programs that the merge or split of the instances `old` needs.
 
-    These are the programs of steps during the change (if any sequence runs), the moves of pages and weights, and the
-    fewest programs with which the new instances can serve.
+    These are the programs of steps during the change (if any sequence runs), the programs that move pages and weights,
+    and the fewest programs with which the new instances can serve.
     """
     kinds = sampler_kinds(old)
     change = GroupChange.of(cluster, options, old)
@@ -101,7 +107,10 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
 
 
 def request_programs(cluster: Cluster, options: TransformOptions, groups: list[list[Instance]]) -> int:
-    """Compile missing programs for the change of each group in the background. Return the number of missing ones."""
+    """Compile missing programs for the change of each group in the background.
+
+    Return the number of missing programs.
+    """
     specs = [spec for old in groups for spec in needed_programs(cluster, options, old)]
     return 0 if cluster.executables.request(specs) else cluster.executables.num_missing(specs)
 
@@ -109,9 +118,9 @@ def request_programs(cluster: Cluster, options: TransformOptions, groups: list[l
 def transition_programs(
     cluster: Cluster, change: GroupChange, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms:
-    """Return the programs of a transition in which each lower instance decodes up to `rows` sequences.
+    """Return the programs of a transition during which each lower-degree instance decodes up to `rows` sequences.
 
-    Take the smallest step whose programs are compiled, or else the smallest step.
+    The decode step is the smallest step whose programs are compiled. If there is none, it is the smallest step.
     """
     found = _compiled_for_steps(cluster, change, rows, kinds)
     return found or _programs(cluster, change, cluster.buckets(change.lower).step(rows).num_rows)
@@ -120,7 +129,10 @@ def transition_programs(
 def _compiled_for_steps(
     cluster: Cluster, change: GroupChange, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms | None:
-    """Return the programs with the fewest rows whose steps are all compiled, or None."""
+    """Return the transition programs with the fewest rows for which all step programs are compiled.
+
+    Return None if none are.
+    """
     for bucket in cluster.buckets(change.lower).decode_sizes:
         if bucket >= rows:
             programs = _programs(cluster, change, bucket)
@@ -143,7 +155,7 @@ def _programs(cluster: Cluster, change: GroupChange, rows: int) -> TransitionPro
 
 
 def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramSpec]:
-    """Return the programs of steps in every state between the layouts, with their samplers."""
+    """Return the programs of all steps that can run during a transition, with their samplers."""
     specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
     needed = programs.step_specs() + programs.prompt_specs()
     for count in (rows, cluster.buckets(programs.lower).few_rows):

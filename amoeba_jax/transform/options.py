@@ -19,7 +19,10 @@ PlacementKind = Literal["replicate", "evict", "migrate", "scale_out", "scale_in"
 """Change of an instance's placement. See the methods of `LLM` with these names."""
 
 PlacementModules = Literal["layer", "attention", "ffn", "kv"]
-"""Modules of a layer that change. `kv`: the KV cache with the attention; the weights also stay where they were."""
+"""Modules of a layer that change. `kv`: the KV cache and the attention over it.
+
+The old device keeps the weights too.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,12 @@ class PlacementOptions:
     """Arguments of `LLM.replicate`, `evict`, `migrate`, `scale_out` and `scale_in`.
 
     Attributes:
-        kind: the method.
-        device: device that gets modules, or gives them up (`evict`, `scale_in`).
+        kind: name of the method.
+        device: device that gets modules, or loses them (`evict`, `scale_in`).
         instance: id of the instance. In `scale_in`, the instance that takes over the sequences.
         layers: layers that change. None: all layers.
         modules: modules of these layers.
-        move_kv: whether the KV cache of migrated layers, and so their attention, moves too.
+        move_kv: whether the KV cache of migrated layers, and therefore their attention, moves too.
     """
 
     kind: PlacementKind
@@ -45,7 +48,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True)
 class TransformOptions:
-    """Arguments of `LLM.transform`, with devices."""
+    """Arguments of `LLM.transform`, with `devices` filled in."""
 
     tensor_parallel_size: int
     devices: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Instances whose requests pause while one instance over all of their devices serves, and which resume afterwards.
+"""Pause and resume: the requests of instances pause while one larger instance serves on all of their devices.
 
-Nothing is moved, restored or computed again: the bytes of a page are the bytes of its sub-pages at the higher degree,
-so the larger instance views the same extents. Paused sequences keep their pages, slots and sampling state. The larger
+Nothing is moved, restored or computed again. A page has the same bytes as its sub-pages at the higher degree, so the
+larger instance uses the same extents. Paused sequences keep their pages, slots and sampling state. The larger
 instance uses the pages and slots that are free. Steps in flight end as usual.
 """
 
@@ -23,7 +23,10 @@ from sharding.mesh import SubMesh, assemble, disassemble
 
 
 def check_paused(instances: Iterable[Instance], options: TransformOptions) -> None:
-    """Raise `RequestError` if paused requests ran at another degree than the requested one. They resume only there."""
+    """Raise `RequestError` if an instance has paused requests of a degree other than the requested degree.
+
+    Paused requests can resume only at the degree at which they ran.
+    """
     for instance in [instance for instance in instances if instance.paused_sequences]:
         count, degree = len(instance.paused_sequences), instance.paused[0].tp
         what = f"{count} requests are paused on devices {list(instance.group.device_indices)}"
@@ -32,7 +35,7 @@ def check_paused(instances: Iterable[Instance], options: TransformOptions) -> No
 
 
 def pause(cluster: Cluster, members: list[Instance]) -> Instance:
-    """Replace instances, which have released the same weights, by one instance over their devices."""
+    """Replace instances by one instance over their devices, and pause them. All must have released the same weights."""
     group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
     # No program donates the last tokens, so the members keep the tokens of their slots.
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
@@ -43,9 +46,9 @@ def pause(cluster: Cluster, members: list[Instance]) -> Instance:
 
 
 def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
-    """Replace an instance, which has no sequences and no steps in flight, by its paused instances.
+    """Replace an instance by its paused instances. It must have no sequences and no steps in flight.
 
-    Drops its cached prefixes.
+    Its cached prefixes are dropped.
     """
     instance.lane.cache.clear()
     members = instance.drop_paused()
@@ -57,7 +60,7 @@ def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
 
 
 def forget(instance: Instance) -> None:
-    """Drop the paused instances of an instance. They have no sequences. Their cached prefixes are dropped too."""
+    """Drop the paused instances of an instance, with their cached prefixes. They must have no sequences."""
     for member in instance.drop_paused():
         member.lane.cache.clear()
         member.clear_pending()
@@ -65,7 +68,7 @@ def forget(instance: Instance) -> None:
 
 
 def drop_prefixes(members: Iterable[Instance]) -> bool:
-    """Drop the cached prefixes of paused instances that no sequence uses. Return whether there were any."""
+    """Drop the cached prefixes of paused instances that no sequence uses. Return whether any was dropped."""
     caches = [member.lane.cache for member in members]
     if not any(cache.num_evictable_pages for cache in caches):
         return False
@@ -75,9 +78,10 @@ def drop_prefixes(members: Iterable[Instance]) -> bool:
 
 
 def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_tokens: list[jax.Array]) -> Instance:
-    """Return an instance over a group. It takes the extents of the members, `[tp * pages, page_elems]` each, uncopied.
+    """Create an instance over a group from the KV extents of its members, without a copy.
 
-    If it cannot be made, the members still have their extents.
+    Each extent becomes part of an array `[tp * pages, page_elems]` over the group. If this fails, the members keep
+    their extents.
     """
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]
@@ -94,7 +98,10 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
 
 
 def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
-    """Return the extents of a site, `[tp * pages, page_elems]` each, as extents of groups of equal degree, uncopied."""
+    """Divide the KV extents of a site among groups of equal degree, without a copy.
+
+    Every extent is an array `[tp * pages, page_elems]` over its devices.
+    """
     tp, whole = groups[0].tp, site.group
 
     def parts(extent: jax.Array) -> list[jax.Array]:
@@ -108,7 +115,9 @@ def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
 
 
 class KeptPages:
-    """Pages of paused instances, claimed in the allocators of the new layout, so that no other sequence gets them.
+    """Pages of paused instances in the allocators of the new layout.
+
+    They are claimed there, so no other sequence gets them.
 
     Args:
         instance: instance that serves in place of the paused instances.
@@ -131,14 +140,14 @@ class KeptPages:
             self._pools.append(PagePool(geometry, ranks, tp))
 
     def settle(self) -> None:
-        """Free the pages that paused sequences have freed since, for example because they were cancelled."""
+        """Free pages whose paused sequences were removed during the transition, for example by a cancellation."""
         for lane, pool, claimed in zip(self._lanes, self._pools, self._claimed, strict=True):
             gone = list((claimed - _references(lane)).elements())
             pool.free(np.array(gone, np.int32).reshape(len(gone), pool.tp).T)
 
 
 def _references(lane: Lane) -> Counter[tuple[int, ...]]:
-    """Count how often a lane's sequences and its prefix cache hold each page.
+    """Count the references of a lane's sequences and prefix cache to each page.
 
     A key is the page's column in a block table: its id on each rank.
     """

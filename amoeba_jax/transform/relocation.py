@@ -1,11 +1,13 @@
-"""Modules of an instance that replicate, migrate or leave a device while its requests run.
+"""Relocation: modules of an instance replicate, migrate or leave a device while its requests run.
 
-A relocation goes from one placement to another, a chunk of layers at a time, between two steps. When a chunk switches,
-its weights have arrived at the new home, and the pages of its layers are copied there. A sequence has pages at all
-homes of its microbatch, so every placement in between is valid, and a relocation may end after any chunk.
+A relocation leads from one placement to another. Layers switch in chunks, between two steps. Before a chunk switches,
+its weights must have arrived at the new home. At the switch, the pages of its layers are copied there.
 
-Only homes of one device take part. A device may already compute layers of another instance with the same model: then
-no weights are copied, and the new pages come from that instance's allocator.
+A sequence has page ids at all homes of its microbatch. Every placement on the way is therefore valid, and a relocation
+may end after any chunk.
+
+Only homes of one device take part. If a device already computes layers of another instance with the same model, no
+weights are copied, and the new pages come from that instance's allocator.
 """
 
 import time
@@ -43,10 +45,10 @@ from sharding.placement import Home, Placement
 
 @dataclass(eq=False)
 class Relocation:
-    """A relocation in progress. Used by the dispatcher thread only. `instance.transition` refers to it.
+    """Relocation in progress. `instance.transition` refers to it. Used by the dispatcher thread only.
 
     Attributes:
-        num_switched: number of layers at their new homes.
+        num_switched: number of layers that have switched to their new homes.
         started: whether a layer has switched.
         copied_bytes: bytes of weights copied so far.
         shared_bytes: bytes of weights that the new homes already held.
@@ -89,20 +91,23 @@ class Relocation:
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether the source keeps its weights."""
+        """Whether the source device keeps the weights of modules that leave it."""
         return self.plan.options.kind == "migrate" and self.plan.options.modules == "kv"
 
     @property
     def must_drain(self) -> bool:
-        """Whether steps in flight must end before `settle`: the sampling state of sequences moves to another device."""
+        """Whether steps in flight must end before `settle`.
+
+        True if the sampling state of sequences moves to another device.
+        """
         return self.plan.options.kind == "scale_out"
 
     # Begin
 
     def begin(self) -> None:
-        """Give every sequence pages at the new homes, and divide sequences among the microbatches.
+        """Allocate pages at the new homes for every sequence, and divide sequences among the microbatches.
 
-        Raises `OutOfPagesError` or `MemoryBudgetError`, with nothing changed.
+        Raises `OutOfPagesError` or `MemoryBudgetError`. Sequences and placement are then unchanged.
         """
         cluster = self.cluster
         shrunk: list[tuple[Site, BuddyAllocator, tuple[int, ...]]] = []
@@ -144,7 +149,7 @@ class Relocation:
             raise
 
     def _parts(self) -> tuple[list[LanePages], list[Lane]]:
-        """Return the content of each microbatch, and the lane that has it now."""
+        """Return the sequences and cached pages of each microbatch, and the lane to which they belong now."""
         count = self.plan.before.num_microbatches
         if (joining := self.plan.joining) is not None:
             lanes = [*self.instance.lanes, *joining.lanes]
@@ -159,12 +164,16 @@ class Relocation:
         return parts, sources
 
     def _homes(self, number: int) -> list[Home]:
-        """Return the homes of a microbatch before and after, without repetitions."""
+        """Return the homes of a microbatch's attention before and after the relocation, each once."""
         before, after = self.plan.before.layers_by_home(number), self._after.layers_by_home(number)
         return list(dict.fromkeys([*before, *after]))
 
     def _lacking(self, parts: list[LanePages], sources: list[Lane]) -> dict[Home, int]:
-        """Return the new pages that microbatches need: at homes where they have none, and in place of shared ones."""
+        """Return the number of new pages that are needed at each home.
+
+        A microbatch needs new pages at homes where it has none. It also needs copies of pages that another microbatch
+        uses.
+        """
         needed: dict[Home, int] = {}
         for number, (part, lane, shared) in enumerate(zip(parts, sources, _shared(parts, sources), strict=True)):
             for home in self._homes(number):
@@ -173,7 +182,10 @@ class Relocation:
         return needed
 
     def _make_room(self, needed: dict[Home, int]) -> bool:
-        """Evict cached prefixes from homes where pages are needed. Return whether enough pages are free at homes."""
+        """Evict cached prefixes of other instances at homes that need pages.
+
+        Return whether enough pages are then free.
+        """
         enough = True
         for home, count in needed.items():
             allocators = allocators_at(self.cluster, home)
@@ -196,7 +208,10 @@ class Relocation:
                 )
 
     def _open(self, home: Home, opened: list[Home]) -> tuple[Site, SequenceOf[BuddyAllocator]]:
-        """Return the site and the allocators of a home. An empty device gets the buffers to compute."""
+        """Return the site and the allocators of a new home. If the device is empty, first allocate its buffers.
+
+        Append the home to `opened` if its device was empty.
+        """
         cluster = self.cluster
         site, allocators = site_at(cluster, home), allocators_at(cluster, home)
         if site is not None and allocators is not None:
@@ -262,9 +277,10 @@ class Relocation:
         allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         allocated: list[tuple[PagePool, np.ndarray, np.ndarray]],
     ) -> list[dict[Home, tuple[PagePool, np.ndarray]]]:
-        """Return the pool and the page ids of each microbatch at each of its homes. Shared pages are copied.
+        """Allocate the pages that each microbatch lacks at its homes. Return pools and page ids, by home.
 
-        New pages are appended to `allocated`, with the number of references to each.
+        A page that an earlier microbatch also uses is copied. New pages are appended to `allocated`, with the number of
+        references to each.
         """
 
         def new_pages(pool: PagePool, references: np.ndarray) -> np.ndarray:
@@ -292,7 +308,7 @@ class Relocation:
     # Switches
 
     def switch_layers(self) -> None:
-        """Switch the next chunk of layers if its weights have arrived, or all layers if no sequence runs."""
+        """Switch the next chunk of layers if its weights have arrived. If no sequence runs, switch all chunks."""
         with TraceAnnotation("amoeba.switch", instance=self.instance.id):
             while self._left:
                 chunk = self._left[0]
@@ -308,7 +324,7 @@ class Relocation:
                     return
 
     def _request(self, chunk: range) -> None:
-        """Begin to copy the weights that the new homes of a chunk lack."""
+        """Start to copy the weights that the new homes of a chunk lack."""
         if self._requested == chunk:
             return
         self._waiting, self._requested = [], chunk
@@ -347,13 +363,16 @@ class Relocation:
         self.num_switched += len(chunk)
 
     def _ids(self, source: Home, target: Home, numbers: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all live pages of microbatches at two homes."""
+        """Return the ids of all live pages of some microbatches, at the home `source` and at the home `target`."""
         tables = [(lane, lane.live_pages()) for lane in (self.instance.lanes[number] for number in numbers)]
         old = np.concatenate([table[lane.ranks[source]] for lane, table in tables], axis=1)
         return old, np.concatenate([table[lane.ranks[target]] for lane, table in tables], axis=1)
 
     def _move(self, layer: int, source: Home, target: Home, old: np.ndarray, new: np.ndarray) -> None:
-        """Copy pages of a layer, given by their ids `[tp, pages]`, to another device, or to other pages of a home."""
+        """Copy pages of a layer to another device, or to other pages of the same home.
+
+        `old` and `new` are the page ids `[tp, pages]` at `source` and `target`.
+        """
         cluster, sites, count = self.cluster, self.instance.runner.sites, self.cluster.plan.transfer_pages
         specs, here, there = cluster.executables.specs, sites[source], sites[target]
         read = cluster.executables.get(specs.page_read(here.group, here.extent_pages, count))
@@ -371,7 +390,7 @@ class Relocation:
             self.kv_moved_bytes += old.shape[1] * cluster.memory_plan.page_bytes
 
     def _drop(self, modules: Iterable[Module], *, weights: bool = True) -> None:
-        """Free modules on devices where the instance does not compute them, if no other instance needs them there."""
+        """Free KV cache and weights of modules on their devices. Modules that another instance needs there are kept."""
         cluster = self.cluster
         for module in modules:
             if is_used(cluster, module, self.instance):
@@ -385,7 +404,10 @@ class Relocation:
     # End
 
     def stop(self) -> None:
-        """Keep the present placement: no further layer switches. What they would have needed is freed."""
+        """Stop the relocation at the present placement.
+
+        Free the weights of layers that have not switched at their new homes.
+        """
         for layer in [layer for chunk in self._left for layer in chunk]:
             self._drop(self._gained(layer))
         self._left, self._after = [], self.instance.runner.placement
@@ -396,7 +418,11 @@ class Relocation:
         return self._after is self.plan.after
 
     def settle(self) -> None:
-        """End: join equal microbatches, and free everything that the new placement does not need."""
+        """End the relocation: merge microbatches that have the same homes, and free unneeded homes.
+
+        If layers have migrated away, the layers that stay get extra extents. In a `scale_out`, the last microbatch
+        becomes an instance.
+        """
         cluster, instance, runner = self.cluster, self.instance, self.instance.runner
         old = instance.lanes
         pools = {home: cluster.factory.pool_at(home, instance.allocators) for home in instance.allocators}
@@ -422,7 +448,7 @@ class Relocation:
         cluster.link_lanes()
 
     def leave_homes(self) -> None:
-        """Forget the homes that the present placement does not have. Close devices that no instance uses."""
+        """Free the homes that the present placement does not use. Close devices that no instance uses."""
         instance, placement = self.instance, self.instance.runner.placement
         gone = [home for home in instance.runner.sites if home not in homes_of(placement)]
         instance.allocators = {home: of for home, of in instance.allocators.items() if home not in gone}
@@ -436,7 +462,7 @@ class Relocation:
                     self.cluster.close_device(home.start)
 
     def _hand_over_last(self, pools: dict[Home, PagePool]) -> list[Lane]:
-        """Make the last microbatch an instance of its own. Return the other lanes."""
+        """Turn the last microbatch into a separate instance. Return the lanes of the other microbatches."""
         cluster, instance, device = self.cluster, self.instance, self.plan.options.device
         *others, last = instance.lanes
         home, weights = Home(device, 1), cluster.weights
@@ -482,9 +508,10 @@ class Relocation:
 
 
 def _shared(parts: list[LanePages], sources: list[Lane]) -> list[np.ndarray]:
-    """Return for each part which of its pages an earlier part of the same lane has too.
+    """Return a mask of the pages of each part: True for pages that an earlier part of the same lane has too.
 
-    Lanes must not share pages, because a prefix cache notices only when sequences of its own lane release a page.
+    These pages must be copied, because new lanes must not share pages. A prefix cache notices only releases by
+    sequences of its own lane.
     """
     found: list[np.ndarray] = []
     for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
@@ -495,7 +522,7 @@ def _shared(parts: list[LanePages], sources: list[Lane]) -> list[np.ndarray]:
 
 
 def _allocated(pool: PagePool, references: np.ndarray) -> np.ndarray:
-    """Allocate pages with these numbers of references, and return their ids `[tp, pages]`."""
+    """Allocate pages with the given numbers of references. Return their ids `[tp, pages]`."""
     table = pool.allocate(len(references))
     for extra in range(1, int(references.max(initial=1))):
         pool.share(table[:, references > extra])
@@ -503,11 +530,11 @@ def _allocated(pool: PagePool, references: np.ndarray) -> np.ndarray:
 
 
 def _free(pool: PagePool, table: np.ndarray, references: np.ndarray) -> None:
-    """Drop these numbers of references to pages."""
+    """Drop the given number of references to each page."""
     for extra in range(int(references.max(initial=0))):
         pool.free(table[:, references > extra])
 
 
 def _has_arrived(array: Any) -> bool:
-    """Return whether the copy of an array is done. Does not wait."""
+    """Return whether an array is computed, without waiting."""
     return array.is_ready()

@@ -17,17 +17,17 @@ from sharding.ledger import format_bytes
 from sharding.placement import Home, ModuleKind, Placement
 
 Module = tuple[int, int | None, ModuleKind]
-"""Device, layer and module. The layer None stands for the embedding and the head."""
+"""Module on a device: (device, layer, attention or FFN). The layer None stands for the embedding and the head."""
 
 
 @dataclass(frozen=True)
 class RelocationPlan:
-    """Contents of a relocation, before anything has changed.
+    """Plan of a relocation that has not started.
 
     Attributes:
         before, after: placements with equally many microbatches.
-        chunks: layers that switch together, in order.
-        extents: pages of each extent of a layer at each home, when all layers have switched.
+        chunks: ranges of layers that switch together, in order.
+        extents: number of pages of each extent of a layer, by home, after all layers have switched.
         joining: instance that ends and whose sequences become a microbatch (`scale_in`).
     """
 
@@ -41,7 +41,7 @@ class RelocationPlan:
 
     @property
     def new_homes(self) -> list[Home]:
-        """Homes that the instance did not have before."""
+        """Homes that the instance does not have before the relocation."""
         return [home for home in homes_of(self.after) if home not in self.instance.runner.sites]
 
     @property
@@ -51,15 +51,15 @@ class RelocationPlan:
 
 
 def homes_of(placement: Placement) -> list[Home]:
-    """Return all homes of a placement, the home of the head first."""
+    """Return all homes of a placement. The home of the head is first."""
     modules = (*placement.attention, *placement.ffn)
     return list(dict.fromkeys([placement.head, *(home for homes in modules for home in homes)]))
 
 
 def plan_relocation(cluster: Cluster, options: PlacementOptions) -> RelocationPlan:
-    """Check a change of a placement and return its plan. Changes nothing.
+    """Check a change of a placement, and return its plan. Changes nothing.
 
-    Raises `LayoutError` or `RequestError` with the reason if it is impossible.
+    Raises `LayoutError` or `RequestError` with the reason if the change is impossible.
     """
     instance = _instance(cluster, options.instance)
     num_devices, home = len(cluster.sub_meshes.devices), Home(max(options.device, 0), 1)
@@ -152,9 +152,9 @@ def _check(cluster: Cluster, instance: Instance, before: Placement, after: Place
 
 
 def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ...]]:
-    """Return the pages of each extent of a layer at each home of the new placement.
+    """Return the number of pages of each extent of a layer, for each home of the new placement.
 
-    Raises `MemoryBudgetError` if a device has no room for new modules.
+    Raises `MemoryBudgetError` if a device has too little memory for new modules.
     """
     found: dict[Home, tuple[int, ...]] = {}
     page_bytes = cluster.memory_plan.page_bytes
@@ -193,7 +193,10 @@ def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ..
 
 
 def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
-    """Return the bytes that an empty device needs before it computes, and those of an instance of its own."""
+    """Return the bytes that a relocation needs on an empty device, in addition to the modules and their KV cache.
+
+    A device that becomes a separate instance also needs the embedding, the head and a sampling state.
+    """
     memory, weights = cluster.memory_plan, cluster.weights
     fixed = memory.hidden_bytes + memory.staging_bytes + cluster.activation_bytes
     if plan.options.kind == "scale_out":
@@ -202,7 +205,7 @@ def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
 
 
 def _modules(placement: Placement, device: int) -> list[Module]:
-    """Return the attention and FFN modules that a device computes, with their layers."""
+    """Return all attention and FFN modules that a device computes."""
     kinds: list[tuple[ModuleKind, tuple[tuple[Home, ...], ...]]] = [
         ("attention", placement.attention),
         ("ffn", placement.ffn),
@@ -216,7 +219,7 @@ def _modules(placement: Placement, device: int) -> list[Module]:
 
 
 def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
-    """Return whether another instance computes with a module on its device."""
+    """Return whether an instance other than `but` computes with a module on the module's device."""
     device = module[0]
     return any(module in _modules(i.runner.placement, device) for i in cluster.instances if i is not but)
 
@@ -226,7 +229,7 @@ def site_at(cluster: Cluster, home: Home) -> Site | None:
 
 
 def in_use(cluster: Cluster, home: Home) -> bool:
-    """Return whether an instance has a home of any degree on the devices of `home`."""
+    """Return whether an instance has a home that shares a device with `home`."""
     return any(home.overlaps(other) for instance in cluster.instances for other in instance.runner.sites)
 
 
@@ -235,7 +238,7 @@ def allocators_at(cluster: Cluster, home: Home) -> SequenceOf[BuddyAllocator] | 
 
 
 def needed_programs(cluster: Cluster, plan: RelocationPlan) -> list[ProgramSpec]:
-    """Return the programs of steps during and after a relocation, and of the copies of pages."""
+    """Return the programs of steps during and after a relocation, and the programs that copy pages."""
     placements = [plan.before]
     for chunk in plan.chunks:
         placements.append(placements[-1].with_layers(chunk, plan.after))
@@ -260,7 +263,7 @@ def needed_programs(cluster: Cluster, plan: RelocationPlan) -> list[ProgramSpec]
 
 
 def difference(one: Placement, other: Placement, layer: int) -> list[Module]:
-    """Return the modules of a layer that devices compute in `one`, but not in `other`."""
+    """Return the modules of a layer that devices compute in the placement `one`, but not in `other`."""
     found: list[Module] = []
     kinds: list[tuple[ModuleKind, tuple[Home, ...], tuple[Home, ...]]] = [
         ("attention", one.attention[layer], other.attention[layer]),

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PlacementChange:
-    """A call of `LLM.replicate` and its relatives. Used by the dispatcher thread only.
+    """One call of `LLM.replicate`, `evict`, `migrate`, `scale_out` or `scale_in`. Used by the dispatcher thread only.
 
     Attributes:
-        relocation: layers that are switching; None before and after.
-        draining: instance whose steps in flight must end before its sequences change their instance.
+        relocation: relocation whose layers are switching; None before and after.
+        draining: instance whose steps in flight must end before its sequences move to another instance.
         programs_left: number of missing programs.
     """
 
@@ -53,7 +53,7 @@ class PlacementChange:
 
     @property
     def status(self) -> PlacementStatus:
-        """Progress."""
+        """Progress of the change, for reports."""
         options, layers = self.options, self.options.layers
         switched = 0 if self.relocation is None else self.relocation.num_switched
         span = (0, 0) if layers is None else (layers.start, layers.stop)
@@ -64,8 +64,8 @@ class Relocations:
     """Changes of placements that have not ended. Used by the dispatcher thread only.
 
     Args:
-        requeue: takes a sequence off its instance, to be computed again.
-        are_transformed: whether a merge or split of some devices has not ended.
+        requeue: function that takes a sequence off its instance and queues it, to be computed again.
+        are_transformed: function that returns whether a merge or split of some devices has not ended.
     """
 
     def __init__(self, cluster: Cluster, requeue: Requeue, are_transformed: Callable[[Iterable[int]], bool]):
@@ -88,7 +88,7 @@ class Relocations:
         return tuple(one.status for one in self._present)
 
     def holds(self, instance: Instance) -> bool:
-        """Whether an instance must not launch steps until those in flight have run."""
+        """Return whether an instance must launch no step until its steps in flight have ended."""
         change = instance.transition
         if isinstance(change, Relocation):
             return change.must_drain and change.done and bool(instance.pending)
@@ -97,7 +97,10 @@ class Relocations:
     # From the request to the first switch
 
     def request(self, options: PlacementOptions) -> "Future[PlacementReport]":
-        """Start a change. Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, with nothing changed."""
+        """Start a change.
+
+        Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if it is impossible.
+        """
         one = PlacementChange(options)
         self._check_free(plan_relocation(self._cluster, options))
         self._present.append(one)
@@ -114,7 +117,7 @@ class Relocations:
             raise RequestError(f"devices {sorted(plan.device_indices)} are being transformed: wait until that is done")
 
     def retry(self) -> None:
-        """Go on with changes that wait for programs. Call it when programs have been compiled."""
+        """Continue changes that wait for programs. The engine calls this when programs have been compiled."""
         self._proceed_with([one for one in self._present if one.state is TransformState.AWAITING_PROGRAMS])
 
     def _proceed_with(self, changes: Iterable[PlacementChange]) -> None:
@@ -126,7 +129,7 @@ class Relocations:
                 one.future.set_exception(error)
 
     def _proceed(self, one: PlacementChange) -> None:
-        """Begin a change if its programs are ready and the steps that it waits for have ended."""
+        """Start the relocation of a change if its programs are compiled and the steps that it waits for have ended."""
         if one.draining is not None and one.draining.phase is Phase.DRAINING:
             one.draining.enter(Phase.SERVING)
         one.draining = None
@@ -156,7 +159,7 @@ class Relocations:
     # Switches, around the steps of an instance
 
     def switch_layers(self, instance: Instance, num_preempted: int) -> bool:
-        """Switch the next layers before the next step. Return whether the instance is still changing."""
+        """Switch the next layers of an instance before its next step. Return whether the instance is still changing."""
         relocation = instance.transition
         relocation.recomputed += num_preempted
         try:
@@ -166,7 +169,7 @@ class Relocations:
         return instance.transition is relocation
 
     def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
-        """Take note of a launched step of a changing instance. `plan` is None if there is nothing to compute."""
+        """Record a launched step of a changing instance. `plan` is None if there was nothing to compute."""
         relocation = instance.transition
         if not isinstance(relocation, Relocation):
             return  # the step failed, and the change with it
@@ -192,7 +195,7 @@ class Relocations:
             self._end(one)
 
     def collect(self) -> None:
-        """End changes whose copies have arrived, and begin those whose steps have ended."""
+        """End changes whose copies have arrived. Start changes that waited for steps in flight, if these have ended."""
         for one in list(self._present):
             relocation = one.relocation
             if one.ready is not None and one.ready.done():
@@ -204,7 +207,7 @@ class Relocations:
                 self._proceed_with([one])
 
     def wait(self) -> None:
-        """Wait for copies that are still running, and end their changes."""
+        """Wait for copies that still run, and end their changes."""
         for one in self._present:
             if one.ready is not None:
                 one.ready.exception()
@@ -225,7 +228,7 @@ class Relocations:
     # Failures
 
     def _fail(self, relocation: Relocation, error: Exception) -> None:
-        """End a change after an error. The layers that have switched stay at their new homes."""
+        """End a relocation after an error. Layers that have switched stay at their new homes."""
         one = self._owner(relocation)
         drop_frames(error)
         relocation.stop()
@@ -233,7 +236,7 @@ class Relocations:
         self._end_failed(one, error, "what had not switched is as it was")
 
     def forget(self, instance: Instance) -> None:
-        """End the change of an instance whose cache is lost. It keeps its present placement."""
+        """End the change of an instance whose cache is lost. The instance keeps its present placement."""
         relocation = instance.transition
         if isinstance(relocation, Relocation):
             one = self._owner(relocation)

@@ -11,24 +11,28 @@ from sharding.ledger import format_bytes
 
 
 class TransformVariant(StrEnum):
-    """How instances change their tensor-parallel degree."""
+    """Way in which instances change their tensor-parallel degree."""
 
     IN_PLACE_OVERLAPPED = "in_place_overlapped"
-    """Layers switch between steps, in the memory they have. The host launches steps without waiting for a switch."""
+    """Layers switch between steps, in the memory that they have.
+
+    The host launches steps without waiting for a switch.
+    """
     IN_PLACE = "in_place"
-    """The same, but the host waits for each switch, so that it can measure the parts of a switch."""
+    """As `IN_PLACE_OVERLAPPED`, but the host waits for each switch, so that the parts of a switch can be measured."""
 
 
 @dataclass(frozen=True)
 class LayerSwitch:
     """Switch of one layer to the new layout.
 
-    Seconds are seconds of the host: to launch the work, or to run it with the variant `in_place`.
+    All times are measured on the host. They are times to launch the work. With the variant `in_place`, they are times
+    to run it.
 
     Attributes:
         plan_s: seconds to plan the moves of pages; 0 if the plan of the layer before is still valid.
         kv_s: seconds to move pages.
-        weights_s: seconds to make weights KV extents, or to make extents weights again.
+        weights_s: seconds to turn weights into KV extents, or extents into weights.
         phases: number of exchanges that moved the pages.
         moved_bytes: bytes of pages that moved, on all ranks together.
     """
@@ -46,17 +50,17 @@ class GroupTransform:
     """Change of one group of devices from one degree to another.
 
     Attributes:
-        seconds: time from the start until the switch of the last layer has run, including the steps between.
-        layers: switches in their order.
+        seconds: time from the start until the switch of the last layer has run, including the steps in between.
+        layers: switches of layers, in order.
         steps: number of steps that ran during the change.
         tokens: number of tokens that these steps generated.
         staging_bytes: maximum temporary bytes on a device: temporaries of the page exchange.
-        restored_bytes: bytes of weights that came back from other ranks, on all ranks together.
+        restored_bytes: bytes of restored weights that came from other ranks, on all ranks together.
         recomputed: number of times that a sequence lost its pages because no page was free.
         paused: number of sequences that this change paused.
         resumed: number of paused sequences that this change resumed.
-        prefix_pages_kept: cached pages that are still cached.
-        prefix_pages_dropped: cached pages that were dropped because no page was free for them.
+        prefix_pages_kept: number of cached pages that are still cached after the change.
+        prefix_pages_dropped: number of cached pages that were dropped because no page was free for them.
         step_s: seconds of a decode step before the change: the median of the latest 16 steps of the slowest instance.
             None if no step had run.
     """
@@ -91,9 +95,10 @@ class GroupTransform:
 
     @property
     def step_overhead(self) -> float | None:
-        """Share of `seconds` that the change added to its steps, from 0 to 1.
+        """Fraction of `seconds` that the change added, from 0 to 1.
 
-        The steps would have taken `steps * step_s` without the change. None if no step ran before or during the change.
+        The rest of `seconds` is the time that the steps would have taken without the change: `steps * step_s`. None if
+        no step ran before or during the change.
         """
         if not self.steps or self.step_s is None:
             return None
@@ -107,9 +112,9 @@ class PlacementReport:
     Attributes:
         kind: name of the method.
         instance: id of the instance.
-        device: device that got or gave up modules.
-        layers: first layer and end of the layers.
-        seconds: time from the begin of the change until all copies have arrived.
+        device: device that got or lost modules.
+        layers: first layer, and the layer after the last.
+        seconds: time from the start of the change until all copies have arrived.
         copied_bytes: bytes of weights copied from device to device.
         shared_bytes: bytes of weights that the new home already held, because it serves another instance.
         kv_moved_bytes: bytes of KV cache copied from device to device.
@@ -140,7 +145,7 @@ class TransformReport:
         seconds: time from the call to the end, including compilation of missing programs.
         prepare_s: part of `seconds` in which the engine compiled programs itself.
         groups: changes of groups, in the order of completion. Empty if all instances had the degree already.
-        awaited_programs: number of programs that were missing at the call or became necessary later.
+        awaited_programs: number of programs that were missing at the call, or that became necessary later.
         waited_s: part of `seconds` in which the call waited for these programs while requests ran as before.
     """
 
@@ -169,7 +174,7 @@ class TransformReport:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that these steps generated."""
+        """Number of tokens that the steps during the change generated."""
         return sum(group.tokens for group in self.groups)
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""End of a transition: with the new layout, with the old one, or at the higher degree with an empty cache.
+"""End of a transition: it succeeds, is aborted, or fails and its group is recovered.
 
-A transition can be aborted until its first layer switches: then the old instances serve again. If it fails later, the
-group gets the higher degree, because the weights of that degree never left. All other extents become an empty cache,
-and the group's requests are computed again from their tokens.
+A transition can be aborted until its first layer switches. The old instances then serve again. If it fails later, the
+group gets the higher degree, because the devices always keep the weights of that degree. All other extents become an
+empty cache, and the group's requests are computed again from their tokens.
 """
 
 from amoeba_jax.instances.cluster import Cluster
@@ -17,7 +17,7 @@ from sharding.placement import Placement
 
 
 def settle_high(cluster: Cluster, transition: Transition) -> None:
-    """End a merge: the instance of the higher degree takes over the pages that its lanes have in the new layout."""
+    """End a merge: the lanes of the merged instance become one lane. Its pages are the pages of the new layout."""
     instance = transition.instance
     allocators = cluster.factory.settle_allocators(instance.group, transition.allocators)
     _serve_high(cluster, instance, PagePool(cluster.dims.pages, allocators, instance.tp))
@@ -38,9 +38,9 @@ def _serve_high(cluster: Cluster, instance: Instance, pool: PagePool) -> None:
 
 
 def settle_low(cluster: Cluster, transition: Transition, requeue: Requeue) -> None:
-    """End a split: instances of the lower degree take over the pages.
+    """End a split: instances of the lower degree take over sequences and pages.
 
-    Paused instances resume. If there are none, new instances are made.
+    If the group has paused instances, they resume and take over. Otherwise new instances are created.
     """
     instance, programs, factory = transition.instance, transition.programs, cluster.factory
     tokens, tp = factory.last_tokens_of(instance), programs.lower
@@ -64,7 +64,10 @@ def settle_low(cluster: Cluster, transition: Transition, requeue: Requeue) -> No
 
 
 def abort(cluster: Cluster, transition: Transition) -> None:
-    """Restore the old instances before the first layer has switched. No page has moved, and no step has run."""
+    """Restore the old instances.
+
+    Call this before the first layer has switched: no page has moved, and no step has run.
+    """
     instance, factory = transition.instance, cluster.factory
     if not transition.up:
         _serve_high(cluster, instance, PagePool(cluster.dims.pages, factory.allocators_of(instance.group), instance.tp))
@@ -87,7 +90,7 @@ def abort(cluster: Cluster, transition: Transition) -> None:
 
 
 def recover(cluster: Cluster, transition: Transition, requeue: Requeue) -> None:
-    """Let the group serve at the higher degree with an empty cache, after the first layer has switched."""
+    """Recover a group after the first layer has switched: it serves at the higher degree with an empty cache."""
     instance, factory = transition.instance, cluster.factory
     instance.requeue_all(requeue)
     instance.sampler.state.replace_lost()

@@ -1,4 +1,4 @@
-"""One call of `LLM.transform`: its state, the groups that change, and its report."""
+"""One call of `LLM.transform`: its state, its groups that change, and its report."""
 
 import logging
 import time
@@ -21,19 +21,20 @@ _LOG_INTERVAL_S = 10.0
 
 @dataclass(eq=False)
 class Transformation:
-    """A call of `LLM.transform`. Its groups of devices change at the same time, or one after the other if they depend
-    on each other. Used by the dispatcher thread only.
+    """One call of `LLM.transform`. Used by the dispatcher thread only.
+
+    Its groups of devices change at the same time, or one after another if they depend on each other.
 
     Attributes:
         state: present state. `enter` changes it.
-        transitions: groups that are changing now.
+        transitions: transitions of groups that are changing now.
         groups: reports of the groups that have changed.
         draining: instances whose steps in flight must end first. They launch no other steps.
         programs_left: number of missing programs.
         estimated_s: expected seconds to compile the missing programs. None: unknown.
         waited_s: seconds of waiting for programs so far.
         error: first error of a group.
-        outcomes: how the failed groups ended, for the message of the error.
+        outcomes: texts that tell what happened to the failed groups, for the message of the error.
         recovered: whether a group has failed after its first switch.
     """
 
@@ -70,7 +71,7 @@ class Transformation:
 
     @property
     def overlapped(self) -> bool:
-        """Whether the host launches steps without waiting for a switch."""
+        """Whether the host launches steps without waiting for a switch to end."""
         return self.options.variant is TransformVariant.IN_PLACE_OVERLAPPED
 
     @property
@@ -79,14 +80,17 @@ class Transformation:
 
     @property
     def can_resume(self) -> bool:
-        """Whether it waits for requests, which may have ended, or for steps, all of which have run."""
+        """Whether the reason to wait may have ended.
+
+        True if the transformation waits for requests, or if it waits for steps and all of them have run.
+        """
         if self.state is TransformState.DRAINING:
             return not any(instance.pending for instance in self.draining)
         return self.state is TransformState.AWAITING_REQUESTS
 
     @property
     def status(self) -> TransformStatus:
-        """Progress."""
+        """Progress of the transformation, for reports."""
         layers = sum(transition.num_switched for transition in self.transitions)
         total = sum(transition.programs.num_layers for transition in self.transitions)
         options = self.options
@@ -101,7 +105,7 @@ class Transformation:
         )
 
     def await_requests(self, count: int) -> None:
-        """Wait for running requests, and log that once."""
+        """Enter the state in which running requests must end. Log it once."""
         if self.state is not TransformState.AWAITING_REQUESTS:
             logger.warning("%s waits for %s", self.name, _counted(count, "request"))
         self.enter(TransformState.AWAITING_REQUESTS)
@@ -124,12 +128,12 @@ class Transformation:
             self.enter(TransformState.AWAITING_PROGRAMS)
 
     def fail(self, error: BaseException, devices: Iterable[int], how: str) -> None:
-        """Record the error of a group, and how the group ended."""
+        """Record the error of a group. `how` tells what happened to the group."""
         self.error = self.error or error
         self.outcomes.append(f"devices {list(devices)}: {how}")
 
     def end(self) -> None:
-        """Give the caller the report or a `TransformError`."""
+        """End the call: give the caller the report, or a `TransformError`."""
         degree = self.options.tensor_parallel_size
         if self.error is not None:
             changed = self.recovered or bool(self.groups)
@@ -153,7 +157,7 @@ def _counted(count: int, noun: str) -> str:
 def check_options(options: TransformOptions, cluster: Cluster, present: Iterable[Transformation]) -> None:
     """Check the arguments of `LLM.transform`.
 
-    Raises `LayoutError` if the devices make up no instances of the degree. Raises `RequestError` if options exclude
+    Raises `LayoutError` if the devices cannot form instances of the degree. Raises `RequestError` if options exclude
     each other, or if another transformation in `present` changes the same devices.
     """
     tp, devices, chosen = options.tensor_parallel_size, options.devices, set(options.devices)
@@ -211,7 +215,7 @@ def check_options(options: TransformOptions, cluster: Cluster, present: Iterable
 
 
 def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:
-    """Return the groups that change next: one instance that splits, or several of one degree that merge."""
+    """Return the groups that change next. A group is one instance that splits, or several of one degree that merge."""
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
     groups = [[instance] for instance in mine if instance.tp > tp]

@@ -1,7 +1,7 @@
-"""Transformations of a cluster's instances, from the request to the report.
+"""All transformations of a cluster, from the request to the report.
 
-`TransformState` lists the states of a transformation. `Transformations._proceed` goes on to the next state when the
-reason to wait may have ended.
+`TransformState` lists the states of a transformation. When the reason to wait may have ended,
+`Transformations._proceed` moves a transformation to its next state.
 """
 
 import gc
@@ -36,8 +36,8 @@ class Transformations:
     """Transformations that have not ended. Used by the dispatcher thread only.
 
     Args:
-        drain: waits for the steps of an instance in flight, and takes in their results.
-        requeue: takes a sequence off its instance, to be computed again.
+        drain: function that waits for the steps in flight of an instance, and takes their results.
+        requeue: function that takes a sequence off its instance and queues it, to be computed again.
     """
 
     def __init__(self, cluster: Cluster, drain: Callable[[Instance], None], requeue: Requeue):
@@ -48,12 +48,12 @@ class Transformations:
 
     @property
     def busy(self) -> bool:
-        """Whether a transformation has not ended yet."""
+        """Whether any transformation has not ended."""
         return bool(self._present)
 
     @property
     def awaits_programs(self) -> bool:
-        """Whether a transformation waits for programs."""
+        """Whether any transformation waits for programs."""
         return any(one.awaits_programs for one in self._present)
 
     @property
@@ -63,13 +63,14 @@ class Transformations:
 
     @property
     def transitions(self) -> list[Transition]:
-        """Groups that are changing now, including those that wait for their last step."""
+        """Transitions of all groups that are changing now. Groups that only wait for their last step are included."""
         return [transition for one in self._present for transition in one.transitions]
 
     def targets(self) -> dict[int, int]:
-        """Return, for each device that is changing or will change, its new degree.
+        """Return the new degree of each device that is changing or will change.
 
-        Devices of a transformation that waits for programs are left out, and groups that have ended or will not begin.
+        Devices of a transformation that waits for programs are left out. So are groups that have already changed, and
+        groups that will not change because of an error.
         """
         targets: dict[int, int] = {}
         for one in [one for one in self._present if not one.awaits_programs]:
@@ -82,16 +83,16 @@ class Transformations:
         return targets
 
     def request_programs(self, options: TransformOptions) -> bool:
-        """Return whether a transformation could begin now. If not, compile its programs in the background."""
+        """Return whether all programs of a transformation are compiled. If not, compile them in the background."""
         return not request_programs(self._cluster, options, next_groups(options, self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
-        """Return the tokens that the instance of these devices holds after all transformations, and its degree.
+        """Return the capacity in tokens, and the degree, that an instance will have after all transformations.
 
-        May be called by any thread, and for an instance that was replaced meanwhile.
+        Any thread may call this. The instance may already have been replaced.
 
         Args:
-            further: a transformation that was not requested yet.
+            further: options of a transformation that is not requested yet, or None.
         """
         present = next((one for one in list(self._present) if instance.id in one.options.devices), None)
         options = present.options if present is not None else further
@@ -105,17 +106,17 @@ class Transformations:
         return self._cluster.capacity_tokens(tp, released), tp
 
     def names(self, devices: Iterable[int]) -> bool:
-        """Return whether a transformation that has not ended names one of these devices."""
+        """Return whether a transformation that has not ended includes one of these devices."""
         return any(not set(devices).isdisjoint(one.options.devices) for one in self._present)
 
     def is_about_to_change(self, instance: Instance) -> bool:
-        """Whether an instance changes when its steps in flight have run."""
+        """Return whether an instance will change as soon as its steps in flight have ended."""
         return any(instance in one.draining for one in self._present)
 
     def holds(self, instance: Instance) -> bool:
-        """Whether an instance must not launch steps until those in flight have run.
+        """Return whether an instance must launch no step until its steps in flight have ended.
 
-        Either the instance is about to change, or all of its layers have switched.
+        This is so if the instance is about to change, or if all of its layers have switched.
         """
         if instance.transition is not None:
             return bool(instance.pending) and instance.transition.done
@@ -124,7 +125,7 @@ class Transformations:
     # From the request to the first switch
 
     def request(self, options: TransformOptions) -> "Future[TransformReport]":
-        """Start a transformation. Raises `LayoutError` or `RequestError`, with nothing changed, if it is impossible."""
+        """Start a transformation. Raises `LayoutError` or `RequestError`, and changes nothing, if it is impossible."""
         check_options(options, self._cluster, self._present)
         self._cluster.check_in_service(options.devices)
         check_paused([i for i in self._cluster.instances if i.id in options.devices], options)
@@ -134,7 +135,7 @@ class Transformations:
         return one.future
 
     def retry(self) -> None:
-        """Go on with transformations that wait for programs. Call it when programs have been compiled."""
+        """Continue transformations that wait for programs. The engine calls this when programs have been compiled."""
         self._proceed_with([one for one in self._present if one.awaits_programs])
 
     def _proceed_with(self, transformations: Iterable[Transformation]) -> None:
@@ -145,9 +146,9 @@ class Transformations:
                 one.future.set_exception(error)
 
     def _proceed(self, one: Transformation) -> None:
-        """Begin the transitions that can begin now. End the transformation if none is left.
+        """Start all changes of groups that can start now. If no group is left, end the transformation.
 
-        Raises `RequestError` or `TransformError` if it cannot begin at all.
+        Raises `RequestError` or `TransformError` if the transformation fails before anything has changed.
         """
         for instance in one.draining:
             if instance.phase is Phase.DRAINING:  # not lost meanwhile
@@ -165,9 +166,9 @@ class Transformations:
             self._end(one)
 
     def _must_wait(self, one: Transformation, groups: list[list[Instance]]) -> bool:
-        """Return whether a transformation must wait for requests, programs or steps. Enter that state if so.
+        """Return whether a transformation must wait for requests, programs or steps. If so, enter the state of waiting.
 
-        Meanwhile no requests start on instances that wait for requests or steps.
+        While it waits for requests or steps, no requests start on the instances of `groups`.
         """
         instances = [instance for old in groups for instance in old]
         count = sum(len(instance.running) for instance in instances)
@@ -224,7 +225,7 @@ class Transformations:
         one.enter(TransformState.SWITCHING)
 
     def _pause(self, one: Transformation, old: list[Instance]) -> None:
-        """Pause the requests of instances, and let one instance over their devices serve."""
+        """Pause the requests of instances. One instance over all of their devices serves meanwhile."""
         start = time.perf_counter()
         change, cluster = GroupChange.of(self._cluster, one.options, old), self._cluster
         cluster.check_compiled(change.group, change.group.tp, change.released[1])
@@ -239,7 +240,7 @@ class Transformations:
         one.groups.append(GroupTransform.without_moves(change.group.device_indices, degrees, start, paused=count))
 
     def _resume(self, one: Transformation, instance: Instance) -> None:
-        """Resume paused requests. Their instances replace an instance without requests."""
+        """Replace an instance without requests by its paused instances, and resume their requests."""
         start = time.perf_counter()
         dropped = instance.lane.cache.num_cached_pages
         members = resume(self._cluster, instance)
@@ -249,7 +250,10 @@ class Transformations:
         one.groups.append(GroupTransform.without_moves(devices, degrees, start, **counts))
 
     def _stop(self, one: Transformation, error: Exception) -> None:
-        """Begin no further transitions after an error. Raise it if nothing has begun."""
+        """Stop a transformation after an error. Raise the error if nothing has changed.
+
+        Transitions that have not started are aborted. Transitions that have started continue.
+        """
         for transition in [t for t in one.transitions if not t.started]:
             abort(self._cluster, transition)
             self._remove(one, transition)
@@ -268,20 +272,23 @@ class Transformations:
     # Switches, around the steps of an instance
 
     def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
-        """Launch the switch of the next layers before the next step, or inside it.
+        """Launch the switch of the next layers before the next step, or leave it to the programs of this step.
+
+        Return whether the instance is still in transition. If the switch fails, it is not.
 
         Args:
             num_preempted: number of sequences that have just lost their pages because no page was free.
             step: next step, if it is known.
-
-        Returns whether the instance is still in transition. It is not if the switch has failed.
         """
         transition = instance.transition
         transition.recomputed += num_preempted
         return self._tried(transition, lambda: transition.switch_layers(step))
 
     def switch_alone(self, instance: Instance) -> bool:
-        """Launch a switch that was left to a step which cannot be launched. Returns as `switch_layers` does."""
+        """Launch a switch that was left to a step, because the step cannot be launched.
+
+        Return the same as `switch_layers`.
+        """
         return self._tried(instance.transition, instance.transition.switch_alone)
 
     def _tried(self, transition: Transition, switch: Callable[[], None]) -> bool:
@@ -294,9 +301,9 @@ class Transformations:
         return True
 
     def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
-        """Take note of a launched step of an instance in transition. `plan` is None if there is nothing to compute.
+        """Record a launched step of an instance in transition. `plan` is None if there was nothing to compute.
 
-        Then all layers switch at once.
+        If there was nothing to compute, switch all remaining layers at once.
         """
         if (transition := instance.transition) is None:
             return  # the step failed, and the transition with it
@@ -316,7 +323,7 @@ class Transformations:
     # From the last switch to the end
 
     def _settle(self, transition: Transition) -> None:
-        """Give the new layout to its instances after the last switch."""
+        """End a transition after its last switch: the new instances take over."""
         cluster, instance = self._cluster, transition.instance
         if not transition.up and instance.pending:
             return  # until `collect` finds that the steps have run
@@ -343,7 +350,10 @@ class Transformations:
         self.collect()
 
     def collect(self) -> None:
-        """End transitions whose last step has run. Begin transformations whose requests or steps have ended."""
+        """End transitions whose last step has run.
+
+        Continue transformations that waited for requests or steps, if these ended.
+        """
         for transition in [t for t in self.transitions if t.instance.transition is t]:
             if transition.done and not transition.instance.pending:
                 try:
@@ -366,7 +376,10 @@ class Transformations:
         self._proceed(one)
 
     def _end(self, one: Transformation) -> None:
-        """Give the caller the report. Open instances that did not change because a part of their group is lost."""
+        """End a transformation and give the caller the report. Let requests start again on all of its instances.
+
+        If devices went out of service during the transformation, the report is an error.
+        """
         self._present.remove(one)
         left = [i for i in self._cluster.instances if i.id in one.options.devices]
         for lane in [lane for instance in left for lane in instance.lanes]:
@@ -389,9 +402,10 @@ class Transformations:
     # Failures
 
     def lost(self, instance: Instance, error: Exception, sampled: Iterable[Row] = ()) -> None:
-        """Recover a group in transition after a step, or another program, has failed on its devices.
+        """Recover a group in transition after a step or another program has failed on its devices.
 
-        The group gets the higher degree with an empty cache even if no layer has switched, because pages may be lost.
+        The group gets the higher degree and an empty cache. This is done even if no layer has switched, because pages
+        may be lost.
 
         Args:
             sampled: rows of the failed step whose tokens were in flight.
@@ -404,7 +418,7 @@ class Transformations:
         self._end_failed(transition, error, RECOMPUTED)
 
     def _fail(self, transition: Transition, error: Exception) -> None:
-        """Abort a transition whose first switch has not begun. Recover the group otherwise."""
+        """Handle an error of a transition. Abort it if no switch has started; otherwise recover its group."""
         drop_frames(error)  # they may hold buffers, and memory is short
         if transition.started:
             self._recover(transition)
@@ -414,7 +428,7 @@ class Transformations:
             self._end_failed(transition, error, "its instances are as they were", recovered=False)
 
     def _recover(self, transition: Transition) -> None:
-        """Give the group the higher degree. It goes out of service if its cache cannot be made again."""
+        """Recover a group at the higher degree. If its cache cannot be allocated, take the group out of service."""
         transition.instance.transition = None
         transition.restored = []  # a kept error would keep the buffers
         for _ in range(2):
@@ -429,10 +443,10 @@ class Transformations:
         self._cluster.take_back([transition.instance])
 
     def _fail_settled(self, transition: Transition, error: BaseException) -> None:
-        """Recover a group whose last result cannot be read.
+        """Recover a group that has settled, but whose last result cannot be read.
 
-        After a merge, this result is a step, which has been recovered with its instance. After a split, these are the
-        restored weights: they count as released, and are loaded again.
+        After a merge, the last result is a step. `Steps.recover` has already handled its failure. After a split, the
+        last result is the restored weights. They are marked as released, and loaded again.
         """
         how = RECOMPUTED
         if not transition.up:
@@ -466,5 +480,5 @@ class Transformations:
 
 
 def _keeps_steps(one: Transformation, old: list[Instance]) -> bool:
-    """Return whether steps in flight may go on during the change, because requests only pause."""
+    """Return whether steps in flight may run during the change. They may if requests only pause."""
     return one.options.running == "pause" and len(old) > 1

@@ -1,15 +1,15 @@
-"""A group of devices between two degrees. Some layers have the lower layout, and some have the higher layout.
+"""A group between two degrees: some layers have the lower layout, and some have the higher layout.
 
 Layers switch one segment after another, from the last to the first, between two steps. During the transition, the
 instance of the higher degree serves. It has a lane for each instance of the lower degree, and its placement tells the
 home of every layer. `instances/runner.py` runs the steps.
 
-With `order="memory_first"`, the FFNs of all layers get the higher degree before any page moves, in a merge, and leave
-it after all pages have moved, in a split. Meanwhile, the extents that FFN weights gave up are KV cache of the lower
-degree.
+With `order="memory_first"`, the FFNs change separately. In a merge, the FFNs of all layers get the higher degree
+before any page moves. In a split, they get the lower degree after all pages have moved. In between, the extents of
+released FFN weights are KV cache of the lower degree.
 
-Every page has a place in both layouts (see `Lane`). A layer holds the page at the place of its own layout. New pages
-get a place in both layouts.
+Every page has ids in both layouts (see `Lane`). A layer holds the page at the id of the layer's own layout. New pages
+get ids in both layouts.
 """
 
 import time
@@ -38,7 +38,7 @@ from sharding.mesh import assemble, disassemble, replaced_if_lost
 
 
 class Prepared(NamedTuple):
-    """Programs and memory of a transition.
+    """Compiled programs and reserved memory of a transition.
 
     Attributes:
         staging_bytes: maximum temporary bytes on a device.
@@ -52,25 +52,25 @@ class Prepared(NamedTuple):
 
 
 class Transition:
-    """Switches the layers of a group. Used by the dispatcher thread only.
+    """Change of a group between two degrees: switches its layers. Used by the dispatcher thread only.
 
     Args:
         instance: instance at the higher degree, with a lane for each of `members`.
-        high: its site, with the layers in the higher layout.
+        high: site of the higher degree, with the layers in the higher layout.
         members: sites of the lower degree, by their first device, with the other layers.
         allocators: page allocators of the new layout, one for each device.
         old: instances before the transition.
         step_s: seconds of a decode step before the transition. None if no step had run.
-        cached: number of cached pages before the transition, and how many of them stay cached.
+        cached: two numbers of cached pages: before the transition, and still cached after it.
         kept: pages of paused requests in the new layout. None in a merge.
 
     Attributes:
         num_switched: number of layers in the new layout.
-        started: whether the first switch has begun. Afterwards the transition cannot be aborted.
+        started: whether the first switch has begun. After that, the transition cannot be aborted.
         restored: restored weights of the layer that switched last. They are ready last.
         last_result: result after which the transition has ended. None while layers switch.
         steps: number of steps launched during the transition.
-        tokens: number of tokens of these steps.
+        tokens: number of tokens that these steps sample.
         recomputed: number of times that a sequence lost its pages during the transition.
     """
 
@@ -123,7 +123,7 @@ class Transition:
 
     @property
     def boundary(self) -> int:
-        """First layer in the new layout. Earlier layers have the old layout."""
+        """Index of the first layer in the new layout. All earlier layers have the old layout."""
         return self.programs.num_layers - self.num_switched
 
     @property
@@ -193,7 +193,10 @@ class Transition:
             self._restore_ffns()
 
     def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
-        """Leave the switch of a segment to the next step. Return False if no programs exist for that."""
+        """Leave the switch of a segment to the programs of the next step.
+
+        Return False if there are no programs for it.
+        """
         if not self.overlaps:
             return False
         segments, index = self.programs.plan.segments, len(self._left) - 1
@@ -204,7 +207,7 @@ class Transition:
         return self._in_step is not None
 
     def switch_alone(self) -> None:
-        """Launch the switch that was left to a step, if no step has launched it."""
+        """Launch the switch that was left to a step, if the step has not launched it."""
         if self._in_step is not None:
             self.instance.runner.switch = None
             self._in_step.run_alone()
@@ -217,13 +220,16 @@ class Transition:
         self._left.pop()
 
     def begin_in_step(self, segment: SegmentPlan, exchanges: list[PlacedExchange]) -> None:
-        """Begin the switch of a segment inside a step: take its extents and launch these exchanges of pages."""
+        """Start the switch of a segment inside a step: take its extents and launch these exchanges of pages."""
         self._in_step = None
         for layer in reversed(segment.layers):
             self.high.kv[layer] = self._mover.run(exchanges, self.take_extents(layer))
 
     def end_in_step(self, segment: SegmentPlan, move_s: float) -> None:
-        """End the switch of a segment inside a step. All exchanges are launched. `move_s`: seconds of the launches."""
+        """End the switch of a segment inside a step, after all exchanges are launched.
+
+        `move_s`: seconds of the launches.
+        """
         for layer in reversed(segment.layers):
             start = time.perf_counter()
             self.hand_over(layer, self.high.kv[layer])
@@ -252,7 +258,7 @@ class Transition:
         self._switches.append(LayerSwitch(layer, plan_s, move_s, weights_s, self._plan.num_phases, moved_bytes))
 
     def _place(self, switched: Sequence[SegmentPlan]) -> None:
-        """Let later steps compute consecutive segments at their new homes."""
+        """Change the placement: later steps compute the switched segments at their new homes."""
         if switched:
             layers = range(switched[0].layers.start, switched[-1].layers.stop)
             runner, homes = self.instance.runner, self._high_homes if self.up else self._low_homes
@@ -263,7 +269,7 @@ class Transition:
             jax.block_until_ready(arrays)
 
     def _plan_moves(self) -> None:
-        """Plan the moves of all live pages. The plan is valid for every layer until a page is allocated or freed."""
+        """Plan the moves of all live pages. The plan serves every layer until a page is allocated or freed."""
         high, low = [], []
         for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
             pages = lane.live_pages()
@@ -277,7 +283,10 @@ class Transition:
     # FFNs of all layers
 
     def _release_ffns(self) -> None:
-        """Give the FFNs of all layers the higher degree. Their released weights become KV cache of the lower degree."""
+        """Switch the FFNs of all layers to the higher degree.
+
+        Their released weights become KV cache of the lower degree.
+        """
         self.started = True
         group, programs, runner = self.high.group, self.programs, self.instance.runner
         layers = range(programs.num_layers)
@@ -298,7 +307,7 @@ class Transition:
         self._ffn_first = False
 
     def _restore_ffns(self) -> None:
-        """Give the FFNs of all layers the lower degree, after all pages have left the extents of their weights."""
+        """Switch the FFNs of all layers to the lower degree. All pages must have left the extents of their weights."""
         group, programs, runner = self.high.group, self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(programs.num_layers)
         for layer in layers:
@@ -316,7 +325,10 @@ class Transition:
     # Extents
 
     def take_extents(self, layer: int) -> list[jax.Array]:
-        """Return all extents of a layer over the ranks of the group. In a merge, they include the released weights."""
+        """Return all extents of a layer as arrays over the ranks of the group.
+
+        In a merge, the extents move from the lower to the higher layout, and released weights are added to them.
+        """
         if not self.up:
             return self.high.kv[layer]
         group, released = self.high.group, list[jax.Array]()
@@ -337,7 +349,7 @@ class Transition:
         return buffers
 
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
-        """Give the extents of a layer, whose pages have moved, to the new layout. Return them.
+        """Give the extents of a layer to the new layout after its pages have moved. Return the extents.
 
         In a split, the last extents become weights again.
         """
@@ -354,14 +366,14 @@ class Transition:
         return kept + restored
 
     def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
-        """Turn the released extents of a layer into weights again. Return the weights. Donates `extents`."""
+        """Turn the extents of a layer's released shards into weights again. Return the weights. Donates `extents`."""
         restored = self._mover.restore(self.programs.restored(layer), extents)
         self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
         self.restored = restored
         return restored
 
     def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
-        """Append extents over the ranks of the group to the extents that a layer has in the lower layout."""
+        """Append extents, given as arrays over the group, to the extents of a layer in the lower layout."""
         buffers = [disassemble(self.high.group, extent) for extent in extents]
         new: list[list[jax.Array]] = []
         for index, site in enumerate(self.members):
@@ -373,8 +385,8 @@ class Transition:
     def drop_spent(self) -> None:
         """Drop arrays whose buffers now belong to other arrays.
 
-        A switch of all layers leaves hundreds. Call this after the next step was launched, so that the step
-        does not wait for it.
+        A switch of all layers leaves hundreds of such arrays. Call this after the launch of the next step, so that the
+        step does not wait for it.
         """
         self._spent.clear()
 
@@ -386,9 +398,9 @@ class Transition:
         self.drop_spent()
 
     def undo(self) -> list[list[jax.Array]]:
-        """Return all extents in the higher layout after a failure.
+        """Collect all extents in the higher layout after a failure. Return the extents of each layer.
 
-        Their pages are invalid. Lost buffers are replaced by zeros.
+        The contents of their pages are invalid. Lost buffers are replaced by zeros.
         """
         group, programs = self.high.group, self.programs
         before, after = programs.released
@@ -408,22 +420,20 @@ class Transition:
 
 @dataclass(eq=False)
 class SwitchInStep:
-    """A switch that the next step launches around the layers at the higher degree. The step's programs run the last
-    phases of its page exchange.
+    """Switch of a segment that runs inside the next step. The step's programs run the last phases of its page exchange.
 
         merge   layers 8-11 at 4 x TP1 | their first phases | layers 12-15 and phase n-1, layers 16-19 and phase n
         split   their first phases | layers 0-3 and phase n-1, layers 4-7 and phase n | layers 8-11 at 4 x TP1
 
-    A backend with asynchronous collectives exchanges pages while it computes. The CPU backend does not.
-
-    In a merge, the layers of `segment` have run at the lower degree before `begin`. In a split, they run there after
-    `end`.
+    In a merge, the layers of `segment` have computed the step at the lower degree before `begin`. In a split, they
+    compute it at the lower degree after `end`. A backend with asynchronous collectives exchanges pages while it
+    computes. The CPU backend does not.
 
     Attributes:
         shape: shape of the step for which `parts` was made.
-        first: exchanges that run by themselves, before `parts`.
+        first: exchanges that run as separate programs, before `parts`.
         parts: exchanges inside the programs of other segments, by segment.
-        all: all exchanges, each by itself, for a step of another shape.
+        all: all exchanges as separate programs, for a step of another shape.
     """
 
     transition: Transition
@@ -435,7 +445,7 @@ class SwitchInStep:
     _begin_s: float = field(default=0.0, init=False)
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the first exchanges. Return the exchanges that must run with segments.
+        """Launch the first exchanges. Return the exchanges that must run inside the programs of segments.
 
         Args:
             shape: shape of a step of all lanes; None for a step of one lane.
@@ -446,11 +456,11 @@ class SwitchInStep:
         return self.parts if fits else {}
 
     def end(self) -> None:
-        """Give the segment to the new layout."""
+        """Give the segment's extents to the new layout, and change the placement."""
         self.transition.end_in_step(self.segment, self._begin_s)
 
     def run_alone(self) -> None:
-        """Switch without a step."""
+        """Run the whole switch without a step."""
         self.begin(None)
         self.end()
 

@@ -8,14 +8,14 @@ ShardKey = tuple[str, int]
 """Name of a parameter (`ParamSpec.name`), and index of the shard."""
 
 ReleaseKey = tuple[int, int]
-"""Layer and degree: key of all shards of this layer that become KV cache when an instance reaches this degree."""
+"""Key of the shards that become KV cache at once: their layer, and the lowest degree at which they are KV cache."""
 
 
 class DeviceShards(MutableMapping[ShardKey, jax.Array]):
     """Weight shards of one device, each in its own buffer.
 
-    Shards that are released together (see `sharding.release`) are stored together, so that `take` removes them all at
-    once. Removing each shard from one large dictionary would take most of the time of a release.
+    Shards that are released together (see `sharding.release`) are stored in one dictionary, so that `take` removes them
+    all at once. Removing each shard from one large dictionary would take most of the time of a release.
 
     Args:
         releases: release key of each shard that can become KV cache. Other shards have no entry.

@@ -1,7 +1,7 @@
 """Cache of weight arrays over the devices of a group.
 
-A *view* is such an array: it combines the buffers of weight shards on several devices without a copy. Assembling a view
-takes time, so a view is kept until one of its buffers changes.
+A *view* is an array over several devices that shares the buffers of their weight shards. Assembling a view takes time,
+so each view is kept until one of its buffers changes.
 """
 
 from collections import defaultdict
@@ -15,14 +15,14 @@ from sharding.mesh import SubMesh
 
 T = TypeVar("T")
 Place = tuple[int, bool]
-"""Key of a view: index among the shards that a rank computes with, and whether ranks have different shards there."""
+"""Key of a view of a parameter: index of a shard among a rank's shards, and True if ranks have different shards."""
 
 
 class GroupViews:
-    """Cached views by group of devices.
+    """Cached views, by group of devices.
 
-    The `of_` methods return dicts to which the caller adds views. The caller must also drop the views of buffers that
-    change.
+    The methods `of_...` return dicts to which the caller adds views. If a buffer changes, the caller must drop its
+    views with the methods `forget_...`.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class GroupViews:
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the cache of views of a layer's shards that can become KV cache. The caller adds missing views to it.
+        """Return the cached views of the shards of a layer that can become KV cache. The caller adds missing views.
 
         The keys are indices in the order of release (`WeightLayout.released`).
         """
@@ -52,7 +52,7 @@ class GroupViews:
             group: devices of the shards.
             layer: layer of the shards.
             places: indices of the shards in the order of release.
-            degrees: lowest degree at which all of these shards of a parameter are released, by parameter name. Groups
+            degrees: lowest degree at which all of these shards are released, by parameter name. Groups
                 of this degree or a higher degree do not compute with the shards, so their views of the parameter stay.
         """
         for (_, tp), views in _over(group, self._parameters):
@@ -68,14 +68,14 @@ class GroupViews:
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
         """Drop all views of a parameter on the devices of a group.
 
-        If the parameter belongs to no layer, `layer` is None, and the cached arguments of all segments are dropped.
+        `layer` is None if the parameter belongs to no layer. The cached arguments of all segments are then dropped too.
         """
         for _, views in _over(group, self._parameters):
             views.pop(name, None)
         self._forget_segments(group, layer)
 
     def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter with a buffer of one device, also its views as extents."""
+        """Drop all views of a parameter that contain a buffer of one device, including its views as extents."""
         for (start, tp), views in self._parameters.items():
             if start <= device < start + tp:
                 views.pop(name, None)
@@ -91,8 +91,8 @@ class GroupViews:
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
         """Drop the cached weight arguments of the segments that contain `layer` (None: of all segments).
 
-        Only groups that share a device with `group` are affected. If `below` is given, groups of this degree or a
-        higher degree are not affected.
+        Only groups that share a device with `group` are affected. If `below` is given, only groups of a degree below it
+        are affected.
         """
         for (_, tp), segments in _over(group, self._segments):
             if below is None or tp < below:
@@ -107,6 +107,6 @@ class GroupViews:
 
 
 def _over(group: SubMesh, views: Mapping[tuple[int, int], T]) -> list[tuple[tuple[int, int], T]]:
-    """Return the entries of all groups that share a device with `group`."""
+    """Return the entries for all groups that share a device with `group`."""
     first, stop = group.start, group.start + group.tp
     return [(key, found) for key, found in views.items() if key[0] < stop and first < key[0] + key[1]]

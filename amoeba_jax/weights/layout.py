@@ -1,4 +1,4 @@
-"""Sizes of a model's weights, and the shards that are released to the KV cache at each degree. Needs no buffers."""
+"""Sizes of a model's weights, and the shards that are released to the KV cache at each degree. Has no buffers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ from sharding.release import ReleasedShard, released_shards
 
 @dataclass(frozen=True)
 class Padding:
-    """Elements of one kind of parameter: stored elements (with padding and copies) and elements of the model."""
+    """Number of stored elements and of model elements for one kind of parameter.
+
+    The difference is padding and copies.
+    """
 
     stored: int
     model: int
@@ -49,15 +52,15 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards of all parameters, each counted once."""
+        """Bytes of all parameters if each shard is stored once."""
         return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
 
     def shards_at(self, placement: Placement) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return the indices of the shards that each device of a placement needs, by device and parameter.
+        """Return the shards that each device of a placement needs: their indices, by device and parameter.
 
-        Each rank of a home needs its shards of the home's modules (`ParamSpec.shard_indices`). The devices of
-        `Placement.head` also need the embedding, the final norm and the head. With tied embeddings, these devices need
-        all shards of the head, because each rank looks up the embeddings of all tokens in these shards.
+        Each rank of a home needs its shards of the modules that the home computes (`ParamSpec.shard_indices`). The
+        devices of `Placement.head` also need the embedding, the final norm and the head. With tied embeddings, these
+        devices need all shards of the head, because each rank looks up the embeddings of all tokens in these shards.
         """
         found: dict[int, dict[str, set[int]]] = {device: defaultdict(set) for device in placement.devices}
         for name, spec in self.specs.items():
@@ -71,14 +74,17 @@ class WeightLayout:
         }
 
     def _homes(self, spec: ParamSpec, placement: Placement) -> set[tuple[Home, bool]]:
-        """Return each home that computes with a parameter, with True if each of its ranks needs all shards."""
+        """Return the homes that compute with a parameter.
+
+        For each home, a bool tells whether every rank needs all shards.
+        """
         if spec.layer is None:
             return {(placement.head, spec.owner is Owner.HEAD and self.dims.config.tied_embeddings)}
         modules = placement.attention if spec.kind.startswith("attention") else placement.ffn
         return {(home, False) for home in modules[spec.layer]}
 
     def padding(self) -> dict[str, Padding]:
-        """Return stored and model elements of the parameters, by kind (`attention.qkv`, `mlp.down` etc.)."""
+        """Return the numbers of stored and of model elements, by kind of parameter (`attention.qkv` etc.)."""
         totals: dict[str, list[int]] = {}
         for spec in self.specs.values():
             total = totals.setdefault(spec.kind, [0, 0])
@@ -89,10 +95,13 @@ class WeightLayout:
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
         """Return the shards of a layer that are KV cache at `degree`, in the order of release.
 
-        Shards that lower degrees release are included.
+        Shards that are already released at lower degrees are included.
         """
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the number of pages of each shard that `released` returns. The numbers are equal for all layers."""
+        """Return the pages of each shard of a layer that is KV cache at `degree`. All layers have the same sizes.
+
+        The order is the order of `released`.
+        """
         return tuple(shard.num_pages for shard in self.released(0, degree))

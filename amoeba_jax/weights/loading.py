@@ -1,4 +1,4 @@
-"""Loading of weights. Threads read the next parameters, up to a limit, while a parameter is copied to devices."""
+"""Loading of weights. While a parameter is copied to devices, threads read the next parameters."""
 
 import os
 from collections import deque
@@ -22,7 +22,7 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Source of weights that is open for reading.
+    """Open source of weights.
 
     Attributes:
         fill: function that writes all shards of a parameter, in their stored shapes, into host memory. Several threads
@@ -39,17 +39,18 @@ OpenWeights = Callable[[], AbstractContextManager[WeightReader]]
 
 
 def default_threads() -> int:
-    """Return the number of usable cores, but at most 8: memory bandwidth limits the copies."""
+    """Return the number of usable cores, at most 8, because memory bandwidth limits the copies."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_THREADS)
 
 
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
     """Yield each parameter with all its shards, in order, while threads read the next parameters.
 
-    The shards are valid until the next parameter is requested. Their memory is then reused. Parameters are read
-    into `reader.threads + 1` buffers of `slot_bytes` each. A larger parameter gets temporary memory.
+    The shards are valid until the next parameter is requested. Then their memory is reused. Parameters are read
+    into `reader.threads + 1` buffers of `slot_bytes` bytes each. A larger parameter gets temporary memory.
 
-    Errors of `reader.fill` are raised here. Close the iterator if you leave it early, so that it waits for its threads.
+    Errors of `reader.fill` are raised here. If you leave the iterator early, close it, so that it waits for its
+    threads.
     """
     slots = deque(np.empty(slot_bytes, np.uint8) for _ in range(reader.threads + 1))
 
@@ -101,10 +102,10 @@ def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
-    """Return arrays for the shards of a parameter, in their stored shapes, as misaligned views of `memory` (bytes).
+    """Return arrays for the shards of a parameter, in their stored shapes.
 
-    On CPU, `device_put` of JAX 0.10 to 0.12 copies misaligned memory. It would use aligned memory without a copy, even
-    with `may_alias=False`, and `memory` could then not be used again.
+    They are misaligned views of `memory` (bytes). On CPU, `device_put` of JAX 0.10 to 0.12 copies misaligned memory. It
+    would use aligned memory without a copy, even with `may_alias=False`, and `memory` could then not be used again.
     """
     size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]
@@ -112,7 +113,7 @@ def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list
 
 
 def _misaligned(memory: np.ndarray, dtype: np.dtype) -> int:
-    """Return an offset in `memory` that lies one element behind an aligned address."""
+    """Return an offset in `memory`, in bytes, that is one element behind an aligned address."""
     return -memory.ctypes.data % _ALIGNMENT + dtype.itemsize
 
 
@@ -122,7 +123,7 @@ def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
-    """Copy shard `i` to all devices of `devices[i]` and wait. Return the copies: `result[i][j]` is on `devices[i][j]`.
+    """Copy shard `i` to all devices in `devices[i]` and wait. Return the copies: `result[i][j]` is on `devices[i][j]`.
 
     The shards must come from `staging_shards`. Their memory may be used again after the call.
     """

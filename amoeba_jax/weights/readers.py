@@ -20,7 +20,7 @@ _COMPARED_ROWS = 1 << 12
 
 
 def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config`, with `tie_word_embeddings` off if the stored head differs from the stored embedding.
+    """Turn `tie_word_embeddings` off if the stored head differs from the stored embedding. Return the config.
 
     The tensors are compared only if the config ties them and the checkpoint stores both tensors. A difference is
     logged. `transformers` 5 does the same.
@@ -47,7 +47,7 @@ def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[st
 
 
 def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
-    """Raise `CheckpointError` for the first tensor that is missing or has another shape than the config implies.
+    """Raise `CheckpointError` if a tensor is missing or has another shape than the config implies.
 
     Reads only headers, so that a bad checkpoint is refused before anything large is loaded. Logs a warning about
     tensors that the model does not use, like `transformers`.

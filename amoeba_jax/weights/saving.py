@@ -1,4 +1,4 @@
-"""Saving of weight shards in their layout on devices, with orbax."""
+"""Save weight shards in their layout on devices, with orbax."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ _TOKENIZER_FILES = (
 
 
 def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None) -> None:
-    """Write weight shards, config, layout and tokenizer files into a directory, which `OrbaxCheckpoint` reads.
+    """Write weight shards, config, layout and tokenizer files into a directory. `OrbaxCheckpoint` reads it.
 
     `tokenizer_directory` has the tokenizer files to copy; None: no tokenizer files. Raises `CheckpointError` if
     `directory` exists and is not empty.

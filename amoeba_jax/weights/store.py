@@ -1,4 +1,4 @@
-"""Weights on all devices: each shard of a device is in its own buffer."""
+"""Weights on all devices. Each shard is in a buffer of its own."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ class _Change:
         keys: keys of the shards on each rank, in the order of `places`.
         releases: release keys of the shards (`DeviceShards.take`).
         sizes: bytes of the shards on each device, by owner.
-        degrees: lowest degree at which all of these shards of a parameter are released, by parameter name.
+        degrees: lowest degree at which all of these shards are released, by parameter name.
     """
 
     places: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Change:
 
 
 class WeightStore(WeightLayout):
-    """Weight shards of all devices. The arrays that programs take share the buffers of the shards."""
+    """Weight shards of all devices. Programs get arrays that share the buffers of the shards."""
 
     def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
         super().__init__(dims)
@@ -57,7 +57,7 @@ class WeightStore(WeightLayout):
     def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
         """Return the bytes of padding and copied heads on a device, by layer and owner.
 
-        Released shards do not count. All shards of a parameter count as equally padded.
+        Released shards do not count. The padding of a parameter is divided equally among its shards.
         """
         totals: dict[tuple[int | None, str], int] = defaultdict(int)
         for name, spec in self.specs.items():
@@ -73,7 +73,7 @@ class WeightStore(WeightLayout):
         on_load: Callable[[str], None],
         wanted: Mapping[int, Mapping[str, Collection[int]]] | None = None,
     ) -> None:
-        """Copy every parameter to its devices, and add its bytes to their ledgers.
+        """Copy every parameter to its devices, and add its bytes to the ledgers of these devices.
 
         If reading or `on_load` fails, all shards are dropped again.
 
@@ -81,7 +81,8 @@ class WeightStore(WeightLayout):
             reader: source of the weights.
             ledgers: ledger of each device. The store keeps them for later changes.
             on_load: function that is called with the name of each parameter when it is on its devices.
-            wanted: indices of the shards of each device, by device and parameter. Default: all shards on all devices.
+            wanted: indices of the shards that each device gets, by device and parameter. Default: all shards on all
+                devices.
         """
         self._ledgers = ledgers
         try:
@@ -110,7 +111,7 @@ class WeightStore(WeightLayout):
             raise
 
     def _read(self, reader: WeightReader) -> Parameters:
-        """Yield every parameter with its shards, which are valid until the next parameter is requested.
+        """Yield every parameter with its shards. The shards are valid until the next parameter is requested.
 
         Parameters that belong to no layer come first, in descending order of size. They may need extra host memory,
         which is still free while the devices hold few weights.
@@ -121,7 +122,7 @@ class WeightStore(WeightLayout):
         return read_ahead(order, reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
-        """Read the weights of a group again, without shards that are released.
+        """Read the weights of a group again, except shards that are released.
 
         Each shard is replaced only when its new buffer is ready. If reading fails, the group still has all shards that
         it had before. Shards that were KV cache and become weights again are added at the end.
@@ -154,7 +155,7 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, spec.owner, buffer.nbytes, spec.layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
-        """Return the weights of a segment on a group, in the order in which the segment's programs take them.
+        """Return the weight arguments of a segment's programs on a group, in order.
 
         The arrays share the buffers of the shards, without a copy. The list is cached until a shard is released,
         restored or replaced. Do not change the list.
@@ -177,7 +178,7 @@ class WeightStore(WeightLayout):
         return arrays
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
-        """Return one array over the group that joins one shard of each rank, without a copy.
+        """Return one array over the group that combines one shard of each rank, without a copy.
 
         `place` is the index of the shard among the shards that a rank computes with.
         """
@@ -194,7 +195,8 @@ class WeightStore(WeightLayout):
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
         """Return `(spec, index, is_sharded)` for each weight argument of a segment, in order.
 
-        `index` is the shard's index among the shards of a rank. `is_sharded` tells whether ranks have different shards.
+        `index` is the index of the shard among the shards of a rank. `is_sharded` is True if ranks have different
+        shards.
         """
         if (plan, tp) not in self._leaves:
             leaves = []
@@ -207,7 +209,10 @@ class WeightStore(WeightLayout):
     # Modules that move between devices
 
     def specs_of(self, layer: int | None, module: ModuleKind = "layer") -> list[ParamSpec]:
-        """Return the parameters of a layer's modules. With `layer` None, those of the embedding and the head."""
+        """Return the parameters of a layer's attention, FFN or both.
+
+        If `layer` is None, return parameters outside the layers.
+        """
         return [
             spec
             for spec in self.specs.values()
@@ -216,7 +221,7 @@ class WeightStore(WeightLayout):
         ]
 
     def bytes_to_copy(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
-        """Return the bytes of the shards of modules that a device lacks, to compute them alone."""
+        """Return the bytes that must be copied to a device before it can compute modules of a layer alone."""
         return sum(
             self.any_shard(spec.name, index).nbytes
             for spec in self.specs_of(layer, module)
@@ -225,7 +230,7 @@ class WeightStore(WeightLayout):
         )
 
     def held_bytes(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
-        """Return the bytes of the shards of modules that a device holds."""
+        """Return the bytes of the weights of a layer's modules that a device holds."""
         return sum(
             self._shards[device][spec.name, index].nbytes
             for spec in self.specs_of(layer, module)
@@ -234,9 +239,10 @@ class WeightStore(WeightLayout):
         )
 
     def copy_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> list[jax.Array]:
-        """Copy the shards of modules that a device lacks from other devices. Return the new buffers.
+        """Copy the weights of a layer's modules that a device lacks from other devices. Return the new buffers.
 
-        The copies may still run. Raises `MemoryBudgetError`, with nothing changed, if they do not fit.
+        The copies may still run when this method returns. Raises `MemoryBudgetError`, and changes nothing, if they do
+        not fit.
         """
         copies: list[jax.Array] = []
         for spec in self.specs_of(layer, module):
@@ -256,7 +262,7 @@ class WeightStore(WeightLayout):
         return copies
 
     def drop_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> None:
-        """Drop the shards of modules on a device."""
+        """Drop the weights of a layer's modules on a device."""
         for spec in self.specs_of(layer, module):
             for index in range(spec.num_shards):
                 if (spec.name, index) in self._shards[device]:
@@ -273,7 +279,7 @@ class WeightStore(WeightLayout):
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
         """Assemble and cache the arrays that a later `release` with the same arguments returns, for all layers.
 
-        This is the slowest part of `release`.
+        Assembling is the slowest part of `release`.
         """
         for layer in range(self.dims.config.num_layers):
             change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
@@ -312,9 +318,9 @@ class WeightStore(WeightLayout):
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
-        """Take back the shards that are released at degree `before` but not at the lower degree `degree`.
+        """Turn KV extents into weight shards again: the shards released at degree `before` but not at `degree`.
 
-        `extents` are the last extents of the layer, one for each of these shards. They hold weights again.
+        `extents` are the last extents of the layer, one for each of these shards. They must hold the weights again.
         """
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)
@@ -327,13 +333,13 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """Return the buffers of the shard with this index in `change.places`, one for each rank."""
+        """Return the buffers of one shard of a change, one for each rank. `index` is its index in `change.places`."""
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]
 
     def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
-        """Return the shards that are released at `degree` but not at `before`. The result is cached."""
+        """Return the shards that are released at `degree` but not at degree `before`. The result is cached."""
         key = (group.start, group.tp, layer, before, degree)
         if key not in self._changes:
             released = self.released(layer, degree)

@@ -22,7 +22,7 @@ Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
 
 
 def _mosaic_gpu_paged_attention(*args: Any, **kwargs: Any) -> jax.Array:
-    """Call the GPU kernel. It is imported on first use, because importing Mosaic takes long."""
+    """Call the GPU kernel. Import it on the first call, because importing Mosaic takes long."""
     from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 
     return mosaic_gpu_paged_attention(*args, **kwargs)

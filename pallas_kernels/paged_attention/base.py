@@ -54,7 +54,7 @@ class Options:
 def visible(
     key_positions: Int32[Array, "B keys"], query_positions: Int32[Array, "B T"], sliding_window: int | None
 ) -> jax.Array:
-    """Return the mask `[B, T, keys]` of the keys that each query attends to.
+    """Return a mask `[B, T, keys]` that is True for the keys that each query attends to.
 
     A query attends to the keys of its sequence at its own and earlier positions. If `sliding_window` is given, the
     query attends only to the last `sliding_window` of these keys. Position -1 marks a padding key or query.
@@ -73,7 +73,7 @@ def reference_paged_attention(
     query_positions: Int32[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T H h"]:
-    """Compute causal attention over paged keys and values: gather all pages, then compute one softmax over all keys.
+    """Compute causal attention over paged keys and values, by one softmax over all gathered pages.
 
     Query head i uses KV head `i // (H // K)`. The output of a query at position -1 (padding) is zero. Sums are in f32,
     and the result has the dtype of the queries.

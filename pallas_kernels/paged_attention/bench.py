@@ -2,9 +2,9 @@
 
     python -m pallas_kernels.paged_attention.bench [--json results.json] [--quick]
 
-On a Hopper GPU it compares the kernel with XLA, JAX's own kernel, cuDNN, copy bandwidth and matmul rate. On CPU it
-compares the XLA path with gathering all pages and with a dense cache. It prints Markdown tables. Compared calls run in
-turns.
+On a Hopper GPU it compares the kernel with XLA, JAX's own kernel and cuDNN. It also measures copy bandwidth and the
+rate of matrix products. On CPU it compares the XLA implementation with two others: attention that gathers all pages
+first, and attention over a dense cache. It prints Markdown tables. Compared calls run in turns.
 """
 
 import argparse
@@ -29,7 +29,10 @@ MEMORY = "memory alone (copy on a GPU, read on CPU)"
 
 @dataclass(frozen=True)
 class Row:
-    """Measurement of a call: name, median seconds, bytes to move and operations to do (0: not meaningful)."""
+    """Measurement of a call: name, median seconds, bytes to move and operations to do.
+
+    A count of 0 is not meaningful.
+    """
 
     name: str
     time_s: float
@@ -61,7 +64,7 @@ class Machine:
 
 
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
-    """Return a function that runs compiled `paged_attention` on a workload.
+    """Return a function that runs `paged_attention`, compiled, on a workload.
 
     `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` also sets the `stride_order`
     of `paged_attention`.
@@ -76,10 +79,10 @@ def attention(workload: Workload, machine: Machine, implementation: str, **optio
 
 
 def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
-    """Return a function that runs causal attention over a dense cache, in plain XLA, as a baseline of the time.
+    """Return a function that runs causal attention over a dense cache in plain XLA, as a baseline for the time.
 
-    Keys and values are contiguous arrays `[B, K, tokens, h]` with the sizes of the workload. Their order differs from
-    the order of the tokens in the sequences, so the result differs from the result of `attention`.
+    Keys and values are contiguous arrays `[B, K, tokens, h]` with the sizes of the workload. The tokens are in another
+    order than in the sequences, so the result differs from the result of `attention`.
     """
     queries, (extent,), _, positions = workload.make(machine.dtype)
     w = workload
@@ -132,7 +135,7 @@ def rows_of(
 
     Args:
         machine: device of the run.
-        calls: functions that prepare and return a call to measure, by name.
+        calls: functions by name. Each prepares a workload and returns the call to measure.
         num_bytes: bytes that a call must move. If not 0, a row for memory bandwidth is added.
         flops: operations of a call.
     """
@@ -190,7 +193,7 @@ def variants(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def cache_writes(machine: Machine, workload: Workload) -> list[Row]:
-    """Measure a write of new tokens, copies of pages to and from a staging buffer, and memory bandwidth."""
+    """Measure writes of new tokens, copies of pages to and from a staging buffer, and memory bandwidth."""
     w = workload
     _, (extent,), (table,), _ = w.make(machine.dtype)
     num_pages, itemsize = extent.shape[0], extent.dtype.itemsize

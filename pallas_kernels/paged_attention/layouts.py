@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 
 
 class PageLayout(enum.Enum):
-    """Memory order; its value is the stride order."""
+    """Memory order of the pages of an extent. The value of a member is its stride order."""
 
     HEADER_CENTRIC = (0, 1, 2, 3, 4)
     """`[page, KV head, keys/values, token, element]`"""
@@ -50,7 +50,7 @@ class PageLayout(enum.Enum):
         return logical.transpose([self.value.index(axis) for axis in range(5)])
 
     def rows(self, extent: jax.Array, piece_tokens: int) -> jax.Array:
-        """Reshape an extent, without a copy, so that each row is a piece of a page with `piece_tokens` tokens.
+        """Reshape an extent to rows, without a copy. Each row is a piece of a page with `piece_tokens` tokens.
 
         In header-centric order, a row has the keys or values of one head: `[rows, piece_tokens, h]`. In the other
         orders, a row has the keys or values of all heads: `[rows, piece_tokens, K, h]`.
@@ -70,7 +70,7 @@ class PageLayout(enum.Enum):
         kv_heads: int,
         pieces: int,
     ) -> jax.Array:
-        """Return the index of a row of `rows`: the row with the keys (`kv` 0) or values (`kv` 1) of a piece of a page.
+        """Return the index, in the result of `rows`, of the row that holds the keys or the values of a piece of a page.
 
         Args:
             page: index of the page in its extent.

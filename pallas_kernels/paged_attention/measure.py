@@ -110,8 +110,8 @@ class Workload:
 def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
     """Return the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all calls.
 
-    After a warm-up, 5 to 50 rounds run, as many as fit in `budget_s`. In each round, a call of less than a millisecond
-    is launched ten times in a row.
+    After a warm-up, as many rounds run as fit in `budget_s`, at least 5 and at most 50. In each round, a call of less
+    than a millisecond is launched ten times in a row.
     """
     repeats, round_s = {}, 0.0
     for name, call in calls.items():
@@ -135,9 +135,9 @@ def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[
 
 
 def memory_probe(num_bytes: int) -> tuple[Callable[[], Any], int]:
-    """Return a function whose time is limited by memory bandwidth, and the number of bytes that it moves.
+    """Return a function whose time is limited by memory bandwidth, and the number of bytes that one call moves.
 
-    The function copies memory on a GPU. On CPU, all cores read memory.
+    On a GPU, the function copies memory. On CPU, it reads memory on all cores.
     """
     data = jnp.ones(num_bytes // 4, jnp.float32)
     if jax.default_backend() == "gpu":

@@ -1,4 +1,4 @@
-"""Tuner: measures sizes of the GPU kernel on the local device and writes its tuning table.
+"""Tuner of the GPU kernel: measure launch sizes on the local device and write the fastest into a tuning table.
 
     python -m pallas_kernels.paged_attention.tune [--quick]
 
@@ -34,7 +34,7 @@ HEAD_SIZES = (64, 128, 256)
 
 
 def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
-    """Yield the sizes to measure, beginning with the default sizes. All fit into shared memory.
+    """Yield the sizes to measure, beginning with the default sizes. All sizes fit into shared memory.
 
     `processors` is the number of streaming multiprocessors of the device.
     """

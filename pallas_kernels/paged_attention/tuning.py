@@ -1,4 +1,4 @@
-"""Sizes of the GPU kernel: from the measured table of the device kind if it exists, otherwise by rule.
+"""Sizes of a launch of the GPU kernel, from a measured table of the device kind or, without a table, by rule.
 
 `python -m pallas_kernels.paged_attention.tune` measures on the device and writes `tables/<device kind>.json`.
 """
@@ -56,7 +56,7 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class KernelShape:
-    """Sizes of a call of attention, by which the sizes of the kernel are chosen.
+    """Sizes of a call of attention that determine the sizes of the kernel.
 
     Attributes:
         batch: B.
@@ -87,7 +87,7 @@ class KernelShape:
 
 
 def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
-    """Return the bytes of shared memory that a thread block needs, with sinks and without barriers."""
+    """Return the bytes of shared memory of a thread block. Sinks are included, barriers are not."""
     h, groups, converts = shape.head_dim, config.warpgroups, shape.kv_itemsize == 1
     parts = 1 if config.split_keys else groups
     queries = parts * _ROWS * (2 * h + 8)
@@ -99,13 +99,13 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 
 
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
-    """Return the measured sizes for the most similar shape in the table of the device kind.
+    """Return the measured sizes of the most similar shape in the table of the device kind, or the default sizes.
 
-    If the page sizes and amounts of work of the two shapes together differ by a factor of 2 or more, the number of
-    splits is computed by rule.
+    The default sizes are used in three cases: there is no GPU or no table; no entry has the same phase (prefill or
+    decode), head size and element size of the cache; or the measured sizes need too much shared memory for this shape.
 
-    Return the default sizes if there is no device or table, if no entry has the same phase, head size and element size
-    of the cache, or if the measured sizes need too much shared memory for this shape.
+    Similar shapes may still differ in page size and in amount of work. If these differences together reach a factor of
+    2, the number of splits is computed by rule.
     """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)

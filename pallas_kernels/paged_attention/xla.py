@@ -1,9 +1,10 @@
-"""Paged attention in plain XLA operations, for CPU and as the fallback everywhere else.
+"""Paged attention in plain XLA operations, for CPU and for all calls that the GPU kernel does not support.
 
 The softmax runs online over blocks of pages: each block is gathered, used and discarded, so the working set stays in
-cache. One loop reads the first extent, and a second loop reads all other extents. The number of iterations of a loop is
-computed at run time, from the sequence with the most pages in the extents of the loop. One executable therefore serves
-every context length, and unused table entries cost nothing.
+cache. One loop reads the first extent, and a second loop reads all other extents.
+
+The number of iterations of a loop is computed at run time, from the sequence with the most pages in the extents of the
+loop. One executable therefore serves every context length, and unused table entries cost nothing.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 def block_tokens(batch: int, kv_heads: int) -> int:
     """Return the number of tokens of each sequence to gather in one iteration.
 
-    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. Measured for decode on 2 cores
-    (f32, head size 64, 2,048 tokens), 32 tokens are best for 16 sequences with 8 KV heads, and 128 tokens for 8
-    sequences with 4 KV heads. Larger blocks are not used, because short contexts would waste most of a block.
+    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. The best size was measured for
+    decode on 2 cores (f32, head size 64, 2,048 tokens): 32 tokens for 16 sequences with 8 KV heads, and 128 tokens for
+    8 sequences with 4 KV heads. Larger blocks are not used, because short contexts would waste most of a block.
     """
     return min(128, max(32, 4096 // (batch * kv_heads)))
 
@@ -71,9 +72,10 @@ class _Pages(NamedTuple):
     positions: Int32[Array, "B columns"]
     """Logical positions of these pages."""
     ends: Int32[Array, "B extents"]
-    """Number of pages of a sequence in this extent and all earlier extents."""
+    """For each extent, number of pages of a sequence in this extent and all earlier extents together."""
     offsets: Int32[Array, "B extents"]
-    """Column of a page of this extent in `ids`, minus the index of the page among all pages of its sequence."""
+    """For each extent, number to add to the index of a page among all pages of its sequence to get its column in `ids`.
+    """
 
     @classmethod
     def of(cls, tables: Sequence[PageTable], block: int) -> "_Pages":
@@ -115,8 +117,8 @@ def _accumulate(
     """Continue the online softmax over the pages of some extents. Return the new state.
 
     Args:
-        carry: state of the softmax: sum of weighted values `[B, K, T * H / K, h]`, running maximum and sum of weights
-            `[B, K, T * H / K]`, in f32.
+        carry: f32 state of the softmax: weighted sum of values `[B, K, T * H / K, h]`, maximum score so far and sum of
+            weights, each `[B, K, T * H / K]`.
         rows: queries `[B, K, T * H / K, h]`: the queries of a KV head are the rows of one matrix.
         extents: pages of each extent.
         tables: pages of the sequences in each extent.

@@ -12,7 +12,7 @@ def draw_arrivals(
     count: int | None,
     duration_s: float | None,
 ) -> np.ndarray:
-    """Draw ascending arrival times in seconds.
+    """Draw ascending arrival times, in seconds.
 
     Args:
         rate: mean number of requests per second. At an infinite rate, all requests arrive at 0.

@@ -1,4 +1,4 @@
-"""Arrival times of bursty load: phases with a low and with a high request rate alternate (Flying Serving 6.1.3)."""
+"""Arrival times of bursty load, in alternating phases of a low and a high request rate (Flying Serving 6.1.3)."""
 
 import math
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ LOW, HIGH = "low", "high"
 
 
 def read_rates(name: str, text: str) -> tuple[float, float]:
-    """Return the lowest and the highest rate in a text such as "2:5". For a text with one number, such as "4", both
-    rates are equal.
+    """Return the lowest and the highest rate in a text such as "2:5".
 
-    Raises `ConfigError` for an invalid text. `name`: name of the setting in the error message.
+    A text with one number, such as "4", has equal rates. Raises `ConfigError` for an invalid text. `name` is the name
+    of the setting in the error message.
     """
     parts = text.split(":")
     try:

@@ -11,7 +11,7 @@ from amoeba_jax.client import AsyncClient, Cluster
 
 @dataclass(frozen=True)
 class Sample:
-    """Instances and queue of a server at one time. `time_s`: seconds since the start of the run."""
+    """Instances and queue of a server at time `time_s`, in seconds since the start of the run."""
 
     time_s: float
     devices: tuple[tuple[int, ...], ...]
@@ -22,7 +22,7 @@ class Sample:
     """Number of requests in the queue."""
 
     def devices_by_degree(self) -> dict[int, int]:
-        """Return the number of devices by the degree of their instance."""
+        """Return the number of devices whose instances have each degree."""
         counts: dict[int, int] = {}
         for devices, degree in zip(self.devices, self.degrees, strict=True):
             counts[degree] = counts.get(degree, 0) + len(devices)
@@ -31,20 +31,21 @@ class Sample:
 
 @dataclass
 class ClusterWatch:
-    """Samples of `AdminService.WatchCluster`."""
+    """Samples of a server's instances, received from `AdminService.WatchCluster`."""
 
     samples: list[Sample] = field(default_factory=list)
     problem: str | None = None
-    """Reason why there are no further samples, such as a status of the server. None: samples still arrive."""
+    """Reason why no further samples arrive, such as a status of the server. None: samples still arrive."""
 
     def end_s(self, duration_s: float) -> float:
-        """Return the end of the sampled time in seconds, which is `duration_s`. If sampling has failed, return the time
-        of the last sample."""
+        """Return the end of the time with samples, in seconds.
+
+        This is `duration_s`, or the time of the last sample if sampling has failed.
+        """
         return duration_s if self.problem is None else max((sample.time_s for sample in self.samples), default=0.0)
 
     async def follow(self, client: AsyncClient, interval_s: float, clock: Callable[[], float]) -> None:
-        """Add samples until the task is cancelled or the server ends its stream. If the server ends the stream, set
-        `problem`.
+        """Add samples until the task is cancelled or the server ends its stream. In the second case, set `problem`.
 
         Args:
             interval_s: seconds between samples; 0: no samples.
@@ -88,14 +89,16 @@ def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
 
 
 def _joined(parts: Iterable[tuple[int, ...]], wholes: Iterable[tuple[int, ...]]) -> int:
-    """Count the `wholes` that consist of several `parts`."""
+    """Count the elements of `wholes` that consist of several elements of `parts`."""
     part_sets = [set(devices) for devices in parts]
     return sum(sum(part < set(whole) for part in part_sets) > 1 for whole in wholes)
 
 
 def device_seconds(samples: Sequence[Sample], end_s: float) -> dict[int, float]:
-    """Return the device seconds until `end_s`, by degree. A sample describes the time until the next sample. The first
-    sample also describes the time before it."""
+    """Return the device seconds until `end_s`, by degree.
+
+    A sample describes the time until the next sample. The first sample also describes the time before it.
+    """
     totals: dict[int, float] = {}
     for place, sample in enumerate(samples):
         start_s = 0.0 if place == 0 else sample.time_s

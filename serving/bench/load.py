@@ -1,4 +1,4 @@
-"""Sender of planned requests, with a record of each request."""
+"""Sender of planned requests. It records the times and tokens of each request."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from serving.bench.workload import PlannedRequest
 
 
 class Outcome(StrEnum):
-    """End of a request."""
+    """How a request ended."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -32,9 +32,9 @@ class Record:
 
     request: PlannedRequest
     arrival_s: float
-    """Arrival: `request.arrival_s`, or later if this program is late."""
+    """Arrival time: `request.arrival_s`, or later if this program could not keep up."""
     start_s: float | None = None
-    """Time of sending; later than `arrival_s` if `max_concurrency` delayed it. None: never sent."""
+    """Time of sending. Later than `arrival_s` if `max_concurrency` delayed the request. None: never sent."""
     chunk_times: list[float] = field(default_factory=list)
     """Arrival times of messages with tokens."""
     chunk_tokens: list[int] = field(default_factory=list)
@@ -46,9 +46,9 @@ class Record:
     error: str = ""
     """Message of the gRPC status of a failed request; may be empty."""
     server_queue_s: float | None = None
-    """Seconds from the arrival of the request at the server to its dispatch, by the server's clock."""
+    """Seconds that the request waited in the server's queue, by the server's clock."""
     preemptions: int = 0
-    """Number of preemptions at the server."""
+    """Number of times that the server preempted the request."""
 
     @property
     def output_tokens(self) -> int:
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def itl_s(self) -> list[float]:
-        """Seconds between messages with tokens."""
+        """List of the seconds between consecutive messages with tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
     @property
@@ -103,12 +103,12 @@ class Load:
         stop: asyncio.Event,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> float:
-        """Send each request at its time, wait until all requests end, and return the seconds of the run. Call it once.
+        """Send each request at its time, and wait until all requests end. Return the seconds of the run. Call it once.
 
         Args:
             requests: requests in the order of arrival.
             stop: event that ends the run: running requests are cancelled, and no further requests are sent.
-            on_end: callback that receives the record of each finished or failed request.
+            on_end: function that gets the record of each finished or failed request.
         """
         self._begin = time.perf_counter()
         tasks: list[asyncio.Task[None]] = []

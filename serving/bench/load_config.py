@@ -9,20 +9,22 @@ from amoeba_jax.errors import ConfigError
 from amoeba_jax.sampling_params import SamplingParams
 
 MAX_PREFIX_CHARS = 80
-"""Maximum length of the prefix in characters; ids may have 128."""
+"""Maximum length of the prefix of request ids, in characters. An id may have 128 characters."""
 
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Settings of requests. Raises `RequestError` for an invalid temperature, and `ConfigError` for any other invalid
-    value."""
+    """Settings of requests.
+
+    Raises `RequestError` for an invalid temperature, and `ConfigError` for any other invalid value.
+    """
 
     seed: int = 0
     """Seed of the random generator for prompts."""
     temperature: float = 0.0
     """Sampling temperature: 0 takes the greedy token, above 0 samples."""
     ignore_eos: bool = True
-    """Generation of all planned tokens, past the end-of-sequence tokens of the model."""
+    """Whether requests generate all planned tokens, past the end-of-sequence tokens of the model."""
     max_concurrency: int | None = None
     """Maximum number of requests in flight; further requests wait in this program. Default: no limit."""
     request_id_prefix: str = "bench-"

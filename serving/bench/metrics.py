@@ -19,20 +19,20 @@ METRICS = {
     "client_queue_time": "Queue (client)",
     "server_queue_time": "Queue (server)",
 }
-"""Metrics and their names in tables. E2EL is the end-to-end latency."""
+"""Metrics by name, with their titles in tables. E2EL is the end-to-end latency."""
 PEAK_WINDOW_S = 5.0
-"""Seconds of the windows for `peak_output_throughput`. A shorter run is one window."""
+"""Length of the windows for `peak_output_throughput`, in seconds. A shorter run is one window."""
 _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Selection of metrics. Raises `ConfigError` for an invalid value."""
+    """Metrics to compute. Raises `ConfigError` for an invalid value."""
 
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    """Names of the `METRICS` with mean, median, standard deviation and percentiles."""
+    """Names of the `METRICS` for which mean, median, standard deviation and percentiles are reported."""
     metric_percentiles: tuple[float, ...] = (99.0,)
-    """Percentiles from 0 to 100."""
+    """Percentiles to report, from 0 to 100."""
     goodput: dict[str, float] = field(default_factory=dict)
     """Limits in milliseconds of `ttft`, `tpot` and `e2el`. Empty: no goodput."""
 
@@ -75,8 +75,11 @@ class MetricsConfig:
 
 
 def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Return the values of each metric (`METRICS`) in seconds, for completed requests. `itl` has a value for each
-    message after the first message of a request. The other metrics have at most one value for each request."""
+    """Return the values of each metric (`METRICS`) in seconds, for completed requests.
+
+    `itl` has a value for each message after the first message of a request. The other metrics have at most one value
+    for each request.
+    """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     return {
         "ttft": [value for r in done if (value := r.ttft_s) is not None],
@@ -89,10 +92,10 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
-    """Return vLLM's metrics of completed requests. Rates are per second of `duration_s`.
+    """Compute vLLM's metrics of completed requests. Rates are per second of `duration_s`.
 
-    A latency is None if no completed request has a value for it. `request_goodput` is None if there is no limit,
-    neither in `config` nor in a request.
+    A latency is None if no completed request has a value for it. `request_goodput` is None if neither `config` nor a
+    request sets a limit.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -120,10 +123,10 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 
 
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
-    """Return whether a request met all limits in `objectives_ms`. If the request sets a limit itself, its limit
-    replaces the limit of the same name.
+    """Return whether a request met all limits in `objectives_ms`, given by metric in milliseconds.
 
-    A request with one token meets any TPOT limit. A request without a token meets no limit.
+    If the request sets a limit of its own, it replaces the limit of the same name. A request with one token meets any
+    TPOT limit. A request without a token meets no limit.
     """
     objectives_ms = objectives_ms | own_objectives_ms(record)
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
@@ -133,7 +136,7 @@ def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
 
 
 def own_objectives_ms(record: Record) -> dict[str, float]:
-    """Return the SLOs of a request in milliseconds."""
+    """Return the SLOs that a request sets itself, in milliseconds."""
     slos_s = {"ttft": record.request.ttft_slo_s, "tpot": record.request.tpot_slo_s}
     return {name: slo_s * 1000 for name, slo_s in slos_s.items() if slo_s is not None}
 

@@ -49,9 +49,9 @@ class ConnectionConfig:
             raise ConfigError(f"ready_timeout_s={self.ready_timeout_s:g} must be finite and at least 0")
 
     def open(self, admin: bool = False) -> "AsyncClient":
-        """Return a client that does not retry calls, because retries would hide errors of the server.
+        """Return a client for the server. It does not retry calls, because retries would hide errors of the server.
 
-        `admin`: whether to connect to AdminService. Raises `ConfigError` if a certificate file cannot be read.
+        If `admin`, connect to AdminService. Raises `ConfigError` if a certificate file cannot be read.
         """
         from amoeba_jax.client import AsyncClient, Retries
 
@@ -77,9 +77,9 @@ class OutputConfig:
     label: str | None = None
     """Label in the report."""
     save_result: bool = False
-    """JSON file for the report. It is also written if `result_dir` or `result_filename` is given."""
+    """Whether to write the report as JSON. The report is also written if `result_dir` or `result_filename` is given."""
     save_detailed: bool = False
-    """JSON file for the report, with an entry for each request."""
+    """Whether to write the report as JSON with an entry for each request."""
     result_dir: Path | None = None
     """Directory of the report. Default: the current directory."""
     result_filename: str | None = None
@@ -115,7 +115,7 @@ class BenchConfig:
     metrics: "MetricsConfig"
     output: OutputConfig
     num_warmups: int = 0
-    """Number of warm-up requests before the run: copies of the first request."""
+    """Number of warm-up requests before the run. All are copies of the first request."""
 
     def __post_init__(self) -> None:
         if self.num_warmups < 0:
@@ -123,10 +123,9 @@ class BenchConfig:
 
 
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
-    """Return the settings of a run for the options of `amoeba bench` (`flags`). If no token file is given, the token
-    comes from the environment.
+    """Return the settings of a run, from the options of `amoeba bench` (`flags`).
 
-    Raises `ConfigError` for invalid settings.
+    If no token file is given, the token comes from the environment. Raises `ConfigError` for invalid settings.
     """
     from serving.bench.metrics import MetricsConfig
 

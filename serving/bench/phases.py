@@ -1,4 +1,4 @@
-"""Metrics of the requests of each phase of load and of each priority, and latencies during changes of instances."""
+"""Metrics of a run by phase of load and by priority, and latencies during changes of instances."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,10 +15,10 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 def by_phase(
     records: Sequence[Record], duration_s: float, phase_s: float, load_s: float | None, config: MetricsConfig
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of the requests that arrived in low phases (key `low`) and in high phases (key `high`). The
-    dict is empty if the load has no phases.
+    """Return the metrics of requests that arrived in low phases (key `low`) and in high phases (key `high`).
 
-    The rates of `low` are per second of low phases, and the rates of `high` are per second of high phases.
+    The dict is empty if the load has no phases. The rates of `low` are per second of low phases, and the rates of
+    `high` are per second of high phases.
 
     Args:
         duration_s: seconds of the run.
@@ -44,8 +44,10 @@ def by_phase(
 
 
 def by_priority(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, dict[str, Any]]:
-    """Return the metrics of the requests of each priority, the most urgent priority first. The dict is empty if all
-    requests have the same priority."""
+    """Return the metrics of the requests of each priority. The most urgent priority comes first.
+
+    The dict is empty if all requests have the same priority.
+    """
     priorities = sorted({record.request.priority for record in records})
     if len(priorities) < 2:
         return {}
@@ -80,9 +82,9 @@ def transitions(
     settle_s: float,
     config: MetricsConfig,
 ) -> dict[str, Any]:
-    """Return statistics of TTFT and ITL of completed requests: `during` changes of instances, and `outside` of changes.
+    """Return statistics of TTFT and ITL of completed requests, `during` and `outside` of changes of instances.
 
-    A latency is counted as `during` if its time overlaps a period of `transition_windows`.
+    A latency counts as `during` if its time overlaps a period of `transition_windows`.
 
     Args:
         changes: number of merges and splits in the run.

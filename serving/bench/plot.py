@@ -35,10 +35,9 @@ def save_plot(run: Run, path: Path) -> None:
 
 
 def draw_run(run: Run) -> Any:
-    """Return a figure with three plots: output tokens per second over time, TTFT by arrival time, and devices by degree
-    over time.
+    """Return a figure of a run with three plots. Raises `ConfigError` if matplotlib is not installed.
 
-    Raises `ConfigError` if matplotlib is not installed.
+    The plots show output tokens per second over time, TTFT by arrival time, and devices by degree over time.
     """
     figure = load_matplotlib()(figsize=(10, 8), layout="tight")
     tokens, waits, degrees = figure.subplots(3, 1, sharex=True)
@@ -87,7 +86,7 @@ def _draw_degrees(axes: Any, run: Run) -> None:
 
 
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:
-    """Return `(times, counts)`: the number of devices in instances of each degree, over time.
+    """Return `(times, counts)`: how many devices are in instances of each degree, over time.
 
     `counts[degree][i]` is the number of devices in instances of `degree` from `times[i]` on. `times` has 0, the time of
     each sample after the first, and `end_s`.

@@ -18,7 +18,10 @@ from serving.bench.phases import by_phase, by_priority, transitions
 from serving.bench.workload import WorkloadConfig
 
 TRANSITION_S = 1.0
-"""Seconds after the first sample with changed instances that still count as part of the change."""
+"""Time after a change of instances that still counts as part of the change, in seconds.
+
+It begins with the first sample that shows the change.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bo
 
 
 def _settings(run: Run, label: str | None) -> dict[str, Any]:
-    """Return the first fields of vLLM's report, then all settings."""
+    """Return all settings of a run, beginning with the fields of vLLM's report."""
     rate = run.workload.rate
     own_times = run.workload.dataset_name == "trace" and run.workload.request_rate is None
     return {
@@ -110,8 +113,10 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
 
 
 def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return an entry for each gRPC status of failed requests, the most frequent status first: the status, the number
-    of requests, and the first error message."""
+    """Return an entry for each gRPC status of failed requests. The most frequent status comes first.
+
+    An entry has the status, the number of requests, and the first error message.
+    """
     failed = [record for record in records if record.outcome is Outcome.FAILED]
     texts: dict[str, str] = {}
     for record in failed:
@@ -142,7 +147,7 @@ def _details(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert settings for JSON: infinity becomes text, and a path becomes its last part."""
+    """Convert settings for JSON. Infinity becomes text, and a path becomes its last part."""
     return {
         name: value.name if isinstance(value, Path) else "inf" if value == math.inf else value
         for name, value in settings.items()
@@ -150,8 +155,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Return the path of the report file. The default file name consists of the workload, the rate, the model and the
-    time."""
+    """Return the path of the report file. The default name has the workload, the rate, the model and the time."""
     rate = run.workload.rate
     name = filename or f"amoeba-{run.workload.dataset_name}-{rate:g}qps-{run.model.model}-{run.date:%Y%m%d-%H%M%S}.json"
     return (directory or Path()) / name

@@ -1,4 +1,4 @@
-"""`amoeba bench`: connection, run and output."""
+"""`amoeba bench`: connect to a server, run the load, and print and save the report."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED, say
 def run_bench(config: BenchConfig) -> int:
     """Run a benchmark, print and save its report, and return the exit code.
 
-    The exit code is 130 after Ctrl-C. Otherwise the exit code is 1 if no request completed, else 0. Raises
-    `ConfigError` for invalid settings, and `grpc.RpcError` if the server does not answer.
+    The exit code is 0 if a request completed, 1 if none did, and 130 after Ctrl-C. Raises `ConfigError` for invalid
+    settings, and `grpc.RpcError` if the server does not answer.
     """
     run = asyncio.run(_run(config))
     output = config.output
@@ -80,8 +80,7 @@ async def _run(config: BenchConfig) -> Run:
 
 
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
-    """Return the model of the server. While the server is UNAVAILABLE, repeat the call for up to `timeout_s`
-    seconds."""
+    """Ask the server for its model. While the server is UNAVAILABLE, repeat the call for up to `timeout_s` seconds."""
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while True:
@@ -137,7 +136,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
 
 class _Counter:
-    """Callback that counts ended requests in a progress bar."""
+    """Counter of ended requests, shown in a progress bar."""
 
     def __init__(self, progress: Progress, total: int):
         self._progress = progress
@@ -152,7 +151,7 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """Yield a callback that counts ended requests in a progress bar. The bar is hidden if stderr is no terminal."""
+    """Yield a function that counts ended requests in a progress bar. The bar is hidden if stderr is no terminal."""
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -8,8 +8,9 @@ import numpy as np
 def statistics(
     name: str, values_s: Sequence[float] | np.ndarray, percentiles: Sequence[float]
 ) -> dict[str, float | None]:
-    """Return mean, median, standard deviation and percentiles of values, in milliseconds, with vLLM's names (such as
-    `mean_ttft_ms`). Without values, each result is None.
+    """Return mean, median, standard deviation and percentiles of values, in milliseconds.
+
+    The keys are vLLM's names, such as `mean_ttft_ms`. Without values, each result is None.
 
     Args:
         name: name of the metric, such as "ttft".

@@ -1,5 +1,4 @@
-"""Requests that are drawn from statistics of real traffic: request rates over time, and distributions of lengths
-(ServeGen)."""
+"""Requests drawn from statistics of real traffic (ServeGen): rates over time, and distributions of lengths."""
 
 import math
 from pathlib import Path
@@ -23,8 +22,8 @@ def draw_specs(
 ) -> dict[str, np.ndarray]:
     """Draw requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
 
-    The statistics have a rate for each window of time. The intervals between the arrivals of a window have a gamma
-    distribution. Its coefficient of variation is `cv_rate_weighted` of the window, or 1 if the file has no such array.
+    The statistics have a rate for each window of time. The intervals between arrivals in a window have a gamma
+    distribution. Its coefficient of variation is the window's `cv_rate_weighted`, or 1 if the file has no such array.
     The lengths of prompts and outputs are drawn independently.
 
     Raises `ConfigError` for more than `MAX_DRAWN` requests, and for negative rates.

@@ -1,4 +1,4 @@
-"""Report of a run in a terminal."""
+"""Tables of a run's report in a terminal."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def print_report(report: dict[str, Any], config: MetricsConfig, console: Console
 
 
 def _groups(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each class, phase and priority, by the heading of their column."""
+    """Return the metrics of each class, phase and priority, by the heading of its column."""
     phases = {f"{name} phases": figures for name, figures in report["phases"].items()}
     return report["classes"] | phases | {f"priority {name}": it for name, it in report["priorities"].items()}
 
@@ -88,8 +88,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
 
 
 def _transitions(figures: dict[str, Any]) -> list[str]:
-    """Return a line with the latencies during and outside of changes of instances. The list is empty if there was no
-    change."""
+    """Return a line with the latencies during and outside of changes of instances. Return [] if there was no change."""
     if not figures["per_hour"]:
         return []
 

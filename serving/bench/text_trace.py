@@ -1,4 +1,7 @@
-"""Traces as CSV or JSON lines. Each row has a time, a number of prompt tokens and a number of output tokens."""
+"""Reader of traces in CSV or JSON lines.
+
+Each row has a time, a number of prompt tokens and a number of output tokens.
+"""
 
 import csv
 import gzip
@@ -23,19 +26,19 @@ _BLOCKS = "hash_ids"
 
 
 def is_text_trace(path: Path) -> bool:
-    """Return whether a file name has a suffix of CSV or JSON lines, such as `.csv` or `.jsonl.gz`."""
+    """Return whether the suffix of a file name means CSV or JSON lines, such as `.csv` or `.jsonl.gz`."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
-    """Return `(columns, blocks)` of a file. Raises `ConfigError` with the invalid column or line.
+    """Read a file. Return `(columns, blocks)`. Raises `ConfigError`, with the column or line, if the file is invalid.
 
     `columns` has the arrays `input_tokens` and `output_tokens`. It also has `arrival_s` in seconds if the file has
     times. `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces). It is None if
     the file has no ids.
 
-    The times come from a column `arrival_s`, `arrival` or `time_s` in seconds, or from a column `timestamp` with ISO
-    dates (Azure) or milliseconds (Mooncake).
+    The times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. The latter has
+    ISO dates (Azure) or milliseconds (Mooncake).
     """
     rows = list(_rows(path))
     if not rows:
@@ -92,8 +95,10 @@ def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
 
 
 def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
-    """Return the block ids of a row. `value` is a list, or text with a list in JSON (from a CSV file). If `value` is
-    empty, the result is an empty tuple."""
+    """Return the block ids of a row. `value` is a list, a JSON list as text (from a CSV file), or empty.
+
+    If `value` is empty, the result is an empty tuple.
+    """
     try:
         ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []
         if not isinstance(ids, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in ids):

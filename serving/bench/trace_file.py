@@ -19,7 +19,7 @@ _LENGTHS = ("input_tokens", "output_tokens")
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of arrival.
+    """Requests of a trace, in the order of arrival.
 
     Attributes:
         input_tokens: prompt lengths, int64.
@@ -37,7 +37,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Draw:
-    """Settings to draw requests from a file of statistics: see `draw_specs`."""
+    """Settings for drawing requests from a file of statistics (`draw_specs`)."""
 
     random: np.random.Generator
     duration_s: float | None = None
@@ -46,18 +46,16 @@ class Draw:
 
 
 def read_trace(path: Path, draw: Draw | None = None) -> Trace:
-    """Read a trace. Raises `ConfigError` for an invalid file.
+    """Read a trace file. Raises `ConfigError` for an invalid file.
 
     There are three kinds of files:
 
-    A .csv or .jsonl file of requests: see `serving.bench.text_trace`.
-
-    A .npz file of requests has the integer arrays `input_tokens` and `output_tokens`. It may also have `arrival_s` in
-    seconds, and the ids of prompt blocks as `hash_ids` and `hash_ptr`. The blocks of request `i` are
-    `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]`.
-
-    A .npz file of statistics: see `serving.bench.statistics_trace`. Its requests are drawn with the settings `draw`.
-    The default of `draw` has the seed 0.
+    * A .csv or .jsonl file of requests: see `serving.bench.text_trace`.
+    * A .npz file of requests. It has the integer arrays `input_tokens` and `output_tokens`. It may also have
+      `arrival_s` in seconds, and the ids of prompt blocks as `hash_ids` and `hash_ptr`. The blocks of request `i` are
+      `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]`.
+    * A .npz file of statistics: see `serving.bench.statistics_trace`. Requests are drawn with the settings `draw`, by
+      default with the seed 0.
     """
     blocks: list[tuple[int, ...]] | None = None
     if is_text_trace(path):
@@ -125,10 +123,10 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
     """Return a trace with `scale` times as many requests in the same time.
 
     With a scale of 0.3, a random 30% of the requests remain. With a scale of 2.3, each request occurs twice, and a
-    random 30% of the requests occur a third time.
+    random 30% of the requests occur a third time. A copy arrives within 30 s of its original.
 
-    A copy arrives within 30 s of its original. The second occurrences of all requests share prefixes with each other,
-    but not with the first or third occurrences, because they stand for other users.
+    Copies stand for other users. The first copies of all requests share prefixes with each other, but not with the
+    originals or with the second copies.
     """
     size = len(trace.input_tokens)
     whole = int(scale)
@@ -147,11 +145,11 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Return the block ids of requests and their copies, by index. The n-th copies of all requests get new ids.
+    """Return the block ids of requests and of their copies, by index. The n-th copies of all requests get new ids.
 
     Args:
         blocks: block ids of the original requests, by row.
-        rows: row in `blocks` of each request's original.
+        rows: row in `blocks` of the original of each request.
         copies: 0 for an original request, n for the n-th copy of a request.
     """
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
@@ -160,8 +158,7 @@ def _of_copies(
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompt and output lengths, shortened so that prompt and output of a request together have at most
-    `max_model_len` tokens.
+    """Shorten prompts and outputs so that both together have at most `max_model_len` tokens. Return their lengths.
 
     A prompt or output of at most half of `max_model_len` is not shortened.
     """

@@ -17,7 +17,7 @@ DATASETS = ("random", "mix", "burst", "trace")
 DEFAULT_NUM_PROMPTS = 1000
 MAX_REQUESTS = 1_000_000
 MIN_BURSTINESS = 0.01
-"""Minimum of `burstiness`: below it, nearly all requests arrive at once."""
+"""Minimum of `burstiness`. Below it, nearly all requests would arrive at once."""
 # Independent random streams, so that a change of one setting does not affect others.
 _ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _PRIORITIES, _TRACE = range(6)
 
@@ -27,66 +27,79 @@ class WorkloadConfig:
     """Workload of a benchmark. Lengths are in tokens. Raises `ConfigError` for an invalid value."""
 
     dataset_name: str = "random"
-    """Kind of workload. `random`: lengths around two means. `mix`: many short and a few long requests. `trace`: lengths
-    and times of a file. `burst`: lengths as in `random`, in phases of a low and a high rate."""
+    """Kind of workload.
+
+    `random`: lengths around two means. `mix`: many short and a few long requests. `trace`: lengths and times of a file.
+    `burst`: lengths as in `random`, in phases of a low and a high rate.
+    """
     num_prompts: int | None = None
-    """Maximum number of requests. Default: all that arrive within `duration_s`, else all of a trace, else 1000."""
+    """Maximum number of requests. Default: all requests within `duration_s` or in the trace, else 1000."""
     duration_s: float | None = None
-    """Seconds in which requests arrive; requests in flight may finish later. Default: until all have arrived."""
+    """Time in which requests arrive, in seconds. Requests in flight may finish later.
+
+    Default: until all have arrived.
+    """
     request_rate: float | None = None
-    """Requests per second; inf: all at once. Not for `mix` and `burst`. Default: the times of a trace, else inf."""
+    """Mean number of requests per second. inf: all at once. Not for `mix` and `burst`.
+
+    Default: the times of a trace, else inf.
+    """
     burstiness: float = 1.0
-    """Shape of the gamma distribution of intervals: 1 is a Poisson process, less is burstier, more is regular."""
+    """Shape of the gamma distribution of intervals between arrivals. 1: Poisson process; below 1: burstier."""
     seed: int = 0
     """Seed of the random generator for lengths, arrivals and prompts."""
     random_input_len: int = 1024
     """Mean prompt length in tokens, for `random`."""
     random_output_len: int = 128
-    """Mean number of generated tokens, for `random`."""
+    """Mean output length in tokens, for `random`."""
     random_range_ratio: float = 0.0
-    """Spread of the lengths of `random`: a length is from (1 - ratio) to (1 + ratio) times its mean."""
+    """Spread of the lengths of `random`. A length is from (1 - ratio) to (1 + ratio) times its mean."""
     short_input_len: int = 1000
-    """Prompt length of the short requests in tokens, for `mix`."""
+    """Prompt length of short requests in tokens, for `mix`."""
     short_output_len: int = 128
-    """Output tokens of a short request, for `mix`."""
+    """Output length of short requests in tokens, for `mix`."""
     short_per_minute: float = 60.0
-    """Short requests per minute, for `mix`."""
+    """Number of short requests per minute, for `mix`."""
     long_input_len: int = 50000
-    """Prompt length of the long requests in tokens, for `mix`."""
+    """Prompt length of long requests in tokens, for `mix`."""
     long_output_len: int = 128
-    """Output tokens of a long request, for `mix`."""
+    """Output length of long requests in tokens, for `mix`."""
     long_per_minute: float = 1.0
-    """Long requests per minute, for `mix`."""
+    """Number of long requests per minute, for `mix`."""
     trace: Path | None = None
     """File of a trace: .npz, .csv or .jsonl with input_tokens, output_tokens and arrival_s, or statistics (.npz)."""
     trace_length_scale: float = 1.0
-    """Factor of the lengths of a trace, which stay at least 1."""
+    """Factor by which the lengths of a trace are multiplied. Lengths stay at least 1."""
     trace_time_scale: float = 1.0
-    """Factor of the arrival times of a trace; below 1 is faster."""
+    """Factor by which the arrival times of a trace are multiplied. A factor below 1 makes requests arrive faster."""
     trace_rate_scale: float = 1.0
-    """Factor of the number of requests of a trace in the same time. Below 1, requests are removed. Above 1, copies of
-    requests are added."""
+    """Factor by which the number of requests of a trace is multiplied, in the same time.
+
+    Below 1, requests are removed. Above 1, copies of requests are added.
+    """
     low_rate: str = "2:5"
-    """Range of requests per second in low phases of `burst`; the rate is drawn for each phase."""
+    """Range of requests per second in low phases of `burst`. The rate of each phase is drawn from it."""
     high_rate: str = "10:30"
-    """Range of requests per second in high phases of `burst`."""
+    """Range of requests per second in high phases of `burst`. The rate of each phase is drawn from it."""
     phase_s: float = 30.0
-    """Seconds of each phase of `burst`."""
+    """Length of each phase of `burst` in seconds."""
     priority_share: float = 0.0
-    """Share of requests with `urgent_priority`. All other requests have `best_effort_priority`. 0: all requests have
-    priority 0."""
+    """Share of requests with `urgent_priority`, from 0 to 1. All other requests have `best_effort_priority`.
+
+    0: all requests have priority 0.
+    """
     urgent_priority: int = 0
-    """Priority of urgent requests; the lowest value is served first."""
+    """Priority of urgent requests. The lowest value is served first."""
     best_effort_priority: int = 1
     """Priority of the other requests if `priority_share` is above 0."""
     ttft_slo_s: float | None = None
-    """SLO of each request in seconds to the first token. Default: the SLO of the server."""
+    """SLO of each request for the time to the first token, in seconds. Default: the SLO of the server."""
     tpot_slo_s: float | None = None
-    """SLO of each request in seconds for each further token. Default: the SLO of the server."""
+    """SLO of each request for the mean time per further token, in seconds. Default: the SLO of the server."""
     urgent_ttft_slo_s: float | None = None
-    """SLO of urgent requests in seconds to the first token. Default: `ttft_slo_s`."""
+    """SLO of urgent requests for the time to the first token, in seconds. Default: `ttft_slo_s`."""
     urgent_tpot_slo_s: float | None = None
-    """SLO of urgent requests in seconds for each further token. Default: `tpot_slo_s`."""
+    """SLO of urgent requests for the mean time per further token, in seconds. Default: `tpot_slo_s`."""
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:
@@ -150,8 +163,10 @@ class WorkloadConfig:
 
     @property
     def rate(self) -> float:
-        """Mean requests per second. Infinite if all requests arrive at once. Meaningless for a trace with its own
-        times."""
+        """Mean number of requests per second. Infinite if all requests arrive at once.
+
+        It has no meaning for a trace with its own times.
+        """
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
         if self.dataset_name == "burst":
@@ -160,17 +175,20 @@ class WorkloadConfig:
 
     @property
     def most(self) -> int | None:
-        """Maximum number of requests; None: all within `duration_s`."""
+        """Maximum number of requests. None: all requests within `duration_s`."""
         return DEFAULT_NUM_PROMPTS if self.num_prompts is None and self.duration_s is None else self.num_prompts
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """Request to send. Lengths are in tokens. `arrival_s` is in seconds from the start of the run."""
+    """Request that the load generator will send.
+
+    Lengths are in tokens, `arrival_s` in seconds from the start of the run.
+    """
 
     index: int
     kind: str
-    """`random`, `short`, `long`, `trace` or `burst`."""
+    """Kind of request: `random`, `short`, `long`, `trace` or `burst`."""
     arrival_s: float
     input_len: int
     output_len: int
@@ -179,15 +197,17 @@ class PlannedRequest:
     phase: str = ""
     """Phase of `burst` in which the request arrives: `low` or `high`. Empty for other datasets."""
     priority: int = 0
-    """`SamplingParams.priority`; the lowest value is served first."""
+    """Priority of the request (`SamplingParams.priority`). The lowest value is served first."""
     ttft_slo_s: float | None = None
-    """`SamplingParams.ttft_slo_s`."""
+    """SLO for the time to the first token, in seconds (`SamplingParams.ttft_slo_s`)."""
     tpot_slo_s: float | None = None
-    """`SamplingParams.tpot_slo_s`."""
+    """SLO for the mean time per further token, in seconds (`SamplingParams.tpot_slo_s`)."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
-        """Return random token ids, which depend only on the seed and `index`. Call this when the request is sent,
-        because the prompts of all requests together would fill the memory."""
+        """Return random token ids. They depend only on the seed and `index`.
+
+        Call this when the request is sent, because the prompts of all requests together would fill the memory.
+        """
         random = np.random.default_rng((seed, _PROMPTS, self.index))
         return random.integers(0, vocab_size, self.input_len).tolist()
 
@@ -204,23 +224,23 @@ class Plan:
     kind_names: tuple[str, ...]
     shortened: np.ndarray
     phases: np.ndarray
-    """Phases of `burst`: 0 is low, 1 is high; -1 for other datasets."""
+    """Phase of each request of `burst`: 0 is low, 1 is high. -1 for other datasets."""
     priorities: np.ndarray
     ttft_slo_s: np.ndarray
-    """TTFT SLOs in seconds; NaN: the SLO of the server."""
+    """TTFT SLO of each request in seconds. NaN: the SLO of the server."""
     tpot_slo_s: np.ndarray
-    """TPOT SLOs in seconds; NaN: the SLO of the server."""
+    """TPOT SLO of each request in seconds. NaN: the SLO of the server."""
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """See `Trace.prefix_blocks`."""
+    """Ids of the prompt blocks of each request (`Trace.prefix_blocks`)."""
     prefix_block_tokens: float = BLOCK_TOKENS
-    """Tokens of a prompt block, scaled by `trace_length_scale`."""
+    """Tokens of a prompt block. `trace_length_scale` is included."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
 
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
-    """Return the requests of a workload in the order of arrival.
+    """Plan the requests of a workload, in the order of arrival.
 
     A request of a trace is shortened if it does not fit the context of `max_model_len` tokens. Raises `ConfigError` if
     a request of another dataset does not fit, if a trace cannot be read, or if a trace has too few requests.
@@ -241,7 +261,7 @@ def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedReq
 
 
 def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
-    """Plan the requests of a workload in columns. See `plan_requests`."""
+    """Plan the requests of a workload as arrays. Lengths and errors are as in `plan_requests`."""
     planners = {"random": _plan_random, "burst": _plan_burst, "mix": _plan_mix, "trace": _plan_trace}
     plan = planners[config.dataset_name](config, max_model_len)
     urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
@@ -256,7 +276,7 @@ def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _slos(config: WorkloadConfig, name: str) -> tuple[float | None, float | None]:
-    """Return the SLO `name` of normal requests, and of urgent requests."""
+    """Return the SLO `name` for normal requests, and for urgent requests."""
     others, own = getattr(config, name), getattr(config, f"urgent_{name}")
     return others, others if own is None else own
 

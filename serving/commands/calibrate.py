@@ -18,16 +18,16 @@ from serving.scheduler import Action, ClusterView, Dispatch, InstanceView, Waiti
 from serving.simulator.calibration import Calibration
 
 _TOKENS, _FEWEST_TOKENS = 40, 8
-"""Tokens generated for each timed request, and the minimum if the cache has less room."""
+"""Number of tokens to generate for each timed request, and its minimum if the cache is small."""
 _SHORT = 4
-"""Tokens of a prompt in a measurement of decode steps."""
+"""Number of prompt tokens in a measurement of decode steps."""
 _REPEATS = 3
 _CHUNKS = 3
 """Number of chunks in the longest timed prompt."""
 
 
 class _PinPolicy:
-    """Policy that dispatches requests round robin to the first `width` instances in device order."""
+    """Policy that sends requests to the first `width` instances in turn, in device order."""
 
     name = "pin"
 
@@ -35,7 +35,7 @@ class _PinPolicy:
         self._width, self._next = width, 0
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         actions: list[Action] = []
         steady = [i for i in view.instances if i.transition_to is None][: self._width]
         given = {i.id: 0 for i in steady}
@@ -81,7 +81,7 @@ def run_calibration(
 
 
 def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
-    """Measure an idle engine at each possible degree. Afterwards its instances have their old degree again."""
+    """Measure an idle engine at each possible degree. Then restore the degree of its instances."""
     engine = llm._engine
     config, layers = engine.config, engine.dims.config.num_layers
     degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
@@ -150,7 +150,7 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 
 
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
-    """Return the seconds that each page in use adds to the switch of one layer.
+    """Measure the seconds that each page in use adds to the switch of one layer.
 
     The result is the difference between switches with a partly full cache and switches with an empty cache.
     """
@@ -170,7 +170,7 @@ def _page_layer_s(llm: LLM, low: int, high: int) -> float:
 
 
 async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
-    """Transform the first `high` devices to `degree` while about two fifths of their cache is full.
+    """Transform the first `high` devices to `degree` while about two fifths of their cache are in use.
 
     Return the number of pages in use, and the mean seconds to switch a layer. Return None if all requests ended too
     early. `degree` must be `low` or `high`.
@@ -199,8 +199,7 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
 
 
 def _switch_s(report: TransformReport) -> float:
-    """Return the mean seconds to switch a layer. If a transformation has several groups, this is the mean of the
-    slowest group."""
+    """Return the mean seconds to switch a layer. If a transformation has several groups, the slowest group counts."""
     return max(
         sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)
         for group in report.groups
@@ -208,7 +207,7 @@ def _switch_s(report: TransformReport) -> float:
 
 
 class _Timer:
-    """Measurements of requests on the first instances of an engine."""
+    """Timer of requests on the first instances of an engine."""
 
     def __init__(self, llm: LLM, capacity: int):
         self._llm, self._capacity = llm, capacity
@@ -227,8 +226,10 @@ class _Timer:
             llm.remove_scheduler_hook()
 
     def _tpot_s(self, count: int, prompt: int, width: int = 1) -> float:
-        """Return the seconds of a decode step if each of `width` instances runs `count` requests. Each request has
-        `prompt` prompt tokens."""
+        """Measure the seconds of a decode step if each of `width` instances runs `count` requests.
+
+        Each request has `prompt` prompt tokens.
+        """
         found, tokens = [], min(_TOKENS, self._room(count) - prompt)
         for _ in range(_REPEATS):
             outputs = self._run(count * width, prompt, tokens, width)
@@ -236,26 +237,27 @@ class _Timer:
         return median(found)
 
     def _ttft_s(self, prompt: int, count: int = 1) -> float:
-        """Send `count` requests of `prompt` tokens at the same time. Return the seconds until each request has its
-        first token."""
+        """Send `count` requests of `prompt` tokens at once. Return the seconds until all have their first token."""
         runs = [self._run(count, prompt, 4) for _ in range(2 * _REPEATS + 1)]
         return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in runs)
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
-        """Return the seconds of a decode step by number of rows. A number in `sizes` is left out if so many requests do
-        not fit the cache."""
+        """Measure the seconds of a decode step for the numbers of rows in `sizes`. Return them by number of rows.
+
+        A number of rows is left out if so many requests do not fit the cache.
+        """
         fitting = [size for size in sizes if self._room(size) >= _SHORT + _FEWEST_TOKENS] or sizes[:1]
         for size in fitting:
             self._run(size, _SHORT, 4)  # compiles
         return {size: self._tpot_s(size, _SHORT) for size in fitting}
 
     def _room(self, count: int) -> int:
-        """Return the maximum number of tokens of a request if `count` equal requests run on one instance."""
+        """Return the maximum length of a request, in tokens, if `count` equal requests run on one instance."""
         page = self._llm._engine.config.page_size
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
-        """Return `(steps_s, alone_s)`, two dicts by chunk size in tokens.
+        """Measure prompts. Return `(steps_s, alone_s)`, two dicts by chunk size in tokens.
 
         `steps_s` has the seconds of a step with one chunk. `alone_s` has the TTFT of a prompt that consists of one
         chunk.
@@ -276,8 +278,9 @@ class _Timer:
     def several_prompts(
         self, buckets: Buckets, alone_s: dict[int, float], steps_s: dict[int, float]
     ) -> dict[int, float]:
-        """Return the seconds of a step with the maximum number of chunks, by chunk size in tokens. A chunk size is left
-        out if its prompts do not fit the cache or the context.
+        """Measure the seconds of a step with the maximum number of chunks. Return them by chunk size in tokens.
+
+        A chunk size is left out if its prompts do not fit the cache or the context.
 
         Args:
             alone_s: second result of `prompts`.
@@ -293,10 +296,10 @@ class _Timer:
         return found
 
     def context_s(self, short_s: float) -> float:
-        """Return the seconds that each token of context adds to a decode step; 0 if the cache is too small to measure
-        this.
+        """Measure the seconds that each token of context adds to a decode step.
 
-        `short_s`: seconds of a decode step of one request with a short context.
+        Return 0 if the cache is too small for this. `short_s` is the time of a decode step of one request with a short
+        context, in seconds.
         """
         length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
         if length < 128:
@@ -305,10 +308,10 @@ class _Timer:
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - _SHORT)
 
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
-        """Return how much longer decode steps take if several instances are busy: a factor of at least 1, by the number
-        of busy instances from 2 on.
+        """Measure how much longer decode steps take if several instances are busy.
 
-        The factor compares with one busy instance. It is the median over batch sizes. `decode_s`: result of `decodes`.
+        Return a factor of at least 1 for each number of busy instances, from 2 on. It compares with one busy instance,
+        and is the median over batch sizes. `decode_s` is the result of `decodes`.
         """
         found = {}
         for busy in range(2, instances + 1):
@@ -317,8 +320,9 @@ class _Timer:
         return found
 
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
-        """Return how much longer a step with a prompt takes if other instances decode at the same time: a factor of at
-        least 1, by the number of busy instances from 2 on.
+        """Measure how much longer a step with a prompt takes if other instances decode at the same time.
+
+        Return a factor of at least 1 for each number of busy instances, from 2 on.
 
         Args:
             instances: number of instances.
@@ -334,7 +338,7 @@ class _Timer:
         return found
 
     async def _ttft_beside_s(self, prompt: int, decoding: int) -> float:
-        """Return the TTFT of a prompt on an idle instance while `decoding` other instances decode."""
+        """Measure the TTFT of a prompt on an idle instance while `decoding` other instances decode."""
         llm, random = self._llm, self._random
         llm.use_scheduler_hook(lambda engine: EngineScheduler(engine, _PinPolicy(decoding + 1)))
         try:

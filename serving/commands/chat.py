@@ -31,7 +31,8 @@ def open_client(
 ) -> Client:
     """Connect to a server with the token in `token_file`. If no file is given, use `token`.
 
-    Raises `ConfigError` if a file cannot be read, or if only one of certificate and key is given.
+    Raises `ConfigError` if a file cannot be read, or if a certificate is given without its key or a key without its
+    certificate.
     """
     token = read_token(token_file, token)
     try:
@@ -71,7 +72,7 @@ def run_chat(client: Client, params: SamplingParams, system: str | None) -> None
 
 
 def _ask(interactive: bool) -> str | None:
-    """Read one line; return None at the end of input."""
+    """Read one line from stdin. Return None at the end of input."""
     try:
         return input("> " if interactive else "")
     except EOFError:
@@ -155,9 +156,9 @@ def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """Print an error of the server on stderr. If `fatal`, exit with 1 afterwards.
+    """Handle errors inside this context: print them on stderr and, if `fatal`, exit with 1.
 
-    A `RequestError` is also printed. If `fatal`, it is raised instead.
+    If `fatal`, a `RequestError` is raised instead.
     """
     try:
         yield

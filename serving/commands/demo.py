@@ -82,7 +82,7 @@ def run_demo(model: str, num_devices: int, device_memory: str) -> None:
 
 
 def _check(llm: LLM, work: Work, short: Sequence[Answer], long: Answer) -> Check:
-    """Compare the answers of a run with answers that are generated without a change of the layout."""
+    """Compare the answers of a run with answers that are generated without merging or splitting."""
     llm.set_layout(1)
     expected = _answers(llm.generate(work.short, work.short_params))
     llm.set_layout(llm.config.max_tp)

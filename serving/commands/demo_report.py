@@ -124,7 +124,7 @@ def _speed_table(run: Run, devices: int, degree: int) -> Table:
 
 
 def _print_memory(console: Console, run: Run) -> None:
-    """Print a bar of each device's memory at each moment."""
+    """Print the memory of each device as a bar, for each moment in the report."""
     console.print("Memory of each device, without embedding and head", style="italic")
     console.print(memory_legend())
     for name, report in run.maps:

@@ -1,5 +1,8 @@
-"""Run of `amoeba demo`. A gRPC server serves short requests on small instances. Then its scheduler merges the instances
-for a long prompt, and splits the merged instance."""
+"""Run of `amoeba demo`.
+
+A gRPC server serves short requests on small instances. Then its scheduler merges the instances for a long prompt, and
+splits the merged instance again.
+"""
 
 import itertools
 import threading
@@ -68,12 +71,12 @@ class Answer:
 
 @dataclass
 class Stream:
-    """Request to a server. A thread receives its tokens.
+    """Request to a server, whose tokens are received by a thread.
 
     Attributes:
         label: text that the live view shows.
-        times: arrival time of each token, by `time.perf_counter()`.
-        ended_at: time at which the request ended, by `time.perf_counter()`. None: the request runs.
+        times: arrival time of each token, a value of `time.perf_counter()`.
+        ended_at: time at which the request ended, a value of `time.perf_counter()`. None: the request runs.
         error: exception that ended the request. None: no exception.
     """
 
@@ -92,7 +95,7 @@ class Stream:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens so far."""
+        """Number of tokens received so far."""
         return len(self.times)
 
     @property
@@ -110,7 +113,7 @@ class Stream:
         self.ended_at = time.perf_counter()
 
     def wait(self) -> Answer:
-        """Wait for the end and return the answer."""
+        """Wait until the request has ended, and return the answer."""
         self._thread.join()
         self.check()
         tokens = tuple(token for chunk in self._chunks for token in chunk.token_ids)
@@ -133,7 +136,7 @@ class Phase:
     """Part of a run between two events.
 
     Attributes:
-        gaps: seconds between consecutive tokens of a short request, for all tokens that arrived in this phase.
+        gaps: seconds between consecutive tokens of each short request, if the second token arrived in this phase.
         running: number of short requests that were still running at the end of the phase.
     """
 
@@ -154,7 +157,7 @@ class Run:
         texts: prompts of the short requests.
         short: answers to the short requests.
         long: answer to the long prompt.
-        device_tokens: tokens that the KV cache of a TP1 instance holds.
+        device_tokens: capacity of the KV cache of a TP1 instance, in tokens.
     """
 
     phases: tuple[Phase, ...]
@@ -184,24 +187,28 @@ class Work:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and answer together."""
+        """Number of tokens of the longest request, prompt and answer together."""
         return max(max(len(prompt) for prompt in self.short) + self.short_tokens, len(self.long) + LONG_TOKENS)
 
     @property
     def short_params(self) -> SamplingParams:
-        """Parameters of the short requests. End-of-text tokens are ignored, so that these requests run until the split
-        has ended."""
+        """Sampling parameters of the short requests.
+
+        End-of-text tokens are ignored, so that these requests run until the split has ended.
+        """
         return SamplingParams(temperature=0, max_tokens=self.short_tokens, ignore_eos=True)
 
     @property
     def long_params(self) -> SamplingParams:
-        """Parameters of the long request."""
+        """Sampling parameters of the long request."""
         return SamplingParams(temperature=0, max_tokens=LONG_TOKENS, ignore_eos=True)
 
 
 def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_devices: int) -> Work:
-    """Choose the lengths of the requests. The short requests run until the split has ended, and the long prompt fits
-    only the merged instance."""
+    """Choose the lengths of the requests.
+
+    The short requests run until the split has ended, and the long prompt fits only the merged instance.
+    """
     chat = uses_chat(tokenizer)
 
     def encode(text: str) -> list[int]:
@@ -293,10 +300,10 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 
 
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
-    """Return the report from the middle of a transformation as a list of one pair `("half way", report)`. The list is
-    empty if `maps` is empty.
+    """Return the memory report from the middle of a transformation, as a list of one pair `("half way", report)`.
 
-    In this report, the size of the KV cache of device 0 is closest to the mean of its first and its last size.
+    This is the report in which the KV cache of device 0 is closest to the mean of its sizes in the first and the last
+    report. The list is empty if `maps` is empty.
     """
     if not maps:
         return []

@@ -1,5 +1,7 @@
-"""Live picture of `amoeba demo`: devices, instances and requests. If stdout is no terminal, only event lines are
-printed."""
+"""Live picture of `amoeba demo`: devices, instances and requests.
+
+If stdout is no terminal, only lines with events are printed.
+"""
 
 import threading
 import time
@@ -27,7 +29,7 @@ MEMORY_PARTS = (
 
 
 class Progress(Protocol):
-    """Request whose progress is shown."""
+    """Interface of a request whose progress is shown."""
 
     label: str
 
@@ -89,8 +91,9 @@ def draw(
     page_size: int,
     width: int,
 ) -> RenderableType:
-    """Return a picture. It has a box for each instance, as wide as the number of its devices, and a line for each
-    request.
+    """Return a picture with a box for each instance and a line for each request.
+
+    A box is as wide as the number of devices of its instance.
 
     Args:
         memory: memory of all devices.
@@ -161,7 +164,7 @@ def memory_legend() -> Text:
 
 
 def layer_bytes(memory: MemoryReport, device: int) -> dict[str, int]:
-    """Return the bytes that all layers use on a device, by part (`MEMORY_PARTS`). Padding counts as weights."""
+    """Return the bytes of all layers on a device, by part (`MEMORY_PARTS`). Padding counts as weights."""
     sizes = dict.fromkeys((part for part, _, _ in MEMORY_PARTS), 0)
     for layer, parts in memory.parts(device).items():
         if layer is not None:

@@ -17,7 +17,7 @@ MARKS = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[r
 
 
 def examine() -> list[Finding]:
-    """Run all checks. If all dependencies are installed, this starts JAX. No file is written."""
+    """Run all checks. JAX is started if all dependencies are installed. No file is written."""
     findings = _versions()
     if any(finding.status == "fail" for finding in findings):
         return findings

@@ -121,7 +121,7 @@ def _compile_cache() -> Finding:
 
 
 def _size(directory: Path) -> tuple[int, int]:
-    """Return total bytes and number of the files in a directory."""
+    """Return the total bytes of the files in a directory, and their number."""
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     return sum(sizes), len(sizes)
 
@@ -141,7 +141,7 @@ def _host_memory() -> Finding:
 
 
 def _free_memory() -> int | None:
-    """Return the free memory of the machine, or of the container if it has a lower limit, in bytes."""
+    """Return the free memory in bytes: of the machine, or of the container if its limit is lower."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

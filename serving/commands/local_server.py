@@ -1,4 +1,4 @@
-"""A gRPC server in the process of its `LLM`, for `amoeba demo` and experiments."""
+"""gRPC server in the process of its `LLM`, for `amoeba demo` and experiments."""
 
 import asyncio
 import threading
@@ -24,8 +24,8 @@ def local_server(
 ) -> Iterator[tuple[str, Scheduling]]:
     """Serve an LLM over gRPC until the `with` block ends. Yield the address and the scheduler.
 
-    Afterwards the LLM stays open, and its engine places requests without this scheduler. Raises `ConfigError` for a
-    port that cannot be bound.
+    Afterwards the LLM stays open, and its engine places requests without this scheduler. Raises `ConfigError` if the
+    port cannot be bound.
 
     Args:
         config: settings of the server. None: a free port of the loopback interface, and no metrics.
@@ -57,7 +57,7 @@ async def _start(config: ServerConfig) -> Server:
 
 
 class _LoopThread:
-    """Event loop in a background thread."""
+    """Background thread with an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -27,7 +27,7 @@ class AdminConnection:
     target: str = f"127.0.0.1:{DEFAULT_PORT}"
     """Host and port of the server."""
     token_file: Path | None = None
-    """File with the admin token. Default: from the environment."""
+    """File with the admin token. Default: the token in the environment."""
     tls_ca: Path | None = None
     """PEM file with the trusted certificates; enables TLS."""
     tls_certificate: Path | None = None

@@ -53,7 +53,7 @@ def run_change(change: Callable[[], PlacementChange]) -> None:
 
 
 def show_placements(client: Client, instance: int | None, as_json: bool) -> None:
-    """Print the placements of all instances, or of one, as drawings or as JSON."""
+    """Print the placements of all instances, or of one instance, as drawings or as JSON."""
     with server_errors():
         cluster = client.cluster()
         placements = {it.id: it.placement for it in cluster.instances if it.placement is not None}
@@ -73,7 +73,7 @@ def show_placements(client: Client, instance: int | None, as_json: bool) -> None
 
 
 def draw(placement: Placement, width: int) -> str:
-    """Return a drawing of a placement: a row for each device, a column for each layer, and the homes as text.
+    """Return a drawing of a placement: a row for each device and a column for each layer. The homes follow as text.
 
     A filled cell is a whole layer, A only its attention, and F only its FFN. If the layers are wider than `width`, the
     drawing has several blocks.

@@ -37,10 +37,10 @@ _READINESS_INTERVAL_S = 0.5
 def run_server(
     server_config: ServerConfig, engine_config: EngineConfig, scheduling_config: SchedulingConfig, warm_up: str | None
 ) -> int:
-    """Serve until a signal arrives, and return the exit code: 0, or 70 if the engine fails.
+    """Serve until a signal arrives. Return the exit code: 0, or 70 if the engine fails.
 
-    If the engine is stuck, this function ends the process. Raises the errors of loading a model, and `ConfigError` for
-    a port that cannot be bound.
+    If the engine does not respond, this function ends the process. Raises the errors of loading a model, and
+    `ConfigError` if a port cannot be bound.
 
     Args:
         warm_up: programs that must be compiled before the server is ready. "start": the programs of the first layout;
@@ -115,8 +115,10 @@ def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
 
 
 def _tracing(config: ServerConfig) -> "Tracing | None":
-    """Return the sender of spans if the configuration has a collector; else None. Raises `ConfigError` if packages are
-    missing."""
+    """Return the sender of trace spans, or None if no collector is configured.
+
+    Raises `ConfigError` if packages are missing.
+    """
     if config.otlp_traces_endpoint is None:
         return None
     try:
@@ -164,7 +166,7 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
 
 
 def _load(config: EngineConfig, warm_up: str | None):
-    """Load the model. Compile the programs that must be compiled before the server is ready."""
+    """Load the model, and compile the programs that must be compiled before the server is ready."""
     from amoeba_jax import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -194,7 +196,7 @@ def _serve_metrics(server: Server) -> MetricsServer | None:
 
 
 def _stop_signal() -> "asyncio.Future[None]":
-    """Return a future that completes at the first SIGTERM or SIGINT. The second signal ends the process at once."""
+    """Return a future that is done at the first SIGTERM or SIGINT. The second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
 
@@ -210,7 +212,7 @@ def _stop_signal() -> "asyncio.Future[None]":
 
 
 def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Call a function in a daemon thread, so that the interpreter can exit before the function ends."""
+    """Call a function in a daemon thread. The interpreter can exit before the function ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

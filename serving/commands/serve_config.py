@@ -1,4 +1,4 @@
-"""Settings of `amoeba serve`, from a YAML file and from options. Options take precedence over the file."""
+"""Settings of `amoeba serve` from a YAML file and from options. An option overrides the file."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -33,7 +33,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of options and of a YAML file, if a file is given. Options take precedence over the file.
+    """Merge the settings of options and of a YAML file, if a file is given. An option overrides the file.
 
     Raises `ConfigError` for an invalid file.
     """
@@ -68,7 +68,10 @@ def serve_settings(
 
 
 def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` unchanged. Raises `ConfigError` if a value has the wrong type, such as text for a number."""
+    """Check the types of values, and return the values.
+
+    Raises `ConfigError` for a wrong type, such as text for a number.
+    """
     for name, value in values.items():
         texts = ("host", "otlp_traces_endpoint")
         wanted = str if name in texts else (int, float) if name.endswith("_s") else int
@@ -88,8 +91,10 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 
 
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
-    """Return the tokens of clients, one for each line of a file. If no file is given, use the lines of
-    `from_environment`."""
+    """Return the tokens of clients, one for each line of a file.
+
+    If no file is given, split `from_environment` into lines.
+    """
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)
 

@@ -1,4 +1,4 @@
-"""`amoeba simulate`: configuration, runs and output."""
+"""`amoeba simulate`: read the settings, simulate the policies, and print and save the results."""
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,14 +27,14 @@ _MEASURED = (
     "device", "devices_per_scheduler", "max_num_seqs", "max_num_batched_tokens", "memory_utilization", "activation_gb",
     "layers_per_step", "profile",
 )  # fmt: skip
-"""Options that a calibration determines."""
+"""Options whose values come from a calibration, if one is given."""
 _WIDTH = 150
-"""Width of tables if stdout is no terminal, in characters."""
+"""Width of tables in characters if stdout is no terminal."""
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Outputs of a simulation. Raises `ConfigError` if a file cannot be written.
+    """Output of a simulation. Raises `ConfigError` if a file cannot be written.
 
     Attributes:
         json: file for the results.
@@ -107,8 +107,8 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 def run_simulation(config: SimulationConfig, output: OutputConfig, console: Console | None = None) -> int:
     """Simulate all policies, print and save the results, and return the exit code.
 
-    The exit code of a simulation is 0 if a request completed, else 1. The exit code of a search is 0 if a value passed,
-    else 1. Raises `ConfigError`.
+    The exit code of a simulation is 0 if a request completed, else 1. The exit code of a search is 0 if it has found a
+    value that meets the limits, else 1. Raises `ConfigError`.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in config.policies:

@@ -1,4 +1,4 @@
-"""Text that a person or a pipe gives to a command."""
+"""Text input to a command, from a person or a pipe."""
 
 import io
 import sys

@@ -45,9 +45,9 @@ def run_warmup(
     check: bool,
     as_json: bool,
 ) -> int:
-    """Fill the compile cache. Return the exit code.
+    """Compile all programs of a server, or print them. Return the exit code.
 
-    Raises `ConfigError`. If the model does not fit, raises `MemoryBudgetError`, except in a dry run.
+    Raises `ConfigError`, and `MemoryBudgetError` if the model does not fit. In a dry run, a model may be too large.
 
     Args:
         config: settings of the server.
@@ -97,9 +97,9 @@ def run_warmup(
 def _plan(
     config: EngineConfig, devices: tuple[jax.Device, ...], platform: str, dry_run: bool
 ) -> tuple[EnginePlan, int]:
-    """Return the plan of the engine, and the number of bytes that are missing on each device; 0 if the model fits.
+    """Return the plan of the engine, and the bytes that each device lacks for the model (0 if it fits).
 
-    Raises `DeviceTooSmallError` if bytes are missing, except in a dry run.
+    Raises `DeviceTooSmallError` if a device lacks memory, except in a dry run.
     """
     dims = _dims(config, platform)
     config = replace(config, segment_layers=config.segment_layers or segment_layers(platform, dims.config.num_layers))

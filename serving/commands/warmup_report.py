@@ -15,10 +15,10 @@ from sharding.ledger import format_bytes
 
 
 def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
-    """Return a dict with the totals of the programs for each degree, lowest degree first. `hits` is the number of
-    programs that were in the compile cache.
+    """Return the totals of the programs for each degree, as a dict. The lowest degree comes first.
 
-    A program that runs on one device counts as TP1, even if instances of other degrees use it.
+    `hits` is the number of programs that were in the compile cache. A program that runs on one device counts as TP1,
+    even if instances of other degrees use it.
     """
     rows = []
     for tp in sorted({info.tensor_parallel_size for info in infos}):
@@ -55,7 +55,7 @@ def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
 
 
 def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None:
-    """Print how a device's memory is divided, and how many tokens an instance of each degree holds."""
+    """Print the division of a device's memory, and the capacity in tokens of an instance of each degree."""
     memory, console = plan.memory, Console(highlight=False, soft_wrap=True)
     kv_bytes = memory.num_pages * memory.page_bytes * plan.dims.config.num_layers
     table = Table("each device", "", title=f"{config.model}, {config.num_devices} devices, {plan.dims.dtype}")

@@ -1,1 +1,1 @@
-"""The connection between engine, scheduler and server: executor, snapshots and metrics."""
+"""Connection between engine, scheduler and server: executor, snapshots and metrics."""

@@ -1,4 +1,4 @@
-"""Readings of devices: free memory from the engine's ledger, and utilization from NVML or from step times."""
+"""Free memory of devices from the engine's ledger, and their utilization from NVML or from step times."""
 
 import importlib
 import logging
@@ -33,7 +33,7 @@ class DeviceReader:
         self._next_s = 0.0
 
     def read(self) -> tuple[DeviceView, ...]:
-        """Return the latest reading. It is at most a second old."""
+        """Return the latest reading of each device. It is at most a second old."""
         now_s = time.perf_counter()
         if now_s >= self._next_s:
             self._next_s = now_s + INTERVAL_S
@@ -62,10 +62,10 @@ class Utilization(Protocol):
 
 
 class StepTimes:
-    """Utilization from the durations of steps, for devices without NVML.
+    """Utilization computed from the durations of steps, for devices without NVML.
 
-    During a step, each device of an instance counts as busy for its share of the layers, because the layers of a step
-    run one after the other.
+    The layers of a step run one after another. A device therefore counts as busy for the share of a step that
+    corresponds to its share of the instance's layers.
     """
 
     def __init__(self, engine: Engine):
@@ -74,7 +74,7 @@ class StepTimes:
         self._read_s = time.perf_counter()
 
     def read(self) -> Sequence[float]:
-        """Return the share of the time since the last call in which steps ran on each device."""
+        """Return the share of the time since the last call in which each device computed steps."""
         engine, now_s = self._engine, time.perf_counter()
         elapsed_s, self._read_s = max(now_s - self._read_s, 1e-6), now_s
         busy_s = [0.0] * len(engine.cluster.sub_meshes.devices)
@@ -95,7 +95,10 @@ class NvmlUtilization:
 
     @classmethod
     def open(cls, devices: Sequence[jax.Device]) -> "NvmlUtilization | None":
-        """Return the utilization of these devices, or None if they are no GPUs or NVML cannot read all of them."""
+        """Return an object that reads these devices.
+
+        Return None if NVML cannot read all devices.
+        """
         if {device.platform for device in devices} != {"gpu"}:
             return None
         try:
@@ -109,7 +112,7 @@ class NvmlUtilization:
         return found
 
     def read(self) -> Sequence[float]:
-        """Return the shares of the driver's latest sample period, which is at most a second."""
+        """Return the utilization of each device in the driver's latest sample period, which is at most a second."""
         return [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
 
 

@@ -73,20 +73,20 @@ PLACEMENT_KINDS: dict[type[PlacementChange], PlacementKind] = {
     ScaleOut: "scale_out",
     ScaleIn: "scale_in",
 }
-"""Kind of each action that changes a placement."""
+"""Name of the kind of each action that changes a placement."""
 OnTransformed = Callable[[ScaleUp | ScaleDown, "Future[TransformReport]"], None]
 OnPlaced = Callable[[PlacementChange, "Future[PlacementReport]"], None]
 
 
 class JaxExecutor:
-    """`Executor` of an engine. Only the dispatcher thread uses it.
+    """`Executor` that carries out actions on an engine. Only the dispatcher thread uses it.
 
     Args:
         engine: engine that carries out the actions.
         layers_per_step: number of layers that a transformation changes between two steps.
         on_transformed: function `(action, future)` that is called when a transformation ends. The future has the report
             or the error.
-        on_placed: the same for each started change of a placement.
+        on_placed: function `(action, future)` that is called for each started change of a placement.
         monitor: averages for metrics, updated with each snapshot.
 
     Attributes:
@@ -190,7 +190,10 @@ class JaxExecutor:
         )
 
     def _placement_view(self, instance: Instance) -> PlacementView | None:
-        """Return the view of the latest snapshot if the placement is the same, because a new view takes 0.1 ms."""
+        """Return the view of an instance's placement.
+
+        If the placement has not changed, reuse the view of the last snapshot. A new view takes 0.1 ms.
+        """
         placement, (known, view) = instance.runner.placement, self._placement_views.get(instance.id, (None, None))
         if known is not placement:
             view = placement_view(placement, instance.group.device_indices)
@@ -271,7 +274,7 @@ class JaxExecutor:
 
 
 class EngineScheduler:
-    """The `SchedulerHook` of an engine. Only the dispatcher thread uses it, but any thread may replace `policy`.
+    """`SchedulerHook` of an engine. Only the dispatcher thread uses it, but any thread may replace `policy`.
 
     Args:
         engine: engine to schedule.
@@ -310,8 +313,10 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Start waiting samples whose request already runs. Then run the scheduler if the state has changed, or if a
-        second has passed since the last run of the scheduler."""
+        """Start further samples of requests that already run, and let the scheduler decide.
+
+        The scheduler is called only if the state has changed, or if its last call was at least a second ago.
+        """
         engine = self._engine
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
@@ -328,8 +333,7 @@ class EngineScheduler:
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
-        """Start further samples of a request on the instance that runs the first sample, because it has the pages of
-        the prompt."""
+        """Start further samples of a request on the instance of the first sample, which has the pages of the prompt."""
         engine = self._engine
         for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
             if (
@@ -367,11 +371,11 @@ def _placement_options(action: PlacementChange) -> PlacementOptions:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return the tokens that are available to a new request on an instance in transformation
-    (`InstanceView.joinable_tokens`). Return 0 if the instance is not in transformation.
+    """Return the tokens that a new request could use on an instance in transformation (`InstanceView.joinable_tokens`).
 
-    The new request would run in one lane. The tokens available in a lane are its free tokens, less one page for each
-    sequence in the lane. The result is the highest number over the lanes with a free slot, but at least 0.
+    The request would run in one lane of the instance. The tokens available in a lane are its free tokens, less one page
+    for each of its sequences. The result is the highest number over all lanes with a free slot, and at least 0. Return
+    0 if the instance is not in transformation.
     """
     if instance.transition is None:
         return 0

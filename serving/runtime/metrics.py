@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server. Their names are the names of vLLM's metrics with the prefix `amoeba:`."""
+"""Prometheus metrics of a server. They have the names of vLLM's metrics, with the prefix `amoeba:`."""
 
 import itertools
 import time
@@ -25,7 +25,7 @@ FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 
 class ServerMetrics:
-    """All metrics of one server. Each server has a registry of its own.
+    """All metrics of one server, in a registry of their own.
 
     The event loop updates the metrics. Any thread may read them.
     """
@@ -35,15 +35,15 @@ class ServerMetrics:
         self.latest: Snapshot | None = None
         """Latest snapshot of the engine, for the gauges."""
         self.ready_programs: int | None = None
-        """`EngineStats.awaited_programs` at the time when the server became ready. None: it is not ready yet."""
+        """Value of `EngineStats.awaited_programs` when the server became ready. None: it is not ready yet."""
         self.scheduler: SchedulerCounters | None = None
-        """Decisions of the scheduler. None: no scheduler."""
+        """Numbers of the scheduler's decisions. None: no scheduler."""
         self.monitor: Monitor | None = None
         """Averages of vacancy and SLO violations. None: no scheduler."""
         self.on_transformed: Callable[[TransformReport], None] = lambda report: None
-        """Function for the reports of transformations. Called from any thread."""
+        """Function that gets the report of each transformation. Any thread may call it."""
         self.on_not_transformed: Callable[[str, str, str], None] = lambda kind, variant, result: None
-        """Function for refused and failed transformations, with the arguments of `not_transformed`."""
+        """Function for refused and failed transformations. It has the arguments of `not_transformed`."""
         registry = self.registry
         self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
@@ -140,7 +140,7 @@ class ServerMetrics:
                 self.step_overhead.labels(kind).set(group.step_overhead)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """Count a transformation that did not happen.
+        """Count a refused or failed transformation.
 
         Args:
             kind: `scale_up`, `scale_down` or `unchanged` (see `kinds_of` of the admin service).
@@ -156,13 +156,15 @@ class ServerMetrics:
         self.scaling_s.labels(report.kind).observe(report.seconds)
 
     def not_scaled(self, kind: str, result: str) -> None:
-        """Count a change of a placement that did not happen. `kind` is a `PlacementKind`, and `result` is `refused` or
-        `failed`."""
+        """Count a refused or failed change of a placement.
+
+        `kind` is a `PlacementKind`; `result` is `refused` or `failed`.
+        """
         self.scaling.labels(kind, result).inc()
 
 
 class RequestRecord:
-    """The metrics of one request.
+    """Metrics of one request.
 
     Attributes:
         latest: latest delta. None: no output yet.
@@ -178,7 +180,7 @@ class RequestRecord:
         self._last_token_at: dict[int, float] = {}  # by sample
 
     def take(self, delta: RequestDelta) -> None:
-        """Count new output and make `delta` the latest."""
+        """Count new output of the request, and store `delta` as the latest delta."""
         metrics, now = self._metrics, time.monotonic()
         if self.latest is None:
             prompt = delta.num_prompt_tokens
@@ -219,7 +221,7 @@ class RequestRecord:
 
 
 class _EngineMetrics(Collector):
-    """A collector of engine metrics, from the latest snapshot."""
+    """Collector of engine metrics. It reads the latest snapshot."""
 
     def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""The HTTP endpoint that Prometheus scrapes."""
+"""HTTP endpoint that Prometheus scrapes."""
 
 import socket
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 
 class MetricsServer:
-    """A thread that serves `/metrics` in Prometheus' text format. The header Accept is ignored.
+    """Thread that serves `/metrics` in Prometheus' text format. The request header Accept is ignored.
 
     The OpenMetrics format is not offered, because `prometheus_client` would replace the colons in the metric names.
 

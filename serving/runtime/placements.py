@@ -18,7 +18,7 @@ def layers_by_device(placement: Placement) -> Counter[int]:
 
 
 def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementView | None:
-    """Return the homes of all modules, or None if all modules are on all `devices` of the instance."""
+    """Return the homes of all modules. Return None if all modules are on `devices`, the devices of the instance."""
     if placement.home is not None and tuple(placement.home.devices) == tuple(devices):
         return None
     attention = tuple(_devices(homes) for homes in placement.attention)
@@ -29,7 +29,7 @@ def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementVie
 
 
 def estimated_speedup(placement: Placement) -> float:
-    """Return the speed-up of a step by replicas, as Equation 4 of CoCoServe estimates it. 1: no replicas."""
+    """Return the speed-up of a step by replicas, estimated with Equation 4 of CoCoServe. Without replicas, it is 1."""
     modules = [homes for pair in zip(placement.attention, placement.ffn, strict=True) for homes in pair]
     transitions = count_transitions([_devices(homes) for homes in modules], tuple(placement.head.devices))
     return even_speedup(placement.parallelism(), transitions, LayerSizes.transition_cost)

@@ -1,4 +1,4 @@
-"""The handle with which a server inspects and changes the scheduler of its model."""
+"""Handle with which a server inspects and replaces the policy that schedules its model."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -56,15 +56,16 @@ class Scheduling:
         return self._hook.scheduler.counters
 
     def set_policy(self, name: str) -> str:
-        """Replace the policy and return the name of the previous policy. Raise `UnknownPolicyError` if `name` is
-        unknown."""
+        """Replace the policy. Return the name of the previous policy.
+
+        Raise `UnknownPolicyError` if there is no policy with this name.
+        """
         before = self.policy_name
         self._hook.policy = self._config.make_policy(name)
         return before
 
     def close(self) -> None:
-        """Detach the scheduler from the `LLM`. All requests must have ended. Afterwards the engine places requests
-        itself."""
+        """Detach the scheduler from the `LLM`. The engine then places requests itself. All requests must have ended."""
         self._llm.remove_scheduler_hook()
 
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:

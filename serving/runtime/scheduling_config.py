@@ -15,7 +15,7 @@ from sharding.degrees import is_degree
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Settings for the placement of requests and the change of instances. See docs/scheduling.md.
+    """Settings of the scheduler, which places requests and changes instances. See docs/scheduling.md.
 
     Raises:
         ConfigError: a value is out of range.
@@ -26,72 +26,90 @@ class SchedulingConfig:
     linger_s: float = AmoebaConfig.linger_s
     """Seconds that a merged instance is kept after its last long request."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
-    """Seconds from arrival to the first token that requests should meet. If a long request would wait longer, another
-    instance is merged for it. None: no such limit."""
+    """Target for the time from arrival to the first token, in seconds.
+
+    If a long request would wait longer, another instance is merged for it. None: no such limit.
+    """
     tpot_slo_s: float | None = AmoebaConfig.tpot_slo_s
-    """Seconds per token that requests should meet. Short requests go to instances that are expected to meet it.
-    None: no such limit."""
+    """Target for the time per token, in seconds. Short requests go to instances that are expected to meet it.
+
+    None: no such limit.
+    """
     split_free_share: float = AmoebaConfig.split_free_share
     """Share of the KV cache of a merged instance that must be free before it splits, from 0 to 1."""
     partial_splits: bool = AmoebaConfig.partial_splits
     """Whether an instance may split to a degree between its own and the lowest."""
     merge_again_after_s: float | None = AmoebaConfig.merge_again_after_s
-    """Seconds of waiting after which another instance is merged for a long request. Default: never."""
+    """Seconds that a long request waits before another instance is merged for it. Default: never."""
     merge_to: int = AmoebaConfig.merge_to
     """Lowest degree that instances merge to, a power of two."""
     lookahead: int = AmoebaConfig.lookahead
-    """Maximum number of requests without room that a decision skips."""
+    """Maximum number of waiting requests that one decision skips because there is no room for them."""
     reserve_memory_s: float = AmoebaConfig.reserve_memory_s
-    """Seconds for which the size of the largest long request is remembered, to keep room for another long request."""
+    """Seconds for which the scheduler keeps room for a long request as large as the largest recent one."""
     reserved_growth: float = AmoebaConfig.reserved_growth
-    """Share of the tokens that running requests may still generate, for which KV cache is kept free. From 0 to 1."""
+    """KV cache to keep free for running requests, as a share of the tokens that they may still generate.
+
+    From 0 to 1.
+    """
     preemption: str = FlyingConfig.preemption
-    """flying: treatment of running requests if an urgent request needs their devices. hard: they pause. soft: they
-    continue in the group of the urgent request. sequential: the urgent request waits for their end."""
+    """flying: treatment of running requests if an urgent request needs their devices.
+
+    hard: they pause. soft: they continue in the group of the urgent request. sequential: the urgent request waits for
+    their end.
+    """
     urgent_degree: int | None = FlyingConfig.urgent_degree
     """flying: highest degree of groups for urgent requests, a power of two. Default: the highest degree."""
     max_pause_s: float = FlyingConfig.max_pause_s
-    """flying: longest pause of requests in seconds. Afterwards they run for at least as long as they were paused."""
+    """flying: longest pause of requests in seconds. After it, they run for at least as long as they were paused."""
     calm_requests: float = FlyingConfig.calm_requests
-    """flying: average number of requests per device, up to which all instances merge to the highest degree."""
+    """flying: highest average number of requests per device at which all instances merge to the highest degree."""
     burst_requests: float = FlyingConfig.burst_requests
-    """flying: average number of requests per device, from which groups split to the base degree. At least twice
-    `calm_requests`."""
+    """flying: lowest average number of requests per device at which groups split to the base degree.
+
+    It must be at least twice `calm_requests`.
+    """
     load_window_s: float = FlyingConfig.load_window_s
     """flying: time constant in seconds for averaging the number of requests per device."""
     dwell_s: float = FlyingConfig.dwell_s
-    """flying: minimum seconds from a merge or split because of load to the next merge because of light load. Splits
-    because of heavy load do not wait."""
+    """flying: minimum seconds from a merge or split because of load to the next merge because of light load.
+
+    Splits because of heavy load do not wait.
+    """
     burst_wait_s: float = FlyingConfig.burst_wait_s
     """flying: seconds that a short request waits for room before groups split for it."""
     request_policy: RequestPolicy = CocoServeConfig.request_policy
     """cocoserve: policy that dispatches requests, and that merges and splits instances: amoeba or flying."""
     vacancy_threshold: float = CocoServeConfig.vacancy_threshold
-    """cocoserve: vacancy rate of a device, from 0 to 1, from which layers replicate to it."""
+    """cocoserve: minimum vacancy rate of a device, from 0 to 1, at which layers are replicated to it."""
     violation_threshold: float = CocoServeConfig.violation_threshold
-    """cocoserve: share of requests that violate their SLOs, from 0 to 1, from which modules are reduced."""
+    """cocoserve: minimum share of requests that miss their SLOs, from 0 to 1, at which modules are reduced."""
     window_s: float = CocoServeConfig.window_s
     """cocoserve: time constant in seconds for averaging vacancy, violations and load."""
     cool_down_s: float = CocoServeConfig.cool_down_s
     """cocoserve: minimum seconds from one change of a placement to the next."""
     split_batch: int = CocoServeConfig.split_batch
-    """cocoserve: running requests that an instance needs for each device of a replicated layer."""
+    """cocoserve: minimum number of running requests of an instance for each device of a replicated layer."""
     scale_out: bool = CocoServeConfig.scale_out
     """cocoserve: whether an instance may start on an empty device, with all layers."""
     migrated_share: float = CocoServeConfig.migrated_share
     """cocoserve: share of the layers that one migration moves, above 0 and at most 1."""
     batch_step: int = CocoServeConfig.batch_step
-    """cocoserve: number of requests by which one reduction lowers the batch of an instance, and its minimum."""
+    """cocoserve: number of requests by which a reduction lowers the batch of an instance. Also the smallest batch."""
     patience_s: float = QueueOrder.patience_s
-    """Seconds from the arrival of a request to its latest due time. The request with the earliest due time goes first.
+    """Seconds from the arrival of a request to its due time. The request with the earliest due time goes first.
+
+    An earlier deadline is the due time.
     """
     level_s: float = QueueOrder.level_s
     """Seconds by which each level of priority moves the due time of a request."""
     starving_s: float | None = QueueOrder.starving_s
     """Seconds that a request waits before no other request may overtake it. None: no limit."""
     layers_per_step: int | None = None
-    """Layers that a transformation changes between two steps, rounded up to whole segments (`segment_layers`). Default:
-    one segment."""
+    """Number of layers that a transformation changes between two steps.
+
+    It is rounded up to whole segments (`segment_layers`). Default: one segment.
+    """
 
     def __post_init__(self) -> None:
         optional = ("merge_again_after_s", "ttft_slo_s", "tpot_slo_s", "starving_s")

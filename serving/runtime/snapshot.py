@@ -1,4 +1,4 @@
-"""The state of an engine at one moment."""
+"""State of an engine at one moment."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,12 +33,12 @@ class Snapshot:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting sequences, in one queue for all instances."""
+        """Number of sequences in the queue, which all instances share."""
         return max((view.waiting for view in self.instances), default=0)
 
     @property
     def kv_usage(self) -> float:
-        """Share of all KV pages in use, from 0 to 1."""
+        """Share of the KV pages that are in use, from 0 to 1."""
         total = sum(view.kv_total_pages for view in self.instances)
         return sum(view.kv_used_pages for view in self.instances) / total if total else 0.0
 
@@ -51,7 +51,10 @@ class Snapshot:
         return degrees
 
     def layer_replicas(self) -> dict[tuple[int, int], int]:
-        """Return the number of layers by (instance, device): layers whose attention or FFN the device computes."""
+        """Return the number of layers by (instance, device).
+
+        A layer counts if the device computes its attention or FFN.
+        """
         return {
             (view.id, device): count
             for view in self.instances

@@ -1,4 +1,4 @@
-"""Measured durations of steps and transformations, for policies."""
+"""Measured durations of steps and transformations, as input of policies."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class Timings:
-    """Measured durations for each degree that an instance has had. Only the dispatcher thread uses it."""
+    """Measured durations, for each degree that an instance has had. Only the dispatcher thread uses it."""
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -21,8 +21,10 @@ class Timings:
         self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
-        """Record how long each group of a transformation took. A group that only paused or resumed requests is left
-        out, because it moves no pages."""
+        """Record how long each group of a transformation took.
+
+        A group that only paused or resumed requests is left out, because it moves no pages.
+        """
         for group in (group for group in report.groups if not (group.paused or group.resumed)):
             seconds = self._transformations_s.setdefault(
                 (group.from_degree, group.to_degree), deque(maxlen=_NUM_TRANSFORMATIONS)
@@ -30,10 +32,10 @@ class Timings:
             seconds.append(group.seconds)
 
     def take(self, instances: Sequence[Instance]) -> Timing:
-        """Record the durations of present instances, and return all recorded durations.
+        """Record the durations of present instances. Return all recorded durations.
 
-        The duration of a step is the median over the instances of a degree. If a degree has no instance now, the latest
-        duration of this degree is kept. The duration of a transformation is the median of the latest 8 transformations
+        The duration of a step is the median over the instances of a degree. If a degree has no instance now, its latest
+        duration is kept. The duration of a transformation is the median of the latest 8 transformations
         with the same old and new degree.
         """
         self._take_throughput(instances)
@@ -50,7 +52,7 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Record the total throughput of all instances, if it is the highest so far of their degree.
+        """Record the total throughput of all instances if it is the highest so far at their degree.
 
         Nothing is recorded if the instances have different degrees, or if an instance does not decode or is in
         transformation.

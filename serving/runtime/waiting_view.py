@@ -1,4 +1,4 @@
-"""The scheduler's view of the engine's waiting sequences."""
+"""Waiting sequences of the engine, as the scheduler sees them."""
 
 from collections.abc import Iterable
 
@@ -8,10 +8,10 @@ from serving.scheduler import WaitingRequest
 
 
 class WaitingView:
-    """Waiting sequences by name (see `by_name`), refreshed for each snapshot. Only the dispatcher thread uses it.
+    """Waiting sequences by name (`by_name`), updated for each snapshot. Only the dispatcher thread uses it.
 
-    A sequence is hidden if it cannot start now, because its last token is still in flight or because a program is being
-    compiled for it.
+    A sequence is hidden if it cannot start now. The reason is that its last token is still in flight, or that a program
+    is being compiled for it.
     """
 
     def __init__(self, engine: Engine):
@@ -19,11 +19,10 @@ class WaitingView:
         self._shown: dict[str, Sequence] = {}
         self._requests: dict[str, WaitingRequest] = {}
         self.hidden_tokens: tuple[int, ...] = ()
-        """Maximum lengths of the hidden sequences."""
+        """Maximum length of each hidden sequence, in tokens."""
 
     def snapshot(self) -> tuple[WaitingRequest, ...]:
-        """Return the requests that can start now. Set `hidden_tokens` to the maximum lengths of the hidden
-        sequences."""
+        """Return the requests that can start now. Also update `hidden_tokens`."""
         awaits, hidden = self._awaited_programs(), []
         self._shown = {}
         for name, sequence in by_name(self._engine.waiting).items():
@@ -36,7 +35,10 @@ class WaitingView:
         return tuple(self._requests.values())
 
     def get(self, name: str) -> Sequence | None:
-        """Return a sequence of the last snapshot by its name; None if the sequence is hidden or no longer waits."""
+        """Return a sequence of the last snapshot by its name.
+
+        Return None if it is hidden or does not wait any longer.
+        """
         sequence = self._shown.get(name)
         return sequence if sequence in self._engine.waiting else None
 
@@ -64,7 +66,7 @@ class WaitingView:
         return awaits
 
     def _request(self, name: str, sequence: Sequence) -> WaitingRequest:
-        """Return the request for a sequence. If nothing has changed, this is the request of the last snapshot."""
+        """Return the request for a sequence. If it has not changed, return the object of the last snapshot."""
         known = self._requests.get(name)
         if (
             known is not None
@@ -79,10 +81,10 @@ class WaitingView:
 
 
 def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
-    """Return sequences by unique name. The first sample of a request has the name `id`, the further samples have
-    `id[1]`, `id[2]` and so on.
+    """Give each sequence a unique name. Return the sequences by name.
 
-    If a name is taken, an apostrophe is added to it.
+    The first sample of a request has the name `id`. The further samples have `id[1]`, `id[2]` and so on. If a name is
+    taken, an apostrophe is added to it.
     """
     named: dict[str, Sequence] = {}
     for sequence in sequences:

@@ -1,5 +1,7 @@
-"""Scheduler: places requests, and merges and splits instances. Uses no JAX, so that the same policies run on devices
-and in simulations. See docs/scheduling.md."""
+"""Scheduler: places requests, and merges and splits instances. See docs/scheduling.md.
+
+It uses no JAX, so that the same policies run on devices and in simulations.
+"""
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import (

@@ -1,4 +1,4 @@
-"""Actions that a policy requests from an executor. The field `reason` of each action is text for the log."""
+"""Actions that a policy requests from an executor. The field `reason` of an action is text for the log."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -7,20 +7,22 @@ from typing import Literal, get_args
 RunningRequests = Literal["migrate", "pause", "wait"]
 """Treatment of the running requests of instances that merge: see `ScaleUp.running`."""
 Modules = Literal["layer", "attention", "ffn", "kv"]
-"""Modules of a layer that a placement change affects, as in `amoeba_jax.transform.options.PlacementModules`: attention
-and FFN ("layer"), attention with its KV cache, FFN, or attention with its KV cache while the source keeps the weights
-("kv")."""
+"""Modules of a layer that a placement change affects, as in `amoeba_jax.transform.options.PlacementModules`.
+
+"layer": attention and FFN. "attention": attention with its KV cache. "ffn": FFN. "kv": attention with its KV cache,
+while the source keeps the weights.
+"""
 
 
 class RejectKind(StrEnum):
     """Reason to end a request without serving it. Servers map each kind to one gRPC status."""
 
     NEVER_FITS = "never_fits"
-    """The request is larger than every possible instance: INVALID_ARGUMENT."""
+    """The request is larger than every possible instance. gRPC status INVALID_ARGUMENT."""
     DEADLINE = "deadline"
-    """The deadline passed while the request waited: DEADLINE_EXCEEDED."""
+    """The deadline passed while the request waited. gRPC status DEADLINE_EXCEEDED."""
     QUEUE_FULL = "queue_full"
-    """The queue is over its limit of requests or tokens: RESOURCE_EXHAUSTED."""
+    """The queue is over its limit of requests or tokens. gRPC status RESOURCE_EXHAUSTED."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,26 @@ class ScaleUp:
     degree: int
     reason: str = ""
     release_weights: bool = True
-    """Whether weights that a rank does not need become KV cache. If not, the capacity of the merged instance is
-    `ClusterView.kept_tokens`."""
+    """Whether weights that a rank does not need become KV cache.
+
+    If not, the capacity of the merged instance is `ClusterView.kept_tokens`.
+    """
     running: RunningRequests = "migrate"
-    """Treatment of running requests. "migrate": they continue in the merged instance. "pause": they keep their pages
-    and pause until a `ScaleDown` to the degree at which they ran. This needs instances of equal degree and
-    `release_weights=False`. "wait": the merge starts after they have ended."""
+    """Treatment of running requests.
+
+    "migrate": they continue in the merged instance. "pause": they keep their pages and pause until a `ScaleDown` to the
+    degree at which they ran. This needs instances of equal degree and `release_weights=False`. "wait": the merge starts
+    after they have ended.
+    """
 
 
 @dataclass(frozen=True)
 class ScaleDown:
-    """Split the instance on `devices` into instances of `degree`. Running requests continue, and paused requests
-    resume. If the instance has paused requests, `degree` must be `InstanceView.paused_degree`."""
+    """Split the instance on `devices` into instances of `degree`.
+
+    Running requests continue, and paused requests resume. If the instance has paused requests, `degree` must be
+    `InstanceView.paused_degree`.
+    """
 
     devices: tuple[int, ...]
     degree: int
@@ -60,8 +70,10 @@ class ScaleDown:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Return a running or paused request to the queue, with its original arrival time and priority. Its pages are
-    freed, and its tokens are computed again later."""
+    """Return a running or paused request to the queue, and free its pages. Its tokens are computed again later.
+
+    The request keeps its arrival time and priority.
+    """
 
     request_id: str
     reason: str = ""
@@ -69,7 +81,7 @@ class Preempt:
 
 @dataclass(frozen=True)
 class Reject:
-    """End a waiting request with an error. The client receives `reason` as the message."""
+    """End a waiting request with an error. The client gets `reason` as the message."""
 
     request_id: str
     kind: RejectKind
@@ -83,30 +95,32 @@ class Reject:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Copy layers of an instance to a further device. Each of their homes then computes a share of the batch.
+    """Copy layers of an instance to a further device. Each device that has a layer then computes a share of the batch.
 
-    `PlacementOptions("replicate", ...)`. Instances above degree 1, and devices of such instances, are refused.
+    The executor refuses instances above degree 1, and devices of such instances. The engine gets the action as
+    `PlacementOptions("replicate", ...)`.
     """
 
     instance_id: int
     layers: tuple[int, int]
-    """First layer, and end of the layers (exclusive)."""
+    """First layer, and the layer after the last."""
     device: int
-    """Device that computes the layers in addition."""
+    """Device that gets the layers."""
     reason: str = ""
     modules: Modules = "layer"
 
 
 @dataclass(frozen=True)
 class Evict:
-    """Remove a device from the homes of replicated layers. The sequences there continue on the remaining homes.
+    """Remove replicas of layers from a device. The sequences there continue on the other devices with these layers.
 
-    `PlacementOptions("evict", ...)`. A layer with one home is refused.
+    The executor refuses a layer that is on one device only. The engine gets the action as
+    `PlacementOptions("evict", ...)`.
     """
 
     instance_id: int
     layers: tuple[int, int]
-    """See `Replicate.layers`."""
+    """First layer, and the layer after the last."""
     device: int
     """Device that stops computing the layers."""
     reason: str = ""
@@ -115,16 +129,17 @@ class Evict:
 
 @dataclass(frozen=True)
 class Migrate:
-    """Move layers of an instance from their only home to another device, with their KV cache if `move_kv` is set.
+    """Move layers of an instance to another device. If `move_kv` is set, their KV cache moves too.
 
-    `PlacementOptions("migrate", ...)`. A replicated layer is refused: evict its replicas first.
+    The executor refuses a replicated layer: evict its replicas first. The engine gets the action as
+    `PlacementOptions("migrate", ...)`.
     """
 
     instance_id: int
     layers: tuple[int, int]
-    """See `Replicate.layers`."""
+    """First layer, and the layer after the last."""
     device: int
-    """New home."""
+    """Device that gets the layers."""
     reason: str = ""
     modules: Modules = "layer"
     move_kv: bool = True
@@ -132,10 +147,10 @@ class Migrate:
 
 @dataclass(frozen=True)
 class ScaleOut:
-    """Copy all layers of an instance to an empty device, where they become an instance of their own.
+    """Copy all layers of an instance to an empty device. The copy becomes a separate instance with the id `device`.
 
-    `PlacementOptions("scale_out", device, instance, None)`. Arrived layers compute a share of the batch at once. At the
-    end, the new instance, with the id `device`, keeps the sequences of its share.
+    Each layer computes a share of the batch as soon as it has arrived. At the end, the new instance keeps the sequences
+    of its share. The engine gets the action as `PlacementOptions("scale_out", device, instance, None)`.
     """
 
     instance_id: int
@@ -148,22 +163,22 @@ class ScaleOut:
 class ScaleIn:
     """End the instance on `device`. Its sequences continue on another instance, and the device becomes empty.
 
-    `PlacementOptions("scale_in", device, instance, None)`.
+    The engine gets the action as `PlacementOptions("scale_in", device, instance, None)`.
     """
 
     instance_id: int
-    """Instance that receives the sequences."""
+    """Id of the instance that gets the sequences."""
     device: int
-    """Device of the instance that ends, which is its id."""
+    """Device of the instance that ends. It is also the id of this instance."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Move the KV pages of a running request to host memory, and return the request to the queue.
+    """Move the KV pages of a running request to host memory, and return the request to the queue (`Engine.offload`).
 
-    `Engine.offload`. The waiting request has `WaitingRequest.offloaded` set. A later `Dispatch` copies the pages back,
-    and nothing is computed again.
+    The waiting request has `WaitingRequest.offloaded` set. A later `Dispatch` copies the pages back, and nothing is
+    computed again.
     """
 
     request_id: str
@@ -172,11 +187,14 @@ class Offload:
 
 @dataclass(frozen=True)
 class LimitBatch:
-    """Limit the running requests of an instance (`Engine.limit_batch`). Requests that run already continue."""
+    """Limit the number of running requests of an instance (`Engine.limit_batch`).
+
+    Requests that already run continue.
+    """
 
     instance_id: int
     size: int | None
-    """Maximum number of running requests. None: the limit of its degree."""
+    """Maximum number of running requests. None: the limit of the instance's degree."""
     reason: str = ""
 
 
@@ -186,7 +204,7 @@ Action = Dispatch | Transformation | PlacementChange | Offload | LimitBatch | Pr
 
 
 def invalid(action: object) -> str | None:
-    """Return the reason why an object is not a valid action; None if it is valid."""
+    """Return the reason why an object is not a valid action. Return None if it is valid."""
     if not isinstance(action, get_args(Action)):
         return f"{type(action).__name__} is not an action"
     if isinstance(action, Reject) and not isinstance(action.kind, RejectKind):
@@ -208,8 +226,10 @@ def invalid(action: object) -> str | None:
 
 
 def identity(action: Action) -> tuple[object, ...]:
-    """Return the identity of an action, without its reason and options. A merge and a split with the same devices and
-    degree have the same identity."""
+    """Return the identity of an action: its kind of change and its target, without its reason and options.
+
+    A merge and a split with the same devices and degree have the same identity.
+    """
     match action:
         case ScaleUp(devices, degree) | ScaleDown(devices, degree):
             return ("transform", devices, degree)

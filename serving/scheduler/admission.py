@@ -17,10 +17,15 @@ class Admission:
 
     order: QueueOrder = field(default_factory=QueueOrder)
     max_queued_requests: int | None = None
-    """Maximum number of waiting requests. Preempted requests do not count. If there are more, requests beyond their
-    client's share are rejected first, then the last arrivals. None: no limit."""
+    """Maximum number of waiting requests. Preempted requests do not count. None: no limit.
+
+    If there are more, requests beyond their client's share are rejected first, and then the latest arrivals.
+    """
     max_queued_tokens: int | None = None
-    """Maximum number of prompt tokens of waiting requests, with the rules of `max_queued_requests`. None: no limit."""
+    """Maximum number of prompt tokens of all waiting requests. None: no limit.
+
+    The same requests as for `max_queued_requests` are counted, and rejected first.
+    """
 
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
         """Return the rejections, and the remaining requests in the order of service (`QueueOrder`).
@@ -29,7 +34,7 @@ class Admission:
         of the model, or if the queue is over a limit.
 
         Args:
-            capacity_tokens: tokens that the largest possible instance can hold.
+            capacity_tokens: capacity of the largest possible instance, in tokens.
             holder: name of the largest possible instance, for error messages.
         """
         limit = min(capacity_tokens, view.max_model_len or capacity_tokens)
@@ -66,7 +71,7 @@ class Admission:
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
         """Return rejections of the requests over the limits of the queue. Preempted requests are never rejected.
 
-        Requests beyond their client's share are rejected first, then the last arrivals.
+        Requests beyond their client's share are rejected first, and then the latest arrivals.
         """
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):

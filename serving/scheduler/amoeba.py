@@ -1,5 +1,7 @@
-"""AMOEBA's policy: instances merge for a long request. The merged instance also serves further long requests. When all
-its long requests have ended, it splits."""
+"""AMOEBA's policy: instances merge for a long request.
+
+The merged instance also serves further long requests. When all its long requests have ended, it splits.
+"""
 
 import dataclasses
 
@@ -14,11 +16,10 @@ from serving.scheduler.view import ClusterView
 
 
 class AmoebaPolicy:
-    """The policy `amoeba` (docs/scheduling.md): merges instances for long requests, and splits a merged instance when
-    its long requests have ended.
+    """Policy `amoeba` (docs/scheduling.md): merges instances for long requests, and splits them afterwards.
 
-    Between decisions the policy remembers the size of the largest recent long request, the last time at which a long
-    request needed each merged instance, and whether a short request found no room.
+    Between decisions, the policy remembers three things: the size of the largest recent long request, the last time at
+    which a long request needed each merged instance, and whether a short request found no room.
     """
 
     name = "amoeba"
@@ -32,7 +33,7 @@ class AmoebaPolicy:
         """Whether a short request found no room in the last decision."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         view = dataclasses.replace(view, merge_to=self.config.merge_to)
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")

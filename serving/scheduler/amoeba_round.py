@@ -1,4 +1,4 @@
-"""Placement of requests by the policy `amoeba`, for one decision."""
+"""One decision of the policy `amoeba`: placement of the waiting requests."""
 
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
@@ -12,8 +12,9 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 class Round:
-    """One decision of the policy `amoeba`: assigns free tokens and slots to waiting requests, one request after the
-    other.
+    """One decision of the policy `amoeba`.
+
+    It gives free tokens and slots to waiting requests, one request after another.
 
     Args:
         was_pressed: whether a short request found no room in the last decision.
@@ -42,16 +43,17 @@ class Round:
         """Instances that may hold long requests, now or after their transformation."""
         self._largest_present = max([view.final_capacity(i) for i in self._candidates if not i.draining], default=-1)
         self._merged_capacities: list[int] = []
-        """Capacities of the instances into which groups will merge: groups that merge now, and groups that are closed
-        so that they can merge later."""
+        """Capacity of each merged instance that this decision creates or prepares.
+
+        These are groups that merge now, and groups that are closed so that they can merge later.
+        """
         self._reserved: set[int] = set()
         """Ids of merged instances where a waiting long request has reserved tokens."""
         self._taken_s: dict[int, float] = {}
-        """Estimated seconds until an instance has finished the waiting request that reserved tokens there, by instance
-        id."""
+        """Estimated seconds until the waiting request that reserved tokens on an instance has finished, by instance."""
 
     def place(self, request: WaitingRequest) -> list[Action]:
-        """Return the actions for a request; an empty list if it must wait."""
+        """Return the actions for a request. The list is empty if the request must wait."""
         long = self.view.is_long(request.max_total_tokens)
         actions = self._place_long(request) if long else self._place_short(request)
         self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
@@ -78,8 +80,9 @@ class Round:
     def _preferred(self, options: list[InstanceView], request: WaitingRequest, kept: frozenset[int]) -> InstanceView:
         """Return the best of several instances for a short request.
 
-        The criteria are, in this order: uses no device in `kept`; runs no long request; its steps meet the TPOT SLO;
-        has the lowest load. `kept`: devices to keep free for a long request (`Reserve.kept_from`).
+        An instance is better if it uses no device in `kept`. Otherwise, the next criteria decide, in this order: it
+        runs no long request, its steps meet the TPOT SLO, and its load is lower. `kept` are devices to keep free for a
+        long request (`Reserve.kept_from`).
         """
         view, slo_s = self.view, self.config.tpot_slo_s
         return min(
@@ -94,10 +97,11 @@ class Round:
     def _place_long(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a long request.
 
-        If an instance has room, dispatch the request to the instance of the highest degree that has room. If an
-        instance can hold the request but has no room now, preempt other requests, merge a second group, or wait. If no
-        instance can hold the request, merge a group. If no group has room yet, close the best group, so that it can
-        merge later. If there is no group, split an instance that kept its weights.
+        If instances have room, dispatch the request to the instance of the highest degree among them. If an instance
+        can hold the request but has no room now, preempt other requests, merge a second group, or wait.
+
+        If no instance can hold the request, merge a group. If no group has room yet, close the best group, so that it
+        can merge later. If there is no group, split an instance that kept its weights.
         """
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
@@ -119,12 +123,11 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Return the merge of another group for a request that waits for a present instance. None: the request must
-        wait.
+        """Return the merge of a further group for a request that could also wait for a present instance.
 
-        The merge has one of two reasons: the request has waited `merge_again_after_s`, or it would miss its TTFT SLO
-        without the merge. The second reason counts only if no short request lacks room, and if no other merge of this
-        decision can hold the request.
+        Return None if the request must wait. There are two reasons to merge: the request has waited
+        `merge_again_after_s`, or it would miss its TTFT SLO without the merge. The second reason counts only if no
+        short request lacks room, and if no other merge of this decision can hold the request.
         """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
@@ -170,10 +173,10 @@ class Round:
         return preempts
 
     def _wait(self, request: WaitingRequest) -> None:
-        """Reserve room for a long request on the merged instance that will have the most free tokens when its long
-        requests have ended.
+        """Reserve room on a merged instance for a long request that waits.
 
-        If no merged instance can hold the request, reserve room on an instance in transformation.
+        The instance is the one that will have the most free tokens when its long requests have ended. If no merged
+        instance can hold the request, reserve room on an instance in transformation.
         """
         room = self.room
         options = [
@@ -202,8 +205,10 @@ class Round:
         ]
 
     def _group_with_room(self, request: WaitingRequest) -> MergeGroup | None:
-        """Return the best group that would have room for a request right after its merge; None if there is no such
-        group."""
+        """Return the best group that would have room for a request right after its merge.
+
+        Return None if there is none.
+        """
         need = self.room.need(request)
         return next((group for group in self._groups(request) if group.minus_free <= -need), None)
 

@@ -1,4 +1,4 @@
-"""Memory of refused actions, so that they are not requested again immediately."""
+"""Memory of refused actions, so that a policy does not request them again immediately."""
 
 from dataclasses import dataclass, field
 
@@ -18,14 +18,14 @@ from serving.scheduler.view import ClusterView
 
 @dataclass(frozen=True)
 class BackoffConfig:
-    """Times for which a refused action is blocked."""
+    """Times for which a refused action is blocked, in seconds."""
 
     first_s: float = 1.0
-    """Seconds after the first refusal."""
+    """Time after the first refusal, in seconds."""
     factor: float = 2.0
-    """Factor by which each further refusal of the same action increases the time."""
+    """Factor by which each further refusal of the same action lengthens the time."""
     longest_s: float = 60.0
-    """Maximum time in seconds. When a block has ended, its refusals are remembered for twice this time."""
+    """Maximum time in seconds. After a block has ended, its refusals are remembered for twice this time."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Backoff:
     _under_way: list[Transformation | PlacementChange] = field(default_factory=list)
 
     def blocks(self, action: Action, now_s: float) -> bool:
-        """Return whether an action was refused too recently to be tried again."""
+        """Return whether an action is blocked because it was refused a short time ago."""
         refusal = self._refused.get(identity(action))
         return refusal is not None and now_s < refusal.until_s
 
@@ -58,8 +58,10 @@ class Backoff:
         return wait_s
 
     def accept(self, action: Action) -> None:
-        """Record that an action was accepted. Its refusals are forgotten: at once or, for a transformation or placement
-        change, when it has succeeded."""
+        """Record that an action was accepted, and forget its refusals.
+
+        The refusals of a transformation or placement change are forgotten only when it has succeeded.
+        """
         if isinstance(action, Transformation | PlacementChange):
             self._under_way.append(action)
         else:
@@ -68,8 +70,8 @@ class Backoff:
     def ended(self, view: ClusterView) -> list[tuple[Transformation | PlacementChange, bool]]:
         """Return `(action, reached)` for each transformation and placement change that has ended since the last call.
 
-        `reached` is true if all instances on the devices of a transformation have its degree, or if the modules of a
-        placement change are at their new homes.
+        `reached` is True if it succeeded: all instances on the devices of a transformation have its degree, or the
+        modules of a placement change are on their new devices.
         """
         ended, still = [], []
         for action in self._under_way:
@@ -103,7 +105,7 @@ class Backoff:
 
 
 def _is_placed(view: ClusterView, action: PlacementChange) -> bool:
-    """Return whether the modules of a placement change are at their new homes."""
+    """Return whether the modules of a placement change are on their new devices."""
     if isinstance(action, ScaleOut | ScaleIn):
         return (view.instance(action.device) is not None) == isinstance(action, ScaleOut)
     instance = view.instance(action.instance_id)

@@ -9,17 +9,19 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def step_s(view: ClusterView, instance: InstanceView) -> float | None:
-    """Return the seconds of a decode step on an instance. If the instance has run no step yet, return the measured
-    seconds of its degree."""
+    """Return the seconds of a decode step on an instance.
+
+    If the instance has run no step yet, return the measured seconds of its degree.
+    """
     return view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
 
 
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
-    """Return the estimated seconds until an instance has `need` free tokens and a free slot. None: steps or prompts of
-    this degree were not measured yet.
+    """Estimate the seconds until an instance has `need` free tokens and a free slot.
 
-    The estimate assumes that every running request reaches its maximum length, and that no other request starts. If
-    even the end of all running requests frees too few tokens, the result is the time until the last of them ends.
+    The estimate assumes that every running request reaches its maximum length, and that no other request starts. If all
+    running requests together free too few tokens, it is the time until the last request ends. Return None if steps or
+    prompts of this degree were not measured yet.
     """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
@@ -44,10 +46,10 @@ def first_token_s(
     request: WaitingRequest,
     taken_s: Mapping[int, float] | None = None,
 ) -> float | None:
-    """Return the estimated seconds until the first token of a request, on the instance that would generate it first.
+    """Estimate the seconds until the first token of a request, on the instance that would generate it first.
 
-    The result is None if no instance can hold the request, if an instance in transformation will be able to hold it, or
-    if a measurement is missing.
+    The result is None in three cases: no instance can hold the request, an instance in transformation will be able to
+    hold it, or a measurement is missing.
 
     Args:
         instances: instances to choose from.
@@ -72,11 +74,11 @@ def first_token_s(
 
 
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
-    """Return the estimated seconds until the first token of a request if `members` merge to `degree` now.
+    """Estimate the seconds until the first token of a request if `members` merge to `degree` now.
 
     This is the time of the merge, plus the time to compute the prompt of the request and the uncomputed prompts of the
-    members. If no merge from the lowest degree of the members was measured, the time of the slowest measured
-    transformation to `degree` is used.
+    members. If no merge from the lowest degree of the members was measured, the slowest measured transformation to
+    `degree` is used.
     """
     timing, lowest = view.timing, min(i.degree for i in members)
     others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]
@@ -89,8 +91,9 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
 def merge_pays(
     view: ClusterView, request: WaitingRequest, wait_s: float | None, merge_s: float | None, slo_s: float
 ) -> bool:
-    """Return whether waiting would miss the TTFT SLO of a request, and a merge would be faster than waiting. If a time
-    is unknown, the result is False.
+    """Return whether a request would miss its TTFT SLO if it waited, and get its first token earlier by a merge.
+
+    If a time is unknown, the result is False.
 
     Args:
         wait_s: seconds until the first token if the request waits for an existing instance. None: unknown.
@@ -103,8 +106,7 @@ def merge_pays(
 
 
 def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | None:
-    """Return the estimated seconds that a request runs on an instance of `degree` until it reaches its maximum
-    length."""
+    """Estimate the seconds for which a request would run on an instance of `degree` until its maximum length."""
     prompt_s, one_step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
     if prompt_s is None or one_step_s is None:
         return None
@@ -114,8 +116,9 @@ def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | No
 def meets_own_slos(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, prompt_tokens_before: int
 ) -> bool:
-    """Return whether an instance with room would meet the SLOs that a request itself sets. If the request sets no SLO,
-    or if a measurement is missing, the result is False.
+    """Return whether an instance with room would meet the SLOs that a request itself sets.
+
+    If the request sets no SLO, or if a measurement is missing, the result is False.
 
     Args:
         prompt_tokens_before: prompt tokens that the instance computes before the prompt of this request.
@@ -133,7 +136,7 @@ def meets_own_slos(
 def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
     """Return whether recent steps of an instance took longer than the TPOT SLO of a request.
 
-    `default_s`: TPOT SLO of a request that sets none.
+    `default_s` is the TPOT SLO of requests that set none.
     """
     slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
     return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s

@@ -1,4 +1,4 @@
-"""Interface of the scheduler to the cluster, which is real or simulated."""
+"""Interface of the scheduler to a real or simulated cluster."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,16 +15,18 @@ class Outcome:
     detail: str = ""
     """Reason for a refusal, for the log."""
     soon: bool = False
-    """Whether the action was refused only because programs are still being compiled."""
+    """Whether the action was refused only because programs are still being compiled. It may be accepted soon."""
 
 
 class Executor(Protocol):
-    """Owner of the instances and the queue. Both methods run in one thread and never wait for a device.
+    """Interface to the owner of the instances and the queue. Methods run in one thread and never wait for a device.
 
-    The next snapshot shows an accepted action: a dispatched or rejected request has left the queue, a preempted request
-    is back in it, and instances under transformation have `transition_to` set. A transformation that ends without
-    reaching its degree has failed; its requests keep running or wait. An instance in a placement change has
-    `changes_placement` set. A placement change that ends without the new homes has failed and changed nothing.
+    The next snapshot shows an accepted action. A dispatched or rejected request has left the queue, and a preempted
+    request is back in it. Instances under transformation have `transition_to` set, and an instance in a placement
+    change has `changes_placement` set.
+
+    A transformation that ends without reaching its degree has failed. Its requests keep running or wait. A placement
+    change that ends without the new homes has failed and changed nothing.
     """
 
     def snapshot(self) -> ClusterView:

@@ -1,5 +1,7 @@
-"""Flying Serving's policy. Under light load, and for urgent and long requests, instances merge to groups of a high
-degree. Under heavy load, groups split to the base degree."""
+"""Flying Serving's policy: instances merge under light load, and groups split under heavy load.
+
+Instances also merge to groups of a high degree for urgent and long requests. Groups split to the base degree.
+"""
 
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.admission import Admission
@@ -13,17 +15,16 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class FlyingPolicy:
-    """The policy `flying` (docs/scheduling.md): merges instances under light load and for urgent or long requests, and
-    splits groups under heavy load.
+    """Policy `flying` (docs/scheduling.md).
 
-    Between decisions the policy remembers the average load, how long requests were paused on each device
-    (`PauseBudget`), which groups were merged for light load or for urgent requests, and the time at which groups should
-    split for short requests.
+    It merges instances under light load and for urgent or long requests, and splits groups under heavy load. Between
+    decisions it remembers the average load, how long requests were paused on each device (`PauseBudget`), which groups
+    were merged for light load or for urgent requests, and the time at which groups should split for short requests.
     """
 
     name = "flying"
     pauses = True
-    """This policy resumes paused requests itself: see `Scheduler`."""
+    """Whether the policy resumes paused requests itself (see `Scheduler`)."""
 
     def __init__(self, config: FlyingConfig | None = None, admission: Admission | None = None):
         self.config = config or FlyingConfig()
@@ -35,10 +36,10 @@ class FlyingPolicy:
         self._for_urgent: set[tuple[int, ...]] = set()
         """Devices of groups that were merged for urgent requests without pausing: see `FlyingRound.moved`."""
         self._split_at_s: float | None = None
-        """`FlyingRound.split_at_s` of the last decision."""
+        """Value of `FlyingRound.split_at_s` in the last decision."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         room = Room(view, self.config.reserved_growth)
@@ -75,7 +76,7 @@ class FlyingPolicy:
         self.load.update(view, present + len(view.queue), late)
 
     def _forget_groups(self, room: Room) -> None:
-        """Remove the groups that have split from `_for_load` and `_for_urgent`."""
+        """Update `_for_load` and `_for_urgent`: remove the groups that have split."""
         present = {instance.devices for instance in room.merged}
         self._for_load &= present
         changing = {device for instance in room.unsteady for device in instance.devices}
@@ -84,12 +85,14 @@ class FlyingPolicy:
     # Splits
 
     def _split(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
-        """Return the actions that split a group; an empty list if the group stays merged. `_resume` handles a group
-        with paused requests.
+        """Return the actions that split a group. The list is empty if the group stays merged.
 
-        A group stays merged if it serves urgent requests (`_serves_urgent`), if its requests do not fit instances of a
-        lower degree, or if the split was refused recently. If no long request needs the group, it splits to the base
-        degree. If a long request runs there or waits, the group splits to the lowest degree that holds this request.
+        A group stays merged in three cases: it serves urgent requests (`_serves_urgent`), its requests do not fit
+        instances of a lower degree, or the split was refused recently.
+
+        If no long request needs the group, it splits to the base degree. If a long request runs there or waits, the
+        group splits to the lowest degree that holds this request. A group with paused requests splits as `_resume`
+        decides.
 
         Args:
             urgent: whether urgent requests wait.
@@ -113,7 +116,7 @@ class FlyingPolicy:
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
-        """Return whether a group stays merged because of urgent requests that run on the group or wait.
+        """Return whether a group stays merged because urgent requests run on it or wait.
 
         A group that was merged because of light load does not stay merged. A group that was merged for urgent requests
         without pausing (`_for_urgent`) stays merged. Any other group stays merged if the load is not heavy, or if all
@@ -125,12 +128,13 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Return the split that resumes the paused requests of a group; an empty list if the group stays merged.
+        """Return the split that resumes the paused requests of a group. The list is empty if the group stays merged.
 
         The group stays merged while requests run on it, while urgent requests wait, or if the split was refused
-        recently. If the pause has reached its limit, the group splits although requests run or wait. If running
-        requests would not fit next to the paused requests, return preemptions of these running requests. The split then
-        follows in a later decision.
+        recently. If the pause has reached its limit, the group splits even if requests run or wait.
+
+        If running requests would not fit beside the paused requests, return preemptions of these running requests. The
+        split then follows in a later decision.
         """
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:
@@ -149,8 +153,7 @@ class FlyingPolicy:
     # Merges under light load
 
     def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
-        """Return merges of all groups that can merge to the highest degree with compiled programs. All weights are
-        kept.
+        """Return merges of all groups to the highest degree with compiled programs. All weights are kept.
 
         A group does not merge if it has more running requests than the merged instance would have slots.
         """

@@ -1,4 +1,4 @@
-"""Merges that the policy `flying` requests."""
+"""Choice of groups that the policy `flying` merges."""
 
 from collections.abc import Callable, Iterator
 
@@ -30,7 +30,7 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` in this decision; else None.
+        """Return the instances on `devices` if they may merge to `degree` in this decision. Otherwise return None.
 
         There must be at least two instances, and they must cover exactly these devices. Each instance must be open
         (`Room`) and have no paused requests. The merge must not have been refused recently.
@@ -48,13 +48,15 @@ class FlyingGroups:
         return [(devices, members) for devices, members in groups if members is not None]
 
     def close(self, members: Members) -> None:
-        """Close instances in `room`, so that they receive no requests and no second merge in this decision."""
+        """Close instances in `room`: in this decision, they get no requests and no second merge."""
         for instance in members:
             self.room.close(instance)
 
     def reserve_coming(self, request: WaitingRequest) -> bool:
-        """Reserve room for a request on an instance in `coming`. Return False if no instance in `coming` has enough
-        room."""
+        """Reserve room for a request on an instance in `coming`.
+
+        Return False if none of these instances has enough room.
+        """
         need = self.room.need(request)
         for place, (tokens, slots) in enumerate(self.coming):
             if tokens >= need and slots > 0:
@@ -63,16 +65,16 @@ class FlyingGroups:
         return False
 
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
-        """Return degree, devices and members of the group to merge for an urgent request; None if no group is suitable.
+        """Return degree, devices and members of the group to merge for an urgent request.
 
-        The group has the highest degree that has compiled programs and a suitable group, and is at most
-        `FlyingConfig.urgent_degree`. Of the suitable groups of this degree, the group with the fewest running requests
-        is chosen. If several groups have the fewest running requests, the group with the fewest used tokens is chosen.
-        A group is not suitable if the pause budget of one of its devices is used up.
+        Return None if no group is suitable. The degree is the highest degree that has compiled programs and a suitable
+        group, at most `FlyingConfig.urgent_degree`. Of the suitable groups of this degree, the group with the fewest
+        running requests is chosen, and then the group with the fewest used tokens. A group is not suitable if the pause
+        budget of one of its devices is used up.
 
         Args:
-            pause: whether the running requests of the group will pause. If true, the instances of a suitable group have
-                the same degree and run no urgent request. If false, a suitable group runs fewer requests than the
+            pause: whether the running requests of the group will pause. If True, the instances of a suitable group have
+                the same degree and run no urgent request. If False, a suitable group runs fewer requests than the
                 merged instance has slots.
         """
         for limits in reversed(self.view.degrees):
@@ -94,14 +96,14 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Return the merge of a group for a long request, and close the members of the group. Return None if no group
-        can merge now.
+        """Return the merge of a group for a long request, and close the members of the group.
 
-        The group has the lowest degree that holds the request (`_holding`) and has a group with room and a free slot.
-        Of several such groups, the group with the fewest used tokens is chosen.
+        Return None if no group can merge. The degree of the group is the lowest degree that holds the request
+        (`_holding`) and has a group with room and a free slot. Of several such groups, the group with the fewest used
+        tokens is chosen.
 
         Args:
-            close: whether to stop at the first degree that has groups but no group with room. If true, the group with
+            close: whether to stop at the first degree that has groups but no group with room. If True, the group with
                 the fewest used tokens is closed, so that it can merge later, and the result is an empty list.
             pays: further condition for the merge. Its argument is the estimated seconds until the first token after the
                 merge, or None if they are unknown.
@@ -132,11 +134,10 @@ class FlyingGroups:
         return None
 
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
-        """Yield `(limits, kept)` for each degree whose merged instances hold a request of `size` tokens, lowest degree
-        first.
+        """Yield `(limits, kept)` for each degree whose merged instances hold a request of `size` tokens.
 
-        `kept`: whether the merge keeps all weights. If a degree holds the request with all weights kept, degrees that
-        would have to release weights are not yielded.
+        Lowest degree first. `kept` tells whether the merge keeps all weights. If a degree holds the request with all
+        weights kept, degrees that would have to release weights are not yielded.
         """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
@@ -146,7 +147,7 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Return the split of a merged group that kept all weights; an empty list if no group can split now.
+        """Return the split of a merged group that kept all weights. The list is empty if no group can split now.
 
         After the split, a second merge of its devices can release weights, so that `request` fits. If several groups
         are possible, the group with the fewest used tokens is chosen. This group is closed in `room`, even if it cannot
@@ -170,6 +171,8 @@ class FlyingGroups:
 
 
 def _can_pause(members: Members) -> bool:
-    """Return whether the running requests of a group may pause. All instances must have the same degree, and no running
-    request may be urgent."""
+    """Return whether the running requests of a group may pause.
+
+    All instances must have the same degree, and no running request may be urgent.
+    """
     return len({i.degree for i in members}) == 1 and not any(i.runs_urgent for i in members)

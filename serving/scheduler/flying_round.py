@@ -1,4 +1,4 @@
-"""Placement of requests by the policy `flying`, for one decision."""
+"""One decision of the policy `flying`: placement of the waiting requests."""
 
 from functools import cache
 
@@ -11,12 +11,13 @@ from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 _RUNNING: dict[str, RunningRequests] = {"hard": "pause", "soft": "migrate", "sequential": "wait"}
-"""`ScaleUp.running` of a merge for an urgent request, by `FlyingConfig.preemption`."""
+"""Value of `ScaleUp.running` for a merge for an urgent request, by `FlyingConfig.preemption`."""
 
 
 class FlyingRound:
-    """One decision of the policy `flying`: assigns free tokens and slots to waiting requests, one request after the
-    other.
+    """One decision of the policy `flying`.
+
+    It gives free tokens and slots to waiting requests, one request after another.
 
     Attributes:
         groups: groups that may merge.
@@ -36,15 +37,15 @@ class FlyingRound:
         self.num_unplaced = 0
         self.split_at_s: float | None = None
         self._long_waits = False
-        """Whether a long request waits for an instance that can hold it. The next long requests wait too."""
+        """Whether a long request waits for an instance that can hold it. If so, the next long requests wait too."""
 
     # Urgent requests
 
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
         """Return the actions that dispatch an urgent request or make room for it. The list may be empty.
 
-        If the id of the request is not in `settled` afterwards, the caller must call `place` for the request. The id of
-        a long request is never in `settled`.
+        Afterwards, the caller must call `place` for the request if its id is not in `settled`. The id of a long request
+        is never in `settled`.
         """
         view, room = self.view, self.room
         if view.is_long(request.max_total_tokens):
@@ -103,18 +104,20 @@ class FlyingRound:
     # Other requests
 
     def place(self, request: WaitingRequest) -> list[Action]:
-        """Return the actions for a request; an empty list if it must wait."""
+        """Return the actions for a request. The list is empty if the request must wait."""
         long = self.view.is_long(request.max_total_tokens)
         actions = self._place_long(request) if long else self._place_short(request)
         self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
         return actions
 
     def _place_short(self, request: WaitingRequest) -> list[Action]:
-        """Return the dispatch of a short request; an empty list if the request must wait.
+        """Return the dispatch of a short request. The list is empty if the request must wait.
 
-        If several instances have room, the criteria are, in this order: runs no urgent request; its steps meet the TPOT
-        SLO; runs no long request; has the lowest load. If no instance has room, the request joins an instance in
-        transformation. If there is no such instance, reserve an instance for the request and update `split_at_s`.
+        If several instances have room, choose one by these criteria, in this order: it runs no urgent request, its
+        steps meet the TPOT SLO, it runs no long request, and its load is the lowest.
+
+        If no instance has room, the request joins an instance in transformation. If there is no such instance, reserve
+        an instance for the request and update `split_at_s`.
         """
         config, room = self.config, self.room
         if options := room.by_load(room.with_room(request)):
@@ -134,10 +137,11 @@ class FlyingRound:
     def _place_long(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a long request.
 
-        If an instance has room, dispatch the request to the instance of the lowest degree that has room. If an instance
-        can hold the request but has no room now, the request waits for this instance. If waiting would miss its TTFT
-        SLO, merge a second group instead. If no instance can hold the request, merge a group, or split a group that
-        kept its weights.
+        If instances have room, dispatch the request to the instance of the lowest degree among them. If an instance can
+        hold the request but has no room now, the request waits for this instance. If it would then miss its TTFT SLO,
+        merge a second group instead.
+
+        If no instance can hold the request, merge a group, or split a group that kept its weights.
         """
         room, size = self.room, request.max_total_tokens
         if options := room.with_room(request):
@@ -158,8 +162,10 @@ class FlyingRound:
         return merge or []
 
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
-        """Return the merge of another group for a request that would miss its TTFT SLO if it waited for the instances
-        in `holding`. None: the request must wait."""
+        """Return the merge of another group for a request that would miss its TTFT SLO by waiting. None: it must wait.
+
+        `holding` are the instances for which the request would wait.
+        """
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
         if slo_s is None or self.split_at_s is not None:

@@ -7,20 +7,19 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Average number of requests for each device. It decides when all groups merge because of light load, and when they
-    split because of heavy load.
+    """Average number of requests per device, and the decision to merge or split all groups because of the load.
 
     Groups merge when the average is at most `calm_requests`, but not before `dwell_s` after the last change. Groups
     split when the average is at least `burst_requests`, or when a short request has waited too long.
 
-    Measured times have precedence. If steps of the highest degree are not shorter than steps of the base degree, groups
-    do not merge, and merged groups split after `dwell_s`. If the highest degree generates at least as many tokens per
-    second as the base degree, groups do not split under heavy load.
+    Measured times have precedence over these rules. If steps of the highest degree are not shorter than steps of the
+    base degree, groups do not merge, and merged groups split after `dwell_s`. If the highest degree generates at least
+    as many tokens per second as the base degree, groups do not split under heavy load.
 
     Attributes:
         bound: whether all groups should be merged to the highest degree.
         busy: whether the average is at least `burst_requests`, or a short request has waited too long.
-        mean: average number of requests for each device.
+        mean: average number of requests per device.
     """
 
     def __init__(self, config: FlyingConfig):
@@ -31,10 +30,13 @@ class LoadWatch:
         self._at_s: float | None = None
         self._changed_s = 0.0
         self._calm_steps_s: dict[int, float] = {}
-        """Seconds of a decode step under light load, by degree. Steps under heavy load have larger batches."""
+        """Seconds of a decode step under light load, by degree.
+
+        Under heavy load, steps have larger batches and take longer.
+        """
 
     def update(self, view: ClusterView, num_requests: int, late: bool) -> None:
-        """Include a snapshot in the average, and update `bound` and `busy`.
+        """Add a snapshot to the average, and update `bound` and `busy`.
 
         Args:
             num_requests: number of running, paused and waiting requests.
@@ -67,8 +69,10 @@ class LoadWatch:
         return config.calm_requests * scale, config.burst_requests * scale
 
     def _is_faster_merged(self, view: ClusterView) -> bool:
-        """Return whether steps of the highest degree are shorter than steps of the base degree under light load. If one
-        of these degrees was not measured, the result is True."""
+        """Return whether steps of the highest degree are shorter than steps of the base degree under light load.
+
+        If one of these degrees was not measured, the result is True.
+        """
         low = self._calm_steps_s.get(view.base_degree)
         high = self._calm_steps_s.get(max(view.limits))
         return low is None or high is None or high < low

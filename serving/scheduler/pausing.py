@@ -12,11 +12,10 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class PauseBudget:
-    """Counter of paused seconds for each device. It counts up while requests of the device are paused, and down at
-    other times.
+    """Counter of paused seconds for each device.
 
-    When the counter of a device has reached `max_pause_s`, requests of the device must not pause until the counter is
-    back to 0.
+    It counts up while requests of the device are paused, and down at other times. When the counter of a device has
+    reached `max_pause_s`, requests of the device must not pause until the counter is back at 0.
     """
 
     def __init__(self, max_pause_s: float):
@@ -27,7 +26,10 @@ class PauseBudget:
         self._at_s = 0.0
 
     def update(self, now_s: float, paused: Iterable[int]) -> None:
-        """Count the time since the last call. `paused`: devices whose requests are paused from now on."""
+        """Update the counters with the time since the last call.
+
+        `paused` are the devices whose requests are paused from now on.
+        """
         passed_s, self._at_s = now_s - self._at_s, now_s
         for device in [*self._debt_s.keys() | self._paused]:
             debt_s = self._debt_s.get(device, 0.0) + (passed_s if device in self._paused else -passed_s)
@@ -48,11 +50,10 @@ class PauseBudget:
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Return the running requests of a group that would not fit next to its paused requests after a split to
-    `paused_degree`. The group must have paused requests.
+    """Return the running requests of a group that would not fit beside its paused requests after a split.
 
-    Requests are distributed as in the engine: the longest request first, each request to the new instance with the most
-    free tokens.
+    The split is to `paused_degree`. The group must have paused requests. Requests are distributed as in the engine: the
+    longest request first, each request to the new instance with the most free tokens.
     """
     assert instance.paused_degree is not None, "some requests are paused"
     limits, parts = view.limits[instance.paused_degree], instance.paused
@@ -74,12 +75,11 @@ def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
 def paused_victims(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, need: int
 ) -> list[RunningRequest]:
-    """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance. If
-    preemption cannot free enough tokens, the result is empty.
+    """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance.
 
-    Only paused requests of a higher `rank` than the waiting request are preempted. The highest rank is preempted first,
-    and among requests of equal rank the latest arrival. Each of the instances that merged to `instance` must free its
-    share of the tokens.
+    If preemption cannot free enough tokens, the result is empty. Only paused requests of a lower priority are preempted
+    (a higher `rank` than the waiting request). The highest rank is preempted first, and among equal ranks the latest
+    arrival. Each of the instances that merged to `instance` must free its share of the tokens.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
@@ -102,7 +102,7 @@ def paused_victims(
 def resumptions(view: ClusterView) -> list[ScaleDown]:
     """Return the splits that resume paused requests, for policies that do not pause requests themselves.
 
-    A group stays merged if it is in transformation, if its running requests do not fit next to its paused requests, or
+    A group stays merged if it is in transformation, if its running requests do not fit beside its paused requests, or
     if the split was refused recently.
     """
     return [
@@ -116,8 +116,10 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Return a snapshot in which each instance with paused requests is marked as draining, so that a policy does not
-    use it."""
+    """Mark each instance with paused requests as draining, so that a policy does not use it.
+
+    Return the new snapshot.
+    """
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

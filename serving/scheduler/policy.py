@@ -7,7 +7,10 @@ from serving.scheduler.view import ClusterView
 
 
 class Policy(Protocol):
-    """Rule for placing requests and changing instances. Equal sequences of snapshots give equal decisions."""
+    """Interface of a rule that places requests and changes instances.
+
+    Equal sequences of snapshots give equal decisions.
+    """
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Preemption of running requests for a waiting request of a lower rank (`WaitingRequest.rank`)."""
+"""Preemption of running requests for a waiting request with a higher priority (a lower `WaitingRequest.rank`)."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -20,14 +20,15 @@ class Preemptions:
         self._view, self._room, self._order = view, room, order
         self._num_searches = 0
         self._failed: list[tuple[tuple[bool, int], int, int]] = []
-        """Rank, needed tokens and maximum length of each request whose search found nothing."""
+        """Rank, needed tokens and maximum length of each request for which the search found nothing."""
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, list[Preempt]] | None:
-        """Return the instance on which the fewest preemptions make room for a request, and these preemptions. None: no
-        instance can make room, or this decision has made too many searches.
+        """Find the instance on which the fewest preemptions make room for a request. Return it and the preemptions.
 
-        A running request can be preempted if it has a higher rank than the waiting request, comes after the waiting
-        request in the queue order, and does not starve (`QueueOrder.starves`).
+        Return None if no instance can make room, or if this decision has made too many searches.
+
+        A running request can be preempted if three conditions hold. It has a higher rank than the waiting request, it
+        comes after the waiting request in the queue order, and it does not starve (`QueueOrder.starves`).
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
         if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:
@@ -44,14 +45,14 @@ class Preemptions:
 
     @cached_property
     def _highest_rank(self) -> tuple[bool, int]:
-        """Highest rank of all running requests; the lowest possible rank if no request runs."""
+        """Return the highest rank of all running requests, or the lowest possible rank if no request runs."""
         return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
-        """Return the fewest running requests of an instance whose preemption makes room for a request. If preemption
-        cannot make room, the result is empty.
+        """Return the fewest running requests of an instance whose preemption makes room for a request.
 
-        Requests at the end of the queue order are preempted first. `need`: tokens that the waiting request needs.
+        If preemption cannot make room, the result is empty. Requests at the end of the queue order are preempted first.
+        `need` is the number of tokens that the waiting request needs.
         """
         if instance.capacity_tokens < request.max_total_tokens:
             return []

@@ -6,31 +6,33 @@ from dataclasses import dataclass
 from serving.scheduler.view import RunningRequest, WaitingRequest
 
 Key = tuple[int, float, float, str]
-"""Sort key: class, due time, arrival, id. Class 0: starving requests (`QueueOrder.starves`), sorted by the start of
-their wait in place of the due time. Class 1: requests within their client's share. Class 2: requests beyond it."""
+"""Sort key of a request: class, due time, arrival, id.
+
+Class 0: starving requests (`QueueOrder.starves`). They are sorted by the start of their wait, not by the due time.
+Class 1: requests within their client's share. Class 2: requests beyond their client's share.
+"""
 
 
 @dataclass(frozen=True)
 class QueueOrder:
     """Order of the queue: the request with the earliest due time goes first.
 
-    The due time of a request is its deadline, or `patience_s` after its arrival if this is earlier. Each level of
-    priority adds `level_s` to the due time. The due time is fixed at arrival. So a waiting request eventually goes
-    ahead of all later arrivals.
+    The due time of a request is `patience_s` after its arrival, or its deadline if that is earlier. Each level of
+    priority adds `level_s` to the due time. The due time does not change while a request waits. So a waiting request
+    eventually goes ahead of all later arrivals.
 
-    A request that has waited `starving_s` goes ahead of all other requests, whatever their priority. If several
-    requests have waited so long, the request that has waited longest goes first. The time in which a request runs is
-    not waiting time.
+    A request that has waited `starving_s` goes ahead of all other requests, whatever their priority. Among several such
+    requests, the request that has waited longest goes first. The time in which a request runs is not waiting time.
 
     Requests beyond their client's share (`WaitingRequest.beyond_share`) go last, ordered by due time.
     """
 
     patience_s: float = 30.0
-    """Seconds from arrival to the due time of a request without a deadline."""
+    """Seconds from the arrival of a request to its due time, if it has no earlier deadline."""
     level_s: float = 60.0
-    """Seconds of waiting that compensate one level of priority."""
+    """Seconds by which each level of priority delays the due time."""
     starving_s: float | None = 300.0
-    """Seconds of waiting after which priority no longer matters. None: priority always matters."""
+    """Seconds of waiting after which a request goes ahead of all others. None: priority always matters."""
 
     def starves(self, request: WaitingRequest | RunningRequest, now_s: float) -> bool:
         """Return whether a request within its client's share has waited for `starving_s`."""
@@ -41,8 +43,7 @@ class QueueOrder:
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
         """Return the sort key of a request that does not starve (`starves`). The key does not change with time.
 
-        Requests within their client's share come first. Among them, and among all other requests, the earliest due time
-        comes first.
+        Requests within their client's share come first. In each class, the earliest due time comes first.
         """
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
@@ -55,7 +56,7 @@ class QueueOrder:
         )
 
     def key(self, request: WaitingRequest | RunningRequest, now_s: float) -> Key:
-        """Return the sort key of a request; lower keys are served first."""
+        """Return the sort key of a request. The lowest key is served first."""
         if self.starves(request, now_s):
             since_s = request.since_s if isinstance(request, WaitingRequest) else now_s - request.queued_s
             return (0, since_s, request.arrival_s, request.request_id)

@@ -1,11 +1,11 @@
-"""Capacity that stays free for the next long request."""
+"""Room that is kept free for the next long request."""
 
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView
 
 
 class RecentLargest:
-    """Size of the largest recent long request.
+    """Size of the largest long request in recent time.
 
     Args:
         memory_s: seconds for which a size is remembered.
@@ -16,8 +16,10 @@ class RecentLargest:
         self._seen_s, self._tokens = 0.0, 0
 
     def update(self, view: ClusterView) -> int:
-        """Record the long requests of a snapshot. Return the size of the largest recent long request in tokens; 0 if
-        there was no long request."""
+        """Record the long requests of a snapshot. Return the size of the largest recent long request in tokens.
+
+        The result is 0 if there was no long request.
+        """
         running = [i.largest for i in view.instances if i.degree > view.base_degree and view.has_long(i)]
         waiting = view.largest_waiting(view.longest.capacity_tokens)
         tokens = max([waiting if view.is_long(waiting) else 0, *running])
@@ -27,8 +29,10 @@ class RecentLargest:
 
 
 class Reserve:
-    """Groups of instances that can hold a long request of `num_tokens` tokens. A group is one merged instance, or
-    several instances that could merge.
+    """Room that is kept free for a long request of `num_tokens` tokens.
+
+    A group of instances can hold the request if it is one merged instance that is large enough, or several instances
+    that could merge.
 
     Args:
         num_tokens: size of the long request. 0: nothing is reserved.
@@ -41,11 +45,10 @@ class Reserve:
         self._groups = self._candidates(view) if degree else []
 
     def kept_from(self, num_tokens: int) -> frozenset[int]:
-        """Return the devices that a request of `num_tokens` tokens should not use, because they are reserved for the
-        long request.
+        """Return the devices that a request of `num_tokens` tokens should not use, because the long request needs them.
 
-        If exactly one group has room for the long request, and the other request would take this room, the result has
-        the devices of this group. In all other cases the result is empty.
+        If exactly one group has room for the long request, and the other request would take this room, these are the
+        devices of this group. In all other cases the result is empty.
         """
         enough = [group for group in self._groups if self._free(group) >= self._num_tokens]
         if len(enough) != 1 or self._free(enough[0]) - num_tokens >= self._num_tokens:
@@ -53,8 +56,10 @@ class Reserve:
         return frozenset(device for instance in enough[0] for device in instance.devices)
 
     def _candidates(self, view: ClusterView) -> list[tuple[InstanceView, ...]]:
-        """Return the merged instances that can hold the long request. If there is no such instance, return the groups
-        of instances that could hold the long request after a merge."""
+        """Return the merged instances that can hold the long request, each as a group of one.
+
+        If there is no such instance, return the groups of instances that could hold the long request after a merge.
+        """
         room = self._room
         holding = [i for i in room.merged if room.is_steady(i) and i.capacity_tokens >= self._num_tokens]
         if holding:
@@ -67,10 +72,10 @@ class Reserve:
         ]
 
     def _free(self, group: tuple[InstanceView, ...]) -> int:
-        """Return the free tokens that a group will have for the long request.
+        """Return the number of free tokens that a group will have for the long request.
 
         If the group is one instance that can hold the long request, the tokens are counted after the end of all long
-        requests that run there now. If the group must merge first, the tokens are counted after the merge.
+        requests that run there now. If the group must merge first, they are counted after the merge.
         """
         if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
             return self._room.free(group[0]) + self._room.freed_by_long(group[0])

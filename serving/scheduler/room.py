@@ -1,4 +1,4 @@
-"""Free tokens and slots of all instances while one decision assigns requests to them."""
+"""Free tokens and slots of all instances, while one decision assigns requests to them."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,22 +7,25 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class MergeGroup(NamedTuple):
-    """Instances that could merge into one instance. Groups of instances with equal degrees sort first, then groups with
-    more free tokens after the merge."""
+    """Instances that could merge into one instance.
+
+    When sorted, groups of instances with equal degrees come first, and then groups with more free tokens after the
+    merge.
+    """
 
     mixed: bool
     """Whether the instances have different degrees."""
     minus_free: int
-    """Free tokens of the merged instance, negated."""
+    """Negative number of free tokens of the merged instance."""
     devices: tuple[int, ...]
     members: tuple[InstanceView, ...]
 
 
 class Room:
-    """Free tokens and slots of each instance, reduced by the assignments of the current decision.
+    """Free tokens and slots of each instance, less the assignments of the current decision.
 
-    An instance is open if it may receive more requests in this decision. An instance is not open if it is in
-    transformation, is draining, or was closed by `close`.
+    An instance is open if it may get more requests in this decision. It is not open if it is in transformation, is
+    draining, or was closed by `close`.
 
     Args:
         reserved_growth: KV cache to keep free for running requests, as a share of the tokens that they may still
@@ -30,7 +33,7 @@ class Room:
             preempted for pages.
 
     Attributes:
-        by_device: instances by device.
+        by_device: instance on each device.
         merged: instances above the base degree.
         unsteady: instances that are being transformed or drained.
     """
@@ -56,10 +59,10 @@ class Room:
         )
 
     def growth(self, requests: Iterable[RunningRequest]) -> int:
-        """Return the tokens to keep free for the growth of running requests, in whole pages.
+        """Return the number of tokens to keep free for the growth of running requests, in whole pages.
 
-        For each request, these are one page and a share (`reserved_growth`) of the tokens that the request may still
-        generate, but not more than all these tokens.
+        For each request, this is one page plus a share (`reserved_growth`) of the tokens that the request may still
+        generate. It is never more than all these tokens.
         """
         share, page_size, num_pages = self._growth, self._view.page_size, 0
         for request in requests:
@@ -69,19 +72,23 @@ class Room:
         return num_pages * page_size
 
     def freed_by(self, request: RunningRequest) -> int:
-        """Return the tokens that become free when a running request ends: its pages, and the tokens that `growth` keeps
-        free for it."""
+        """Return the number of tokens that become free when a running request ends.
+
+        These are the tokens of its pages, and the tokens that `growth` keeps free for it.
+        """
         return self._view.whole_pages(request.num_tokens) + self.growth((request,))
 
     def freed_by_long(self, instance: InstanceView) -> int:
-        """Return the tokens that become free when all long requests of an instance have ended."""
+        """Return the number of tokens that become free when all long requests of an instance have ended."""
         return sum(self.freed_by(r) for r in instance.running if self._view.is_long(r.max_total_tokens))
 
     # State of an instance
 
     def free(self, instance: InstanceView) -> int:
-        """Return the free tokens of an instance that are neither assigned nor reserved. If more tokens are reserved
-        than free, the result is negative."""
+        """Return the number of free tokens of an instance that are neither assigned nor reserved.
+
+        If more tokens are reserved than free, the result is negative.
+        """
         return self._free[instance.id]
 
     def has_slot(self, instance: InstanceView) -> bool:
@@ -89,11 +96,14 @@ class Room:
         return self._slots[instance.id] > 0
 
     def load(self, instance: InstanceView) -> float:
-        """Return `InstanceView.load` including the prompts that were assigned in this decision."""
+        """Return the load of an instance (`InstanceView.load`).
+
+        Prompts that were assigned in this decision are included.
+        """
         return instance.load + 2 * self._new_prompt_tokens[instance.id] / instance.capacity_tokens
 
     def new_prompt_tokens(self, instance: InstanceView) -> int:
-        """Return the prompt tokens assigned to an instance in this decision."""
+        """Return the number of prompt tokens that were assigned to an instance in this decision."""
         return self._new_prompt_tokens[instance.id]
 
     def is_steady(self, instance: InstanceView) -> bool:
@@ -101,12 +111,14 @@ class Room:
         return instance.id not in self._unsteady_ids
 
     def is_open(self, instance: InstanceView) -> bool:
-        """Return whether an instance may receive requests in this decision: it is steady (`is_steady`) and was not
-        closed."""
+        """Return whether an instance may get requests in this decision.
+
+        It must be steady (`is_steady`) and not closed.
+        """
         return instance.id not in self._closed and instance.id not in self._unsteady_ids
 
     def has_room(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """Return whether a request can start on an instance now, and fits there even at its maximum length."""
+        """Return whether a request can start on an instance now, and would fit there at its maximum length."""
         return (
             instance.capacity_tokens >= request.max_total_tokens
             and self.free(instance) >= self.need(request)
@@ -129,7 +141,7 @@ class Room:
         ]
 
     def by_load(self, instances: Iterable[InstanceView]) -> list[InstanceView]:
-        """Sort instances: without long requests first, then by load."""
+        """Sort instances. Instances without long requests come first, and then instances with a lower load."""
         return sorted(instances, key=lambda i: (self._view.has_long(i), self.load(i), i.id))
 
     def members(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
@@ -138,20 +150,24 @@ class Room:
         return tuple(found.values())
 
     def parts(self, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-        """Return the instances that would merge on these devices. Return None if there is only one instance, or if the
-        instances do not cover exactly these devices."""
+        """Return the instances that would merge on these devices.
+
+        Return None if there is only one instance, or if the instances do not cover exactly these devices.
+        """
         members = self.members(devices)
         whole = len(members) > 1 and sum(i.degree for i in members) == len(devices)
         return members if whole else None
 
     def merged_free(self, members: Sequence[InstanceView], degree: int) -> int:
-        """Return the free tokens of an instance of `degree` after `members` have merged to it and released weights. If
-        the requests of the members use more tokens than the merged instance holds, the result is negative."""
+        """Return the number of free tokens after `members` have merged to `degree` and released weights.
+
+        If the requests of the members use more tokens than the merged instance holds, the result is negative.
+        """
         gained = self._view.limits[degree].capacity_tokens - sum(i.capacity_tokens for i in members)
         return gained + sum(self._free[i.id] for i in members)
 
     def merge_groups(self, degree: int) -> list[MergeGroup]:
-        """Return all groups that could merge to a degree, best first. A group may have closed instances."""
+        """Return all groups that could merge to a degree, best first. Closed instances are not excluded."""
         groups = []
         for devices in self._view.groups(degree):
             if (members := self.parts(devices)) is not None:
@@ -162,11 +178,11 @@ class Room:
     # Changes
 
     def close(self, instance: InstanceView) -> None:
-        """Close an instance: it receives no more requests in this decision."""
+        """Close an instance: it gets no more requests in this decision."""
         self._closed.add(instance.id)
 
     def assign(self, instance: InstanceView, request: WaitingRequest) -> None:
-        """Reduce the free tokens and slots of an instance by the needs of a request."""
+        """Assign a request: reduce the free tokens and slots of an instance by the needs of the request."""
         self._free[instance.id] -= self.need(request)
         self._slots[instance.id] -= 1
         self._new_prompt_tokens[instance.id] += request.prompt_tokens
@@ -174,7 +190,7 @@ class Room:
     def reserve_for(self, request: WaitingRequest) -> None:
         """Close the open instance for which a request should wait, so that no later request takes its free tokens.
 
-        The instance must have a free slot, and must hold the request when it is empty. Of several instances, the
+        The instance must have a free slot, and must hold the request when it is empty. Of several such instances, the
         instance with the most free tokens is closed. If there is no such instance, nothing changes.
         """
         size = request.max_total_tokens
@@ -185,14 +201,13 @@ class Room:
     def reserve_after(self, instance: InstanceView, request: WaitingRequest, freed_tokens: int) -> None:
         """Reserve tokens on an instance for a request that will start there when running requests have ended.
 
-        `freed_tokens`: tokens that the end of these running requests will free. If the request needs more tokens, the
-        difference is reserved.
+        `freed_tokens` is the number of tokens that these running requests will free. If the request needs more tokens,
+        the difference is reserved.
         """
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
     def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """Return whether a short request can start on an instance in transformation, while the layers of the instance
-        change.
+        """Return whether a short request can start on an instance in transformation, while its layers change.
 
         The instance needs a free slot and enough `InstanceView.joinable_tokens`, and must not be closed or draining.
         """
@@ -201,26 +216,27 @@ class Room:
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return the instance in transformation that a short request can join (`can_join`); None if there is no such
-        instance. Of several instances, return the instance with the most `joinable_tokens`."""
+        """Return an instance in transformation that a short request can join (`can_join`).
+
+        Return None if there is none. Of several instances, return the instance with the most `joinable_tokens`.
+        """
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
 
     def join(self, instance: InstanceView, request: WaitingRequest) -> str:
-        """Assign a request to an instance in transformation, and close the instance. Return the reason for the log.
+        """Assign a request to an instance in transformation. Return the reason for the log.
 
-        The instance is closed because its `joinable_tokens` do not count this request.
+        Also close the instance, because its `joinable_tokens` do not count this request.
         """
         self.assign(instance, request)
         self.close(instance)
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def reserve_in_transition(self, request: WaitingRequest) -> None:
-        """Reserve tokens for a request on an instance in transformation that can hold the request afterwards. If there
-        is no such instance, nothing changes.
+        """Reserve tokens for a request on an instance in transformation that will be able to hold the request.
 
-        Of several instances, prefer an instance with enough free tokens, then the lowest degree, then the most free
-        tokens.
+        If there is no such instance, nothing changes. Of several instances, prefer an instance with enough free tokens,
+        then the lowest degree, then the most free tokens.
         """
         need, view = self.need(request), self._view
         options = [

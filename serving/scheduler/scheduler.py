@@ -1,4 +1,4 @@
-"""The scheduler: executes the decisions of a policy."""
+"""Scheduler: asks a policy for decisions and executes them."""
 
 import dataclasses
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger("amoeba.scheduler")
 
 
 PLACEMENT_KINDS = ("replicate", "evict", "migrate", "scale_out", "scale_in")
-"""Names of placement changes in counters and logs."""
+"""Names of the kinds of placement changes in counters and logs."""
 
 
 @dataclass
@@ -38,28 +38,30 @@ class SchedulerCounters:
     """Numbers of actions since the start."""
 
     ticks: int = 0
-    """Decisions of the policy. One call of `tick` may make several."""
+    """Number of decisions of the policy. One call of `tick` may make several decisions."""
     dispatched: int = 0
     scale_ups: int = 0
-    """Merges that were started."""
+    """Number of merges that were started."""
     scale_downs: int = 0
-    """Splits that were started."""
+    """Number of splits that were started."""
     transformations_failed: int = 0
-    """Started merges, splits and placement changes that ended without effect."""
+    """Number of started merges, splits and placement changes that ended without effect."""
     placement_changes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACEMENT_KINDS, 0))
-    """Started placement changes by kind."""
+    """Number of started placement changes, by kind."""
     batch_limits: int = 0
     offloaded: int = 0
     preempted: int = 0
     rejected: dict[RejectKind, int] = field(default_factory=lambda: dict.fromkeys(RejectKind, 0))
     refused: int = 0
-    """Actions that the executor refused."""
+    """Number of actions that the executor refused."""
     held_back: int = 0
-    """Actions that were not tried because they were refused a short time ago."""
+    """Number of actions that were not tried because they were refused a short time ago."""
 
     def by_name(self) -> dict[str, int]:
-        """Return all counters by name, for metrics and reports. `rejected` is divided into `rejected_<kind>`, and
-        `placement_changes` into its kinds."""
+        """Return all counters by name, for metrics and reports.
+
+        `rejected` is divided into `rejected_<kind>`, and `placement_changes` into its kinds.
+        """
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return counts | self.placement_changes | {f"rejected_{kind.value}": n for kind, n in self.rejected.items()}
 
@@ -73,10 +75,10 @@ class Decision:
 
 
 class Scheduler:
-    """Loop between a policy and an executor. All methods are called from one thread.
+    """Loop between a policy and an executor. One thread calls all methods.
 
     A policy that pauses requests has an attribute `pauses = True`. Under any other policy, the scheduler itself resumes
-    paused requests as soon as they fit. Until then, their devices receive no other requests.
+    paused requests as soon as they fit. Until then, their devices get no other requests.
 
     Attributes:
         policy: present policy. It may be replaced between two ticks.
@@ -88,10 +90,11 @@ class Scheduler:
         self._backoff = Backoff(backoff or BackoffConfig())
 
     def tick(self) -> list[Decision]:
-        """Decide from the present state, execute the actions in order, and return the tried actions.
+        """Make decisions from the present state, and execute their actions in order.
 
-        Call it after every change (a request arrived or ended, a transformation ended) and at least once a second, for
-        deadlines and for merged instances that wait before they split (`SplitConfig.linger_s`).
+        Return the actions that were tried. Call it after every change (a request arrived or ended, a transformation
+        ended). Also call it at least once a second, for deadlines and for merged instances that wait before they split
+        (`SplitConfig.linger_s`).
         """
         decisions, again = self._decide()
         while again:  # an instance in transformation accepts only one request for each decision
@@ -100,8 +103,10 @@ class Scheduler:
         return decisions
 
     def _decide(self) -> tuple[list[Decision], bool]:
-        """Make one decision. Return the tried actions, and whether an instance in transformation accepted a request. If
-        so, another decision may dispatch a further request to it."""
+        """Make one decision. Return the tried actions, and whether an instance in transformation accepted a request.
+
+        If so, another decision may dispatch a further request to that instance.
+        """
         self.counters.ticks += 1
         view = self.executor.snapshot()
         for action, done in self._backoff.ended(view):

@@ -1,5 +1,7 @@
-"""Rule that decides when a merged instance splits. Most policies share this rule, so that they differ only in their
-placement."""
+"""Rule that decides when a merged instance splits.
+
+Most policies share this rule, so that they differ only in the placement of requests.
+"""
 
 import heapq
 from dataclasses import dataclass
@@ -10,11 +12,10 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
-    """Return whether the running requests of an instance fit the new instances after a split to `degree`. Each request
-    needs one free page for its next tokens.
+    """Return whether the running requests of an instance would fit the new instances after a split to `degree`.
 
-    Requests are distributed as in the engine: the longest request first, each request to the new instance with the most
-    free tokens.
+    Each request needs one free page for its next tokens. Requests are distributed as in the engine: the longest request
+    first, each request to the new instance with the most free tokens.
     """
     limits = view.limits[degree]
     if instance.largest > limits.capacity_tokens:
@@ -36,11 +37,10 @@ def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
 def split_to_release(
     view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest
 ) -> ScaleDown | None:
-    """Return the split of a merged instance that kept all weights. A second merge can then release weights, so that
-    `request` fits.
+    """Return the split of a merged instance that kept all weights.
 
-    Return None if the running requests do not fit the new instances yet, or if the split was refused recently. In any
-    case, close the instance in `room`.
+    A second merge can then release weights, so that `request` fits. Return None if the running requests do not fit the
+    new instances yet, or if the split was refused recently. In any case, close the instance in `room`.
     """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
@@ -54,16 +54,20 @@ def split_to_release(
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Settings of `SplitRule`. With `linger_s=0` and `partial=False`, the rule is the rule of AMOEBA 3.3
-    ("scale-down")."""
+    """Settings of `SplitRule`. With `linger_s=0` and `partial=False`, it is the rule of AMOEBA 3.3 ("scale-down")."""
 
     free_share: float = 0.5
-    """Share of the KV cache that must be free before an instance splits. Not needed if a short request lacks room."""
+    """Share of the KV cache that must be free before an instance splits.
+
+    It is ignored if a short request finds no room.
+    """
     linger_s: float = 60.0
-    """Linger time: seconds after the end of the last long request in which an instance still accepts requests and does
-    not split. The linger time ends early if a short request lacks room, or if less than `free_share` is free."""
+    """Linger time: seconds that an instance stays merged, and accepts requests, after its last long request has ended.
+
+    The linger time ends early if a short request finds no room, or if less than `free_share` is free.
+    """
     partial: bool = True
-    """Whether an instance may split to the lowest degree that holds its long requests, before they end."""
+    """Whether an instance may split before its long requests end, to the lowest degree that holds them."""
 
 
 class SplitRule:
@@ -76,24 +80,26 @@ class SplitRule:
     def __init__(self, config: SplitConfig):
         self.config = config
         self._needed_s: dict[tuple[int, ...], dict[int, float]] = {}
-        """Last time at which a long request needed a higher degree than `d`: `_needed_s[devices][d]`, for the devices
-        of each merged instance and each lower degree `d`."""
+        """Last time at which a long request needed more than degree `d`, as `_needed_s[devices][d]`.
+
+        There is a time for the devices of each merged instance and each lower degree `d`.
+        """
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
-        """Return `(instance, degree)` for each instance that should accept no more requests, because it will split to
-        `degree`. `degree` is the lowest degree that holds the long requests of the instance.
+        """Return each merged instance that should accept no more requests, because it will split, and its new degree.
 
-        Call this once in each decision, because it also records which instances long requests need. Instances that are
-        in transformation or draining are never returned.
+        The result has pairs `(instance, degree)`. `degree` is the lowest degree that holds the long requests of the
+        instance. Instances that are in transformation or draining are never returned. Call this once in each decision,
+        because it also records which instances long requests need.
 
-        If an instance has at least `free_share` of its cache free, it is returned when no long request has needed a
-        degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is above the base degree, the running
-        requests must also fit the new instances. If an instance has less free cache, it is returned at once, but only
-        for a split to the base degree.
+        If at least `free_share` of its cache is free, an instance is returned after the linger time: no long request
+        has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is above the base degree, the
+        running requests must also fit the new instances.
+
+        If less of its cache is free, an instance is returned at once, but only for a split to the base degree.
 
         Args:
-            pressed: whether a short request found no room in the last decision. If true, an instance is returned
-                without waiting for `linger_s`.
+            pressed: whether a short request found no room in the last decision. If True, the linger time is 0.
         """
         before, self._needed_s = self._needed_s, {}
         leaving = []
@@ -114,8 +120,10 @@ class SplitRule:
         return leaving
 
     def _needed_degree(self, view: ClusterView, degree: int, size: int) -> int:
-        """Return the lowest degree to which an instance of `degree` may split while a request of `size` tokens needs
-        it. If the instance must not split, return `degree`."""
+        """Return the lowest degree to which an instance may split while a request of `size` tokens needs it.
+
+        `degree` is the degree of the instance. If the instance must not split, return `degree`.
+        """
         if not view.is_long(size):
             return view.base_degree
         if not self.config.partial:
@@ -134,13 +142,13 @@ class SplitRule:
     def split(
         self, view: ClusterView, room: Room, leaving: list[tuple[InstanceView, int]], pressed: bool = False
     ) -> list[ScaleDown]:
-        """Close the leaving instances in `room`, and return the splits that can start now.
+        """Close the instances in `leaving`, and return the splits that can start now.
 
         A split can start if `free_share` of the cache is free, if the running requests fit the new instances, and if
-        the split was not refused recently. If `pressed` is true, no part of the cache must be free.
+        the split was not refused recently. If `pressed` is True, the free share does not matter.
 
-        If `pressed` is true and no other instances are open, a leaving instance stays open if its requests do not fit
-        the new instances.
+        There is one exception: if `pressed` is True, an instance whose requests do not fit the new instances stays open
+        if no other instance is open.
 
         Args:
             leaving: result of the method `leaving`.

@@ -7,10 +7,10 @@ from serving.scheduler.view import ClusterView
 
 
 class StaticPolicy:
-    """The policy `static`: each request goes to the least-loaded instance with room, and degrees never change.
+    """Policy `static`: each request goes to the least-loaded instance with room, and degrees never change.
 
-    A request that no present instance can hold is rejected. If a request finds no room, an instance is reserved for it,
-    so that later requests do not take the room of this instance.
+    A request that no present instance can hold is rejected. If a request finds no room, an instance is closed for later
+    requests, so that they do not take its free tokens.
     """
 
     name = "static"
@@ -19,7 +19,7 @@ class StaticPolicy:
         self._admission, self._growth = admission or Admission(), reserved_growth
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         if not view.instances:
             return []
         largest = max(view.instances, key=lambda i: i.capacity_tokens)

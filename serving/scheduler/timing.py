@@ -4,28 +4,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MIN_SEQUENCE_SHARE = 0.75
-"""Minimum number of sequences in a measurement of throughput, as a share of the present number."""
+"""Minimum number of sequences in a measurement of throughput, as a share of the number in the comparison."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Throughput of the cluster while all instances had one degree."""
+    """Throughput of the cluster at a time when all instances had one degree."""
 
     sequences: float
     """Number of sequences that decoded at the same time."""
     tokens_per_s: float
-    """Generated tokens a second, in steps without prompts."""
+    """Generated tokens per second, in steps without prompts."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Measured durations and throughput. A duration is the median of recent measurements. If a value was not measured
-    yet, its entry is missing."""
+    """Measured durations and throughput. A duration is the median of recent measurements.
+
+    If a value was not measured yet, its entry is missing.
+    """
 
     steps_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of a decode step, by degree."""
     prompt_tokens_per_s: Mapping[int, float] = field(default_factory=dict)
-    """Prompt tokens a second of one instance while it computes prompts, by degree."""
+    """Prompt tokens per second of one instance while it computes prompts, by degree."""
     transformations_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Seconds of a transformation, by (degree before, degree after)."""
     throughput: Mapping[int, Throughput] = field(default_factory=dict)
@@ -38,8 +40,8 @@ class Timing:
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
         """Return whether measurements show that `degree` generates at least as many tokens per second as `other`.
 
-        The result is False if the measurement of `other` had clearly fewer sequences than the measurement of `degree`,
-        or than run now: higher degrees are always faster with few sequences.
+        Higher degrees are always faster with few sequences. So the result is False if the measurement of `other` had
+        clearly fewer sequences than the measurement of `degree`, or clearly fewer than run now.
 
         Args:
             sequences: number of sequences that run now.

@@ -1,9 +1,10 @@
 """Immutable snapshot of the cluster, the input of policies: instances, queue, and possible degrees.
 
-Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual. A long request exceeds
-the capacity of an empty instance of the base degree. A short request does not. A request with a priority below 0 is
-urgent. A merge releases weights or keeps all weights. If it releases weights, each rank keeps its shard, and the other
-shards become KV cache.
+Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual.
+
+A *long* request exceeds the capacity of an empty instance of the base degree. All other requests are *short*. A request
+with a priority below 0 is *urgent*. A merge either releases weights or keeps all weights. If it releases weights, each
+rank keeps its shard, and the other shards become KV cache.
 """
 
 from bisect import bisect_right
@@ -17,37 +18,46 @@ from serving.scheduler.timing import Timing
 
 @dataclass(frozen=True)
 class WaitingRequest:
-    """A request in the queue."""
+    """Request in the queue."""
 
     request_id: str
     prompt_tokens: int
-    """Tokens to compute before the next token is sampled. For a preempted request this includes the output so far."""
+    """Number of tokens to compute before the next token is sampled.
+
+    After a preemption, it includes the output so far.
+    """
     max_total_tokens: int
     """Maximum length of the request: prompt plus `max_tokens`."""
     priority: int = 0
-    """Priority as in `SamplingParams.priority`: lower goes first."""
+    """Priority (`SamplingParams.priority`). Lower values go first."""
     arrival_s: float = 0.0
     deadline_s: float | None = None
     """Time after which a waiting request is rejected. None: no deadline."""
     started: bool = False
     """Whether the request was preempted. If so, it is never rejected because the queue is full."""
     waiting_since_s: float | None = None
-    """Present time minus the total time that the request has waited. Running time is not waiting time. None: the
-    request has waited since its arrival."""
+    """Present time minus the total time that the request has waited. None: it has waited since its arrival.
+
+    Running time is not waiting time.
+    """
     ttft_slo_s: float | None = None
     """Limit of this request for the time from arrival to first token. None: the policy's limit."""
     tpot_slo_s: float | None = None
     """Limit of this request for each further token, in seconds. None: the policy's limit."""
     beyond_share: bool = False
-    """Whether the client of this request already uses its share of slots or KV cache, and other clients wait. Such
-    requests go behind all requests of clients within their shares."""
+    """Whether the client of this request already uses its share of slots or KV cache, while other clients wait.
+
+    Such requests go behind all requests of clients within their shares.
+    """
     offloaded: bool = False
-    """Whether the KV pages of the request are in host memory (`Offload`). If so, `prompt_tokens` are copied back to the
-    device, and nothing is computed again."""
+    """Whether the KV pages of the request are in host memory (`Offload`).
+
+    If so, the keys and values of `prompt_tokens` are copied back to the device, and nothing is computed again.
+    """
 
     @property
     def since_s(self) -> float:
-        """`waiting_since_s`, or the arrival if that is None."""
+        """Value of `waiting_since_s`, or the arrival time if that is None."""
         return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
 
     def waited_s(self, now_s: float) -> float:
@@ -56,56 +66,60 @@ class WaitingRequest:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Rank for preemption: a request may preempt requests of a higher rank.
+        """Rank for preemption. A request may preempt requests with a higher rank.
 
-        A request beyond its client's share has a higher rank than every request within its client's share. If both
-        requests are beyond, or both are within their client's share, the rank is the priority.
+        The rank is `(beyond_share, priority)`. A request beyond its client's share therefore has a higher rank than
+        every request within its client's share.
         """
         return self.beyond_share, self.priority
 
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """A request on an instance."""
+    """Request that runs on an instance."""
 
     request_id: str
     num_tokens: int
-    """Tokens so far, including the prompt. Their KV pages are allocated."""
+    """Number of tokens so far, including the prompt. Their KV pages are allocated."""
     max_total_tokens: int
     """Maximum length of the request: prompt plus `max_tokens`."""
     uncomputed_tokens: int = 0
-    """Tokens to compute before the request decodes: the remaining prompt, and earlier output after a preemption."""
+    """Number of tokens to compute before the request decodes. After a preemption, it includes earlier output."""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
     beyond_share: bool = False
-    """See `WaitingRequest.beyond_share`. Such a request may be preempted for a request of a client within its share."""
+    """Whether the request is beyond its client's share (`WaitingRequest.beyond_share`).
+
+    If so, it may be preempted for a request of a client within its share.
+    """
     queued_s: float = 0.0
-    """Total seconds that the request waited before it ran. After a preemption, its waiting time continues from this
-    value."""
+    """Total seconds that the request waited before it ran.
+
+    After a preemption, its waiting time continues from this value.
+    """
 
     def waited_s(self, now_s: float) -> float:
-        """Return `queued_s`, because the waiting time does not grow while the request runs. `now_s` has no effect."""
+        """Return `queued_s`, because the waiting time does not grow while the request runs. `now_s` is not used."""
         return self.queued_s
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Rank for preemption: see `WaitingRequest.rank`."""
+        """Rank for preemption (`WaitingRequest.rank`)."""
         return self.beyond_share, self.priority
 
 
 @dataclass(frozen=True)
 class PlacementView:
-    """Homes of the modules of an instance: the devices that compute them, as indices in ascending order.
+    """Devices that compute each module of an instance (its homes), as indices in ascending order.
 
-    An executor on devices fills it from `sharding.placement.Placement`: the devices of the distinct homes of each
-    module.
+    On real devices, they come from `sharding.placement.Placement`: the devices of all homes of a module.
     """
 
     attention: tuple[tuple[int, ...], ...]
-    """Homes of the attention and the KV cache of each layer."""
+    """Devices that compute the attention of each layer, and hold its KV cache."""
     ffn: tuple[tuple[int, ...], ...]
-    """Homes of the FFN of each layer."""
+    """Devices that compute the FFN of each layer."""
 
     @cached_property
     def devices(self) -> frozenset[int]:
@@ -115,49 +129,61 @@ class PlacementView:
 
 @dataclass(frozen=True)
 class InstanceView:
-    """A serving replica."""
+    """Serving replica."""
 
     id: int
-    """First device. A merged instance has the id of its first member."""
+    """Index of the first device. A merged instance has the id of its first member."""
     devices: tuple[int, ...]
-    """Devices of the instance. With a `placement`, the home of its embedding and head."""
+    """Devices of the instance. If it has a `placement`, these are the devices of its embedding and head."""
     capacity_tokens: int
-    """Tokens that the empty instance can hold."""
+    """Number of tokens that the empty instance can hold."""
     free_tokens: int
-    """Free tokens. Cached prefixes that no request uses count as free."""
+    """Number of free tokens. Cached prefixes that no request uses count as free."""
     free_slots: int
-    """Number of requests that the instance could run in addition."""
+    """Number of further requests that the instance could run, by its slots."""
     running: tuple[RunningRequest, ...] = ()
     transition_to: int | None = None
-    """Degree of the instances on these devices after the present transformation. None: no transformation. During a
-    transformation, the instance accepts only requests that fit `joinable_tokens`."""
+    """Degree of the instances on these devices after the present transformation. None: no transformation.
+
+    During a transformation, the instance accepts only requests that fit `joinable_tokens`.
+    """
     coming_tokens: int | None = None
-    """Capacity after the transformation. None: `DegreeLimits.capacity_tokens` of `transition_to`."""
+    """Capacity in tokens after the transformation. None: `DegreeLimits.capacity_tokens` of `transition_to`."""
     joinable_tokens: int = 0
-    """Tokens available to a new request while layers change. The request must also fit an instance of the lower degree
-    of the transformation."""
+    """Number of tokens that a new request can use while layers change.
+
+    The request must also fit an instance of the lower degree of the transformation.
+    """
     draining: bool = False
     """Whether an operator has stopped new requests to this instance."""
     step_s: float | None = None
-    """Median seconds of its recent decode steps. None: no step yet."""
+    """Median seconds of the instance's recent decode steps. None: no step yet."""
     paused: tuple[tuple[RunningRequest, ...], ...] = ()
-    """Requests that are paused while this instance uses their devices: one tuple for each instance before the merge, in
-    device order. Paused requests keep their pages and slots, which `free_tokens` and `free_slots` exclude. Empty: no
-    request is paused."""
+    """Requests that are paused while this instance uses their devices. Empty: no request is paused.
+
+    There is one tuple for each instance before the merge, in device order. Paused requests keep their pages and slots,
+    which are not in `free_tokens` and `free_slots`.
+    """
     paused_degree: int | None = None
-    """Degree of the instances before the merge. A split to this degree resumes the paused requests. None: no request is
-    paused."""
+    """Degree of the instances before the merge. None: no request is paused.
+
+    A split to this degree resumes the paused requests.
+    """
     placement: PlacementView | None = None
-    """Homes of the modules if a module has several homes, or is not on `devices`. None: all modules are on `devices`.
-    `capacity_tokens` and `free_tokens` then follow from the home with the least memory for a token."""
+    """Devices of the modules, if a module has several homes or is not on `devices`. None: all modules are on `devices`.
+
+    With a placement, the home with the least memory for a token determines `capacity_tokens` and `free_tokens`.
+    """
     changes_placement: bool = False
-    """Whether a placement change of this instance is in progress, which includes its scale-out and both instances of a
-    scale-in. Steps continue, and the instance accepts requests."""
+    """Whether a placement change of this instance is in progress. Steps continue, and the instance accepts requests.
+
+    A scale-out of the instance counts. A scale-in counts for both of its instances.
+    """
     batch_limit: int | None = None
-    """Present limit of `LimitBatch`, which `free_slots` includes. None: no limit."""
+    """Present limit of the batch (`LimitBatch`). `free_slots` respects it. None: no limit."""
 
     def homes(self, layer: int, modules: Modules = "layer") -> tuple[tuple[int, ...], ...]:
-        """Return the homes of modules of a layer: for "layer" of its attention and of its FFN, otherwise of one."""
+        """Return the devices of modules of a layer. For "layer", return one entry for attention and one for the FFN."""
         if self.placement is None:
             return (self.devices,)
         attention, ffn = self.placement.attention[layer], self.placement.ffn[layer]
@@ -174,17 +200,17 @@ class InstanceView:
 
     @cached_property
     def largest(self) -> int:
-        """Highest `max_total_tokens` of all running requests of the instance; 0 if no request runs."""
+        """Largest `max_total_tokens` of the instance's running requests; 0 if no request runs."""
         return max([request.max_total_tokens for request in self.running], default=0)
 
     @cached_property
     def runs_urgent(self) -> bool:
-        """Whether it runs a request with a priority below 0."""
+        """Whether the instance runs a request with a priority below 0."""
         return any(request.priority < 0 for request in self.running)
 
     @cached_property
     def uncomputed_tokens(self) -> int:
-        """Sum of `uncomputed_tokens` of its running requests."""
+        """Sum of `uncomputed_tokens` of the running requests."""
         return sum([request.uncomputed_tokens for request in self.running])
 
     @cached_property
@@ -195,17 +221,22 @@ class InstanceView:
 
 @dataclass(frozen=True)
 class DegreeLimits:
-    """Size of an instance of one degree."""
+    """Size and limits of an instance of one degree."""
 
     degree: int
     capacity_tokens: int
     max_requests: int
-    """Slots: requests that run at once."""
+    """Number of slots: requests that run at once."""
     kept_tokens: int | None = None
-    """Capacity of an instance that was merged with all weights kept. None: the sum of the capacities of the instances
-    of the base degree on its devices."""
+    """Capacity in tokens of an instance that was merged with all weights kept.
+
+    None: the sum of the capacities of the instances of the base degree on its devices.
+    """
     ready: bool = True
-    """Whether the programs of this degree are compiled. If not, all its groups are in `ClusterView.refused`."""
+    """Whether the programs of this degree are compiled.
+
+    If not, all groups of the degree are in `ClusterView.refused`.
+    """
 
 
 @dataclass(frozen=True)
@@ -221,10 +252,12 @@ class LayerSizes:
     kv_token_bytes: float
     """Bytes of keys and values of one token in a layer."""
     other_bytes: float = 0.0
-    """Bytes of all weights outside of layers, which an instance of its own needs in addition (`ScaleOut`)."""
+    """Bytes of all weights outside of layers. A separate instance also needs them (`ScaleOut`)."""
     transition_cost: float = 0.3
-    """Cost of a place where homes change, relative to a layer with the whole batch (`speedup.transition_cost`). An
-    executor that has not measured it keeps the default."""
+    """Cost of a place where homes change, relative to a layer with the whole batch (`speedup.transition_cost`).
+
+    If the executor has not measured it, this is the default.
+    """
 
     @property
     def weight_bytes(self) -> float:
@@ -234,22 +267,30 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class DeviceView:
-    """Free resources of a device."""
+    """Free resources of one device."""
 
     id: int
     """Index of the device."""
     memory_bytes: float
-    """Bytes that could hold KV cache and copies of layers if no request ran: the budget less the weights on the device
-    and temporaries. On devices: `MemoryReport.unused_bytes` plus the bytes of the KV cache."""
+    """Bytes that KV cache and copies of layers could use on the device if no request ran.
+
+    This is the memory budget less the weights on the device and temporaries. On real devices, it is
+    `MemoryReport.unused_bytes` plus the bytes of the KV cache.
+    """
     free_bytes: float
-    """Part of `memory_bytes` that no running or paused request uses. Cached prefixes that no request uses are free. On
-    devices: `MemoryReport.unused_bytes` plus the bytes of free pages."""
+    """Part of `memory_bytes` that no running or paused request uses. Cached prefixes that no request uses are free.
+
+    On real devices, it is `MemoryReport.unused_bytes` plus the bytes of free pages.
+    """
     utilization: float = 0.0
-    """Share of the latest second in which the device computed, from 0 to 1. On devices: NVML, or step times."""
+    """Share of the latest second in which the device computed, from 0 to 1.
+
+    Real devices report it by NVML or step times.
+    """
 
     @property
     def vacancy(self) -> float:
-        """Vacancy rate of CoCoServe: the smaller one of the free shares of memory and of computing time."""
+        """Vacancy rate of CoCoServe: the smaller of the free share of memory and the free share of computing time."""
         return max(min(self.free_bytes / max(self.memory_bytes, 1.0), 1 - self.utilization), 0.0)
 
 
@@ -270,25 +311,31 @@ class ClusterView:
     page_size: int = 16
     """Tokens in a KV page."""
     max_model_len: int | None = None
-    """Longest prompt plus output of the model, in tokens. None: no limit other than KV capacity."""
+    """Maximum number of tokens of prompt plus output. None: only the KV capacity limits it."""
     merge_to: int = 1
-    """Lowest degree after a merge, if the cluster has this degree. Set by the policy, not by the executor."""
+    """Lowest degree after a merge, if the cluster has this degree. The policy sets it, not the executor."""
     refused: frozenset[tuple[tuple[int, ...], int]] = frozenset()
-    """Transformations, as (devices, degree), that a policy must not request now, because they were refused or failed
-    recently, or their programs are being compiled."""
+    """Transformations, as (devices, degree), that a policy must not request now.
+
+    They were refused or failed recently, or their programs are being compiled.
+    """
     timing: Timing = field(default_factory=Timing)
     """Measured durations of steps and transformations."""
     hidden_tokens: tuple[int, ...] = ()
-    """`max_total_tokens` of each waiting request that is not in `queue` because it cannot start yet: its last token is
-    still in flight after a preemption, or a program is being compiled for it. An instance that can hold such a request
-    should not split."""
+    """Maximum length (`max_total_tokens`) of each waiting request that is not in `queue` because it cannot start yet.
+
+    Its last token is still in flight after a preemption, or a program is being compiled for it. An instance that can
+    hold such a request should not split.
+    """
     layer: LayerSizes | None = None
     """Sizes of a layer. None: the executor refuses placement changes."""
     devices: tuple[DeviceView, ...] = ()
-    """All devices in order, also devices without an instance. Empty if `layer` is None."""
+    """All devices in order, including devices without an instance. Empty if `layer` is None."""
     refused_changes: frozenset[tuple[object, ...]] = frozenset()
-    """Identities (`actions.identity`) of placement changes that were refused or failed recently. Set by the scheduler,
-    not by the executor."""
+    """Placement changes that were refused or failed recently, given by their identities (`actions.identity`).
+
+    The scheduler sets them, not the executor.
+    """
 
     @cached_property
     def _by_id(self) -> dict[int, InstanceView]:
@@ -299,7 +346,7 @@ class ClusterView:
         return self._by_id.get(instance_id)
 
     def guests(self, device: int) -> tuple[InstanceView, ...]:
-        """Return the instances that compute modules on a device which is not their own."""
+        """Return the instances that compute modules on a device although it is not their own."""
         return tuple(
             i for i in self.instances if i.placement and device in i.placement.devices and device not in i.devices
         )
@@ -337,16 +384,17 @@ class ClusterView:
         return base * max(degree // self.base_degree, 1) if known is None else known
 
     def keeps_weights(self, instance: InstanceView) -> bool:
-        """Return whether an instance was merged with all weights kept. If so, a split and a second merge that releases
-        weights would increase the capacity."""
+        """Return whether an instance was merged with all weights kept.
+
+        If so, a split and a second merge that releases weights would increase its capacity.
+        """
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree, from the base degree on, whose empty instances hold a request; None if no degree
-        holds the request.
+        """Return the lowest degree, from the base degree on, whose empty instances hold a request.
 
-        If the request needs a degree above the base degree, degrees below `merge_to` are skipped. If no degree reaches
-        `merge_to`, the result is the highest degree.
+        None: no degree does. If the request needs a degree above the base degree, degrees below `merge_to` are skipped.
+        If no degree reaches `merge_to`, the result is the highest degree.
         """
         holding = [
             limits.degree
@@ -358,21 +406,22 @@ class ClusterView:
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose instances hold a request if all weights are kept; None if no degree holds the
-        request."""
+        """Return the lowest degree whose instances hold a request if all weights are kept. None: no degree does."""
         holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
         return min(holding, default=None)
 
     def final_capacity(self, instance: InstanceView) -> int:
-        """Return the tokens that an instance can hold after its present transformation. If it is in no transformation,
-        return its present capacity."""
+        """Return the number of tokens that an instance can hold after its present transformation.
+
+        Without a transformation, return its present capacity.
+        """
         to = instance.transition_to
         if instance.coming_tokens is not None:
             return instance.coming_tokens
         return instance.capacity_tokens if to in (None, instance.degree) else self.limits[to].capacity_tokens
 
     def groups(self, degree: int) -> list[tuple[int, ...]]:
-        """Return the groups of devices that can form an instance of a degree: contiguous and aligned."""
+        """Return the groups of devices that can form an instance of a degree. They are contiguous and aligned."""
         starts = range(0, self.num_devices - degree + 1, degree)
         return [tuple(range(start, start + degree)) for start in starts]
 

@@ -1,4 +1,7 @@
-"""Computing warpgroups of the Mosaic GPU kernel: online softmax over stages of keys and values."""
+"""Computing warpgroups of the Mosaic GPU kernel. They run an online softmax over stages of keys and values.
+
+`mosaic_gpu.kernel` defines items, stages, blocks and units.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -20,9 +23,9 @@ class _State(NamedTuple):
     """Softmax state of 64 query rows.
 
     Attributes:
-        max_logit: `[64]` maximum score times log2(e).
-        total: `[64]` sum of weights.
-        values: `[64, chunk]` sum of weighted values, for each chunk of columns.
+        max_logit: `[64]` maximum score so far, times log2(e).
+        total: `[64]` sum of the softmax weights.
+        values: `[64, chunk]` weighted sum of values, for each chunk of columns.
     """
 
     max_logit: jax.Array
@@ -31,7 +34,7 @@ class _State(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Positions of the 64 query rows of a warpgroup (-1: padding), and the lowest and highest position of the tile."""
+    """Positions of the 64 query rows of a warpgroup, and lowest and highest position of the tile. -1 marks padding."""
 
     positions: jax.Array
     least: jax.Array
@@ -41,7 +44,7 @@ class _Rows(NamedTuple):
 def compute_item(
     v: Variant, refs: Refs, scratch: dict[str, Any], worker: jax.Array, item: Item, step: jax.Array
 ) -> None:
-    """Compute the share of one warpgroup in an item (see `kernel`), and write its result.
+    """Compute the part of an item that belongs to one warpgroup, and write its result.
 
     `worker` is the index of the warpgroup among the computing warpgroups. `step` is the number of stages that the
     thread block has used before this item.
@@ -103,7 +106,7 @@ def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Ite
 
 
 def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
-    """Return the position of the first token of each unit of a block (see `kernel`), or `_FAR` for a missing unit."""
+    """Return the position of the first token of each unit of a block (see `kernel`). A missing unit has `_FAR`."""
     units = refs.num_pages[item.batch, extent] * v.units_per_page
     starts = []
     for place in range(v.units_per_block):
@@ -127,7 +130,7 @@ def _compute_block(
     starts: list[jax.Array],
     state: _State,
 ) -> _State:
-    """Return the softmax state after the keys and values of one block, which are in stage `slot` of shared memory."""
+    """Add the keys and values of one block to the softmax state. The block is in stage `slot` of shared memory."""
     shape = (ROWS, v.block_tokens)
     first, last = starts[0], starts[0]
     for start in starts[1:]:
@@ -189,7 +192,7 @@ def _compute_block(
 
 
 def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_axis: int) -> jax.Array:
-    """Return the mask of the keys of a block that each row sees.
+    """Return a mask of the keys of a block that each query row attends to.
 
     `row_positions` has the position of the row at each entry of the mask. It is constant along `key_axis`.
     """
@@ -209,7 +212,7 @@ def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_
 
 
 def _chunks(v: Variant) -> list[Any]:
-    """Return the column slices of a head that are computed at once."""
+    """Return the slices into which the columns of a head are divided. One slice is computed at a time."""
     return [pl.ds(c, v.chunk) for c in range(0, v.head_dim, v.chunk)]
 
 
@@ -223,8 +226,8 @@ def _convert(v: Variant, source: Any, target: Any) -> None:
 def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
     """Compute `a @ b` (or `a @ b.T`) in f32 with tensor cores.
 
-    `b` is in shared memory, and `a` is in shared memory or in registers. The interpreter supports no `wgmma` with
-    registers, and no transposed operands before JAX 0.12.
+    `b` is in shared memory, and `a` is in shared memory or in registers. Before JAX 0.12, the GPU interpreter supports
+    neither `wgmma` with registers nor transposed operands.
     """
     if v.interpret:
         a, b = a[...], b[...]
@@ -247,7 +250,7 @@ def _release(v: Variant, barrier: Any) -> None:
 
 
 def _scaled(v: Variant, refs: Refs, item: Item, scores: jax.Array) -> jax.Array:
-    """Return the scaled and capped scores, times log2(e) because the softmax uses powers of two."""
+    """Return the scores after scale and soft cap, times log2(e). The softmax uses powers of two."""
     factor = refs.scales[0, item.head] * v.scale if v.has_scales else v.scale
     if v.soft_cap is None:
         return scores * (factor * LOG2E)

@@ -1,17 +1,19 @@
 """Body of the Mosaic GPU kernel: attention of tiles of query rows over the pages of their sequences.
 
-An *item* is a tile of query rows of one KV head, with one split of its keys. The kernel starts one thread block for
-each processor, and the thread blocks take items in turn. In a thread block, one or two warpgroups compute, and one
-issues copies (TMA). A *stage* of shared memory holds a *block*: `block_tokens` keys and values. One copy into a stage
-is a *unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one extent. The computing
-warpgroups only need the position of the first token of each unit, so the only cost of several extents is blocks that
-are not full.
+An *item* is a tile of query rows of one KV head, with one split of its keys. The kernel starts at most one thread block
+for each processor, and the thread blocks take items in turn. In a thread block, one or two warpgroups compute, and one
+warpgroup issues copies (TMA).
+
+A *stage* of shared memory holds a *block*: `block_tokens` keys and values. One copy into a stage is a *unit*: a page,
+or `block_tokens` tokens of a larger page. All units of a block are from one extent. The computing warpgroups need only
+the position of the first token of each unit. Several extents therefore cost nothing but blocks that are not full.
 
     computing    wait K -> Q K^T -> free K -> scale, cap, mask, softmax -> wait V -> P V -> free V
     copying      wait free -> look up pages -> copy K, V           (runs ahead, into the next item)
 
-Two computing warpgroups either have 64 query rows each and share every stage (prefill), or have the same 64 rows and
-take stages in turn (`split_keys`, for decode, because one warpgroup cannot keep up with memory).
+There are two ways to divide work between two computing warpgroups. For prefill, each has 64 query rows of its own, and
+both use every stage. For decode (`split_keys`), both have the same 64 rows and take stages in turn, because one
+warpgroup cannot keep up with memory.
 
 Keys that no query of the tile sees may be NaN, because their pages had other owners before. Their scores are replaced
 by -inf, but zero weight times NaN is still NaN. In the few stages with such keys, their rows of V are therefore set to
@@ -33,7 +35,7 @@ from pallas_kernels.paged_attention.mosaic_gpu.variant import Item, Refs, Varian
 
 
 def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
-    """Run the kernel body. The grid axis is `block`, the thread axis `wg`."""
+    """Run one thread of the kernel. The grid axis is `block`, and the thread axis is `wg` (warpgroup)."""
     worker = lax.axis_index("wg")
     # Three warpgroups start with 168 registers per thread. The copying one needs few and passes them to the others.
     share_registers = v.warpgroups == 2

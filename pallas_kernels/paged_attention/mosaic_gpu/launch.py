@@ -1,4 +1,4 @@
-"""Launch of the Mosaic GPU kernel: preparation of its arguments, and merging of its partial results."""
+"""Launch of the Mosaic GPU kernel: prepare its arguments, and merge its partial results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -153,10 +153,11 @@ def mosaic_gpu_paged_attention(
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
 ) -> Int32[Array, "B tiles extents 2"]:
-    """Return the blocks of each extent that the queries of each tile see, as pairs (first block, number of blocks).
+    """Return the blocks of each extent that the queries of each tile attend to.
 
-    The number counts all blocks from the first to the last visible block. Without a visible block, both values are 0.
-    `kernel` defines blocks and tiles. `Refs` has the shapes of the arguments.
+    The result has pairs (first block, number of blocks). The number counts all blocks from the first to the last such
+    block. If there is none, both values are 0. `kernel` defines blocks and tiles. `Refs` has the shapes of the
+    arguments.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]

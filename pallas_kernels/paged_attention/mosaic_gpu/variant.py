@@ -95,15 +95,15 @@ class Variant:
 
     @property
     def converts(self) -> bool:
-        """Whether keys and values are converted before they are multiplied (fp8)."""
+        """Whether keys and values are converted to another dtype before they are multiplied. True for fp8."""
         return self.kv_dtype != self.dtype
 
     @property
     def copies_values(self) -> bool:
-        """Whether each warpgroup writes changed values to its own buffer, not to the stage.
+        """Whether each warpgroup copies values to a buffer of its own before it changes them.
 
-        The buffer is needed if values are converted. It is also needed if two warpgroups read the same stage,
-        because each warpgroup may set rows of values to zero.
+        A copy is needed if values are converted. It is also needed if two warpgroups read the same stage, because each
+        warpgroup may set rows of values to zero.
         """
         return self.converts or (self.warpgroups > 1 and not self.split_keys)
 
@@ -151,7 +151,7 @@ class Variant:
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a row.
 
-    If no swizzle divides a row, return shared memory without tiles.
+    If no swizzle divides a row, the shared memory has no tiles.
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0), None)
@@ -211,9 +211,9 @@ class Item:
 
 
 def extent_range(refs: Refs, item: Item, extent: Any, before: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `(begin, start, stop, count)`: the blocks of an extent that an item computes.
+    """Return `(begin, start, stop, count)`, which says which blocks of an extent an item computes.
 
-    The tile sees `count` blocks of the extent, beginning with block `begin`. The item computes the blocks
+    The tile attends to `count` blocks of the extent, beginning with block `begin`. The item computes the blocks
     `range(begin + start, begin + stop)`. `before` is the sum of `count` over all earlier extents.
     """
     begin, count = (refs.blocks[item.batch, item.tile, extent, field] for field in range(2))

@@ -1,2 +1,1 @@
-"""Policies for comparison: the baselines in the papers of AMOEBA and Gyges, and AMOEBA's own rules as its paper
-describes them."""
+"""Policies for comparison: the baselines in the papers of AMOEBA and Gyges, and the policy of AMOEBA's paper."""

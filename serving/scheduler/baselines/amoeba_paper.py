@@ -1,7 +1,7 @@
-"""AMOEBA's policy as its paper describes it (section 3.3). Details that this paper omits come from the Gyges paper
-(section 5, Algorithms 1 and 2).
+"""AMOEBA's policy as its paper describes it (section 3.3), for comparison with `amoeba`.
 
-The policy exists for comparison with `amoeba`. docs/scheduling.md lists the differences.
+Details that this paper omits come from the Gyges paper (section 5, Algorithms 1 and 2). docs/scheduling.md lists the
+differences from `amoeba`.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 _TOKENS_PER_S = {1: 448.0, 2: 670.0, 4: 767.0}
-"""Tokens a second of one full instance, by degree (Gyges, Table 1). Used until steps of a degree are measured."""
+"""Tokens per second of one full instance, by degree (Gyges, Table 1). Used until steps of a degree are measured."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,22 @@ class PaperConfig:
     """Settings that the paper leaves open."""
 
     scale_up_under_load: bool = True
-    """Whether instances also merge for a request that would fit an empty instance but finds no room now. The paper says
-    "input length and current load"."""
+    """Whether instances also merge for a request that fits an empty instance but finds no room now.
+
+    The paper names "input length and current load" as reasons to merge.
+    """
     reserve_memory_s: float = 600.0
-    """Seconds for which the size of the largest long request is remembered, to keep room for the next one."""
+    """Seconds for which room is kept for a long request as large as the largest recent one."""
     reserved_growth: float = 0.0
-    """See `AmoebaConfig`."""
+    """Setting `reserved_growth` of `AmoebaConfig`."""
     lookahead: int = 32
-    """See `AmoebaConfig`."""
+    """Setting `lookahead` of `AmoebaConfig`."""
 
 
 class AmoebaPaperPolicy:
-    """The policy `amoeba_paper`: see docs/scheduling.md.
+    """Policy `amoeba_paper` (docs/scheduling.md).
 
-    Between decisions the policy remembers which devices merge for each waiting request, and the size of the largest
+    Between decisions, the policy remembers which devices merge for each waiting request, and the size of the largest
     recent long request.
     """
 
@@ -46,10 +48,10 @@ class AmoebaPaperPolicy:
         self._splits = SplitRule(SplitConfig(free_share=0.5, linger_s=0.0, partial=False))
         self._largest = RecentLargest(self.config.reserve_memory_s)
         self._scaling: dict[str, tuple[int, ...]] = {}
-        """Devices that are being merged for a waiting request, by request id. Each merge doubles the degree."""
+        """Devices that are being merged for a waiting request, by request id. Each merge doubles their degree."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         room = Room(view, self.config.reserved_growth)
@@ -89,7 +91,7 @@ class AmoebaPaperPolicy:
     def _candidate(
         self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest
     ) -> InstanceView | None:
-        """Return the best instance with room for a request; None if no instance has room.
+        """Return the best instance with room for a request. Return None if no instance has room.
 
         For a short request, this is the least-loaded instance that is not reserved for a long request. For a long
         request, it is the least-loaded instance of the highest degree.
@@ -101,10 +103,10 @@ class AmoebaPaperPolicy:
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
 
     def _scale_up(self, view: ClusterView, room: Room, request: WaitingRequest) -> list[ScaleUp]:
-        """Return merges in the group of instances that will serve a request. The group becomes one instance in several
-        decisions: each decision doubles the lowest degree in the group.
+        """Return the next merges in the group of instances that will serve a request.
 
-        If the group would lack room for the request, return an empty list. In any case close the instances of the
+        The group becomes one instance in several decisions. Each decision doubles the lowest degree in the group. If
+        the group would have no room for the request yet, the list is empty. In any case, close the instances of the
         group, so that their requests end and free tokens.
         """
         devices = self._scaling.get(request.request_id)
@@ -134,11 +136,11 @@ class AmoebaPaperPolicy:
         return [ScaleUp(pair, 2 * lowest, reason) for pair in pairs]
 
     def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
-        """Return the devices of the best group to merge for a request; None if no group can merge.
+        """Return the devices of the best group to merge for a request. Return None if no group can merge.
 
-        The group has the lowest degree at which a group has room for the request. If no group has room, the group that
-        lacks the fewest tokens is chosen. Of equal groups, the group with the best expected performance after the merge
-        is chosen, then the group with the lowest load.
+        The group has the lowest degree at which a group has room for the request. If no group has room, it is the group
+        that lacks the fewest tokens. Of equal groups, choose the group with the best expected performance after the
+        merge, and then the group with the lowest load.
         """
         taken = {device for devices in self._scaling.values() for device in devices}
         need = room.need(request)
@@ -163,18 +165,20 @@ class AmoebaPaperPolicy:
 
 
 def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-    """Return the instances on `devices`. Return None if they do not cover exactly these devices, or if an instance is
-    draining."""
+    """Return the instances on `devices`, if they cover exactly these devices and none is draining.
+
+    Otherwise return None.
+    """
     members = room.members(devices)
     whole = sum([len(i.devices) for i in members]) == len(devices)
     return members if whole and not any(i.draining for i in members) else None
 
 
 def _relative_performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
-    """Return the expected tokens per second of a group after a merge to `degree`, divided by its present tokens per
-    second (Gyges 5). If no request runs, the result is 1.
+    """Estimate the speed of a group after a merge to `degree`, relative to its present speed (Gyges 5).
 
-    The estimate uses measured decode steps. If the steps of a degree were not measured, it uses Gyges' Table 1.
+    The speed is the number of tokens per second. If no request runs, the result is 1. The estimate uses measured decode
+    steps, or Gyges' Table 1 for degrees that were not measured.
     """
     counts = [len(i.running) for i in members]
     if not any(counts):

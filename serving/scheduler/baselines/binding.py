@@ -1,4 +1,4 @@
-"""Base of the baseline policies of AMOEBA and Gyges, which bind each request to an instance on arrival."""
+"""Base of the baseline policies of AMOEBA and Gyges. They assign each request to an instance on arrival."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -28,7 +28,7 @@ class BindingPolicy(ABC):
         self._admission, self._growth = admission or Admission(), reserved_growth
         self._splits = SplitRule(splits or SplitConfig())
         self.device_of: dict[str, int] = {}
-        """Device of each bound request, by request id."""
+        """Device to which each request is bound, by request id."""
         self._pressed = False
         """Whether a short request was not dispatched in the last decision."""
 
@@ -42,7 +42,7 @@ class BindingPolicy(ABC):
         """
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         longest = view.longest
         rejects, queue = self._admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         room = Room(view, self._growth)
@@ -59,7 +59,7 @@ class BindingPolicy(ABC):
         return [*rejects, *splits, *served]
 
     def _bind(self, room: Room, queue: list[WaitingRequest], view: ClusterView, leaving: set[int]) -> None:
-        """Bind all requests that are not bound to an instance, or that are bound to an instance that will split."""
+        """Bind requests that are not bound to an instance. Bind requests again if their instance will split."""
         present = {request.request_id for request in queue}
         staying = {device for device, instance in room.by_device.items() if instance.id not in leaving}
         self.device_of = {n: device for n, device in self.device_of.items() if n in present and device in staying}
@@ -79,8 +79,7 @@ class BindingPolicy(ABC):
     def _serve(self, view: ClusterView, room: Room, queue: list[WaitingRequest]) -> list[Action]:
         """Return actions for the bound requests, in the order of the queue.
 
-        When an instance is closed, or when `_MOST_SKIPPED` of its requests had to wait, the instance gets no more
-        requests.
+        An instance gets no more requests if it is closed, or if `_MOST_SKIPPED` of its requests had to wait.
         """
         actions: list[Action] = []
         skipped: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Baseline: the least-loaded instance is next."""
+"""Baseline policy: each request goes to the least-loaded instance."""
 
 from collections.abc import Mapping
 
@@ -7,11 +7,13 @@ from serving.scheduler.view import InstanceView
 
 
 class LeastLoadFirstPolicy(BindingPolicy):
-    """The policy `least_load_first`: each request goes to the instance with the smallest load, even if this instance is
-    too small for the request. Requests that wait for an instance count in its load."""
+    """Policy `least_load_first`: each request goes to the instance with the smallest load.
+
+    This instance may be too small for the request. Requests that wait for an instance count in its load.
+    """
 
     name = "least_load_first"
 
     def choose(self, instances: list[InstanceView], waiting_tokens: Mapping[int, int]) -> InstanceView:
-        """See `BindingPolicy.choose`."""
+        """Return the instance for the next request (`BindingPolicy.choose`)."""
         return min(instances, key=lambda i: i.load + 2 * waiting_tokens.get(i.id, 0) / i.capacity_tokens)

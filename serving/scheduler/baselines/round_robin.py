@@ -1,4 +1,4 @@
-"""Baseline: instances take turns."""
+"""Baseline policy: instances take turns."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from serving.scheduler.view import InstanceView
 
 
 class RoundRobinPolicy(BindingPolicy):
-    """The policy `round_robin`: each request goes to the next instance in device order."""
+    """Policy `round_robin`: each request goes to the next instance in device order."""
 
     name = "round_robin"
 
@@ -20,7 +20,7 @@ class RoundRobinPolicy(BindingPolicy):
         self._next_device = 0
 
     def choose(self, instances: list[InstanceView], waiting_tokens: Mapping[int, int]) -> InstanceView:
-        """See `BindingPolicy.choose`."""
+        """Return the instance for the next request (`BindingPolicy.choose`)."""
         chosen = next((i for i in instances if i.devices[0] >= self._next_device), instances[0])
         self._next_device = chosen.devices[-1] + 1
         return chosen

@@ -1,1 +1,1 @@
-"""CoCoServe (arXiv 2507.18006): layers replicate and migrate while requests run, and a controller decides when."""
+"""Policy of CoCoServe (arXiv 2507.18006): layers replicate and migrate while requests run."""

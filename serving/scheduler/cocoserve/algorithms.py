@@ -1,4 +1,7 @@
-"""Algorithms 1 and 2 of CoCoServe as pure functions: layers that replicate, and reductions that end SLO violations."""
+"""Algorithms 1 and 2 of CoCoServe as pure functions.
+
+Algorithm 1 chooses layers to replicate. Algorithm 2 chooses reductions that end SLO violations.
+"""
 
 import itertools
 import math
@@ -14,18 +17,23 @@ from serving.scheduler.view import ClusterView, InstanceView
 MAX_DEVICES = 3
 """Maximum number of devices that one call of `scale_up` considers."""
 SHORT = 0.1
-"""Free share of memory below which a device is short of memory. A migration leaves this share of a target free."""
+"""Free share of memory below which a device counts as short of memory.
+
+A migration leaves this share of a target free.
+"""
 BUSY = 0.9
-"""Utilization from which a device has no computing time left."""
+"""Utilization from which a device counts as busy: it has no computing time left."""
 MARGIN = 0.25
-"""Difference of the free shares of two devices from which a migration makes sense."""
+"""Minimum difference between two devices for a migration: of their free shares of memory, or of their utilizations."""
 _GAIN = 1e-9
-"""Smallest growth of the speed-up that counts, so that rounding errors cause no replica."""
+"""Minimum growth of the speed-up that counts, so that rounding errors cause no replica."""
 _BREAK = 1e-7
-"""Cost of a gap between the layers of a device. Among equal results, consecutive layers are chosen: a run of layers
-replicates in one operation."""
+"""Cost of a gap between the layers of a device in the search of `scale_up`.
+
+It makes the search prefer consecutive layers among equal results, because a run of layers replicates in one operation.
+"""
 Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
-"""Actions of one reduction: a migration, an eviction, or a limit of the batch with the offloads for it."""
+"""Actions of one reduction: a migration, an eviction, or a limit of the batch and the offloads for it."""
 
 
 def placement_speedup(homes: Sequence[Homes], head: Homes, transition_cost: float) -> float:
@@ -51,14 +59,21 @@ def scale_up(
     transition_cost: float,
     max_degree: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the layers to replicate on each device, ascending: Algorithm 1. Devices without new layers are left out.
+    """Choose the layers to replicate on each device (Algorithm 1). Return them in ascending order, by device.
 
-    The paper visits one device after the other, sorts its candidate layers by continuity, and adds a layer if the
-    speed-up (Equation 4) grows. A single layer may not pay for its two transitions although a run of layers does, and
-    a device may take layers that would serve better on a later device. Three refinements correct this: each device
-    receives its best set of layers, found by dynamic programming; devices are visited again until the speed-up stops
-    growing; and the search starts from no replicas, from replicas spread over all layers, and from replicas stacked on
-    the same layers, with the devices in every order.
+    Devices without new layers are left out.
+
+    The paper visits one device after another, sorts its candidate layers by
+    continuity, and adds a layer if the speed-up (Equation 4) grows. This has two faults. A single layer may not pay for
+    its two transitions although a run of layers does. And a device may take layers that would serve better on a later
+    device.
+
+    Three refinements correct this:
+
+    * Each device gets its best set of layers, found by dynamic programming.
+    * Devices are visited again until the speed-up stops growing.
+    * The search starts from three placements, with the devices in every order: no replicas, replicas spread over all
+      layers, and replicas stacked on the same layers.
 
     From a placement without replicas, the result equals brute force for up to 6 layers and 3 devices. Present replicas
     stay. In 0.3% of random placements with replicas, brute force finds a better result: the replicas that it adds pay
@@ -85,8 +100,10 @@ def _best_placement(
     transition_cost: float,
     max_degree: int | None,
 ) -> tuple[Homes, ...]:
-    """Return the placement that `scale_up` chooses. It is computed once for equal arguments, because a controller asks
-    again while nothing changes."""
+    """Return the placement that `scale_up` chooses.
+
+    The results are cached, because a controller asks while nothing changes.
+    """
     room = dict(rooms)
     search = _Search(homes, head, transition_cost, max_degree or len(room) + max(map(len, homes)))
     best = search.present
@@ -104,7 +121,7 @@ def _best_placement(
 
 
 class _Search:
-    """Search of `scale_up` for one placement.
+    """Search of `scale_up` for the best placement.
 
     Attributes:
         present: present homes of each layer.
@@ -121,16 +138,20 @@ class _Search:
         return placement_speedup(homes, self._head, self._cost)
 
     def spread(self, order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
-        """Return a placement in which each device takes as many layers as it has room for, those with the fewest homes
-        first."""
+        """Return a start placement whose replicas are spread over all layers.
+
+        Each device takes as many layers as it has room for. Layers with the fewest homes come first.
+        """
         homes = self.present
         for device in order:
             homes = self._fill(homes, device, room[device], [len(layer) for layer in homes])
         return homes
 
     def stacked(self, order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
-        """Return a placement in which each device takes as many layers as it has room for, nearest to the layer with
-        the most homes first."""
+        """Return a start placement whose replicas are stacked on the same layers.
+
+        Each device takes as many layers as it has room for. Layers nearest to the layer with the most homes come first.
+        """
         homes = self.present
         for device in order:
             centre = max(range(len(homes)), key=lambda i: (len(homes[i]), -i))
@@ -143,7 +164,7 @@ class _Search:
         return tuple(_with(layer, device) if i in taken else layer for i, layer in enumerate(homes))
 
     def improve(self, homes: tuple[Homes, ...], order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
-        """Give each device its best layers in turn, until the speed-up stops growing."""
+        """Give each device its best layers in turn. Repeat this until the speed-up stops growing."""
         grows = True
         while grows:
             grows = False
@@ -154,7 +175,7 @@ class _Search:
         return homes
 
     def _best_layers(self, homes: tuple[Homes, ...], device: int, room: int) -> tuple[Homes, ...]:
-        """Return the placement with the best set of layers on one device; other devices keep their layers."""
+        """Return the placement with the best set of layers on one device. Other devices keep their layers."""
         without = tuple(
             layer if device in now else tuple(d for d in layer if d != device)
             for layer, now in zip(homes, self.present, strict=True)
@@ -164,11 +185,12 @@ class _Search:
         return self._found[device, without]
 
     def _solve(self, without: tuple[Homes, ...], device: int, room: int) -> tuple[Homes, ...]:
-        """See `_best_layers`. `without`: homes without the new layers of the device.
+        """Find the best set of new layers for a device by dynamic programming. Return the placement.
 
-        The dynamic program visits the layers from the last to the first, so that among equal results the device takes
-        the first layers. `costs[member][k]` is the lowest cost so far if the device took `k` new layers, and `member`
-        says whether it computes the layer that was visited last.
+        `without` are the homes without the new layers of the device. The program visits the layers from the last to the
+        first, so that among equal results the device takes the first layers. `costs[member][k]` is the lowest cost so
+        far if the device took `k` new layers. `member` is 1 if the device computes the layer that was visited last,
+        else 0.
         """
         pairs = [(layer, _with(layer, device)) for layer in without]
         costs = [[0.0] + [math.inf] * room, [math.inf] * (room + 1)]
@@ -210,19 +232,19 @@ def scale_down(
     slow: bool,
     violated: Callable[[], bool],
 ) -> Iterator[Reduction]:
-    """Yield reductions for an instance that violates its SLOs, one after the other: Algorithm 2.
+    """Yield reductions for an instance that violates its SLOs (Algorithm 2).
 
-    The phases are migration, eviction of replicas, and reduction of the batch. The caller carries out a reduction
-    before it asks for the next. A reduction is computed only then, and the iteration ends as soon as `violated` returns
-    False. Reductions that were refused recently (`ClusterView.refused_changes`) are left out.
+    The phases are migration, eviction of replicas, and reduction of the batch. The caller carries out each reduction
+    before it asks for the next, and the next reduction is computed only then. The iteration ends as soon as `violated`
+    returns False. Reductions that were refused recently (`ClusterView.refused_changes`) are left out.
 
     Args:
         view: state before the first reduction.
         instance: instance that violates its SLOs.
         config: settings.
-        slow: whether its decode steps exceed the TPOT SLO and a smaller batch may help. If so, memory is not the cause,
-            so that no layers migrate for memory. If not, requests violate their SLO in the queue, and the batch is not
-            reduced, because they would wait longer. The paper does not distinguish the two cases.
+        slow: whether the decode steps of the instance exceed the TPOT SLO, and a smaller batch may help. If True,
+            memory is not the cause, so no layers migrate for memory. If False, requests violate their SLO in the queue.
+            The batch is then not reduced, because they would wait longer. The paper does not distinguish the two cases.
         violated: function that returns whether the violation persists.
     """
     state = _Reductions(view, instance, config, slow)
@@ -237,7 +259,7 @@ def scale_down(
 
 
 class _Reductions:
-    """Phases of `scale_down`, and the state that their reductions lead to.
+    """Phases of `scale_down`, and the state after the reductions so far.
 
     Attributes:
         free: free bytes by device.
@@ -258,11 +280,11 @@ class _Reductions:
     # Phase 1
 
     def migrations(self) -> Iterator[Reduction]:
-        """Yield migrations of the last layers that the instance's own device computes alone.
+        """Yield migrations of the last layers that only the instance's own device computes.
 
-        They go on while requests wait because the device is short of memory. If the device is busy with modules of
-        several instances, one migration follows. A busy device that serves one instance gains nothing: its layers would
-        only wait for each other on two devices.
+        There are two reasons. If requests wait because the device is short of memory, migrations are yielded until it
+        is not. If the device is busy with modules of several instances, one migration is yielded. A busy device that
+        serves one instance would gain nothing: on two devices, its layers would only wait for each other.
         """
         if self._instance.degree > 1:
             return
@@ -297,15 +319,15 @@ class _Reductions:
                 return  # The present utilization says nothing about the next migration.
 
     def _targets(self, source: int, layers: Sequence[int], short: bool) -> list[tuple[int, Modules, float]]:
-        """Return the devices for layers of a source, best first, each with the modules to move and their bytes.
+        """Return the devices to which layers can migrate, best first, each with the modules to move and their bytes.
 
-        Modules follow CoCoServe 3.3: whole layers if possible; only the FFN if the device has memory for no more; only
-        the KV cache if the device has memory but no computing time.
+        Modules follow CoCoServe 3.3. Whole layers move if possible. If the device has too little memory for them, only
+        the FFN moves. If the device has memory but no computing time, only the KV cache moves.
 
         Args:
             source: present home of the layers.
             layers: consecutive layers.
-            short: whether the source lacks memory; otherwise it lacks computing time.
+            short: whether the source lacks memory. If not, it lacks computing time.
         """
         view, homes, options = self._view, self.homes[self._instance.id], []
         beside = {d for i in (layers[0] - 1, layers[-1] + 1) if 0 <= i < len(homes) for d in homes[i]}
@@ -329,11 +351,11 @@ class _Reductions:
     # Phase 2
 
     def evictions(self) -> Iterator[Reduction]:
-        """Yield evictions of replicas that compute on a device beside modules of another instance: replicas of other
-        instances on the instance's devices, and its own replicas on their devices.
+        """Yield evictions of replicas that share a device with modules of another instance.
 
-        The replicas whose loss lowers the speed-up of their instance least go first. Each eviction removes a run of
-        consecutive layers. A replica stays if no other instance computes on its device.
+        These are replicas of other instances on the devices of this instance, and replicas of this instance on the
+        devices of other instances. The replicas whose loss lowers the speed-up least go first. Each eviction removes a
+        run of consecutive layers.
         """
         while True:
             options = []
@@ -362,7 +384,7 @@ class _Reductions:
     # Phase 3
 
     def batch_reductions(self) -> Iterator[Reduction]:
-        """Yield limits of the batch, each lower by `batch_step` requests, and offload the least urgent requests."""
+        """Yield limits of the batch, each lower by `batch_step` requests, and offloads of the least urgent requests."""
         step = self._config.batch_step
         running = sorted(self._instance.running, key=lambda r: (r.rank, r.arrival_s, r.request_id))
         while len(running) > step:
@@ -382,10 +404,9 @@ def layer_homes(instance: InstanceView, num_layers: int) -> list[Homes]:
 
 
 def replica_runs(instance: InstanceView, homes: Sequence[Homes]) -> list[tuple[int, tuple[int, int]]]:
-    """Return the runs of consecutive layers that are replicated to devices which are not the instance's own, as
-    (device, (first, end)).
+    """Return the runs of consecutive layers that are replicated to devices other than the instance's own.
 
-    `homes`: result of `layer_homes`.
+    Each run is (device, (first layer, layer after the last)). `homes` is the result of `layer_homes`.
     """
     found = []
     for device in sorted({device for layer in homes for device in layer} - set(instance.devices)):
@@ -398,7 +419,7 @@ def replica_runs(instance: InstanceView, homes: Sequence[Homes]) -> list[tuple[i
 
 
 def can_host(view: ClusterView, device: int) -> bool:
-    """Return whether a device may compute layers of other instances: it is empty, or has a steady TP1 instance."""
+    """Return whether a device may compute layers of other instances. It must be empty or have a steady TP1 instance."""
     return all(i.degree == 1 and i.transition_to is None and not i.draining for i in view.instances_on((device,)))
 
 
@@ -410,7 +431,7 @@ def holds_weights(view: ClusterView, device: int) -> bool:
 
 
 def _last_run(layers: Sequence[int]) -> Sequence[int]:
-    """Return the last consecutive numbers of an ascending sequence."""
+    """Return the last run of consecutive numbers in an ascending sequence."""
     first = next((k for k in range(len(layers) - 1, 0, -1) if layers[k] != layers[k - 1] + 1), 0)
     return layers[first:]
 

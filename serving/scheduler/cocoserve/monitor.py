@@ -9,7 +9,7 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class Monitor:
-    """Averages over `CocoServeConfig.window_s`, and the state of the SLO violation.
+    """Averages over `CocoServeConfig.window_s`, and whether SLOs are violated.
 
     A waiting request violates its SLO if its first token is late. A running request violates it if its first token is
     late, or if the recent steps of its instance exceed the TPOT SLO.
@@ -23,8 +23,8 @@ class Monitor:
         sequences: average number of running requests by instance id.
         load: average number of running and waiting requests.
         violations: average share of requests that violate their SLOs.
-        violated: whether modules must be reduced: `violations` has reached `violation_threshold`, and has not fallen to
-            half of this threshold since then.
+        violated: whether modules must be reduced. It becomes True when `violations` reaches `violation_threshold`, and
+            False when `violations` has fallen to half of this threshold.
     """
 
     def __init__(self, config: CocoServeConfig, slos: AmoebaConfig):
@@ -35,10 +35,10 @@ class Monitor:
         self.violated = False
         self._at_s: float | None = None
         self._present: tuple[Mapping[int, float], Mapping[int, float], float, float] = ({}, {}, 0.0, 0.0)
-        """Vacancy, sequences, load and violations in the latest snapshot, which count until the next."""
+        """Vacancy, sequences, load and violations in the latest snapshot. They count until the next snapshot."""
 
     def update(self, view: ClusterView) -> None:
-        """Include a snapshot in the averages. New devices and instances start with an average of 0."""
+        """Add a snapshot to the averages. New devices and instances start with an average of 0."""
         passed_s = 0.0 if self._at_s is None else view.now_s - self._at_s
         share = 1 - math.exp(-passed_s / self._config.window_s)
         vacancy, sequences, load, violations = self._present
@@ -74,12 +74,12 @@ class Monitor:
         )
 
     def is_slow(self, instance: InstanceView) -> bool:
-        """Return whether an instance runs requests and its recent steps exceed the TPOT SLO."""
+        """Return whether an instance runs requests, and its recent steps exceed the TPOT SLO."""
         limit_s, step_s = self._slos.tpot_slo_s, instance.step_s
         return bool(instance.running) and limit_s is not None and step_s is not None and step_s > limit_s
 
 
 def _nearer(means: Mapping[int, float], values: Mapping[int, float], key: int, share: float) -> float:
-    """Return an average that has moved by `share` of the distance to the latest value."""
+    """Return an average after it has moved by `share` of its distance to the latest value."""
     mean = means.get(key, 0.0)
     return mean + (values.get(key, mean) - mean) * share

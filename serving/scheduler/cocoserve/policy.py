@@ -1,4 +1,4 @@
-"""CoCoServe's policy: another policy places requests, and a controller changes the placement of layers."""
+"""CoCoServe's policy. Another policy places requests, and a controller changes the placement of layers."""
 
 import itertools
 import math
@@ -40,21 +40,23 @@ from serving.scheduler.view import ClusterView, InstanceView
 _INTERVAL_S = 1.0
 """Minimum seconds between two evaluations of the averages."""
 _CALM = 0.7
-"""Share of the load at the latest change because of SLO violations, below which layers may grow again. Otherwise a
-constant load could cause reductions and growth in turn."""
+"""Limit for the load, as a share of the load at the latest change because of SLO violations.
+
+Below the limit, layers may be replicated again. Without it, a constant load could cause reductions and growth in turn.
+"""
 _HELPED = 0.98
-"""Duration of a step after a reduction of the batch, relative to its duration before, up to which it has helped."""
+"""Maximum ratio of the step durations after and before a reduction of the batch for which the reduction has helped."""
 
 
 class CocoServePolicy:
-    """The policy `cocoserve` (docs/scheduling.md).
+    """Policy `cocoserve` (docs/scheduling.md).
 
     `amoeba` or `flying` dispatches requests, and merges and splits instances (`CocoServeConfig.request_policy`). In
-    addition, at most one change of placement is requested at a time: growth while devices are vacant (Algorithm 1), a
-    reduction while SLOs are violated (Algorithm 2). Before a merge of instances whose layers have other homes, these
-    layers return.
+    addition, this policy requests changes of placements, one at a time: growth while devices are vacant (Algorithm 1),
+    and a reduction while SLOs are violated (Algorithm 2). Before instances merge, their layers return to their own
+    devices.
 
-    Without `ClusterView.layer`, there are only the decisions of the other policy.
+    Without `ClusterView.layer`, it decides as the other policy does.
 
     Args:
         amoeba: settings of `amoeba`. Its limits of latencies are the SLOs of the monitor.
@@ -80,17 +82,19 @@ class CocoServePolicy:
         self.monitor = Monitor(self.config, amoeba or AmoebaConfig())
         self._changed_s = self._checked_s = -math.inf
         self._latest: list[Action] = []
-        """Latest change of the controller."""
+        """Latest change that the controller requested."""
         self._violated_at_load: float | None = None
-        """Load at the latest change because of SLO violations. None: the load has fallen below `_CALM` of this load."""
+        """Load at the latest change because of SLO violations. None after the load has fallen far enough."""
         self._limited_step_s: dict[int, float] = {}
-        """Seconds of a decode step before the latest reduction of the batch, by instance id. A further reduction needs
-        shorter steps: an SLO that is too strict would otherwise reduce batches for nothing."""
+        """Seconds of a decode step before the latest reduction of the batch, by instance id.
+
+        A further reduction needs shorter steps. Otherwise, an SLO that is too strict would reduce batches for nothing.
+        """
         self._scaled_out: set[int] = set()
-        """Devices of instances that this policy has started, and may end."""
+        """Devices of instances that this policy has started. It may end them."""
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`."""
+        """Return the next actions, in the order of their execution (`Policy.decide`)."""
         actions = self._requests.decide(view)
         if view.layer is None:
             return actions
@@ -109,11 +113,11 @@ class CocoServePolicy:
     # Merges
 
     def _prepared(self, view: ClusterView, action: Action) -> list[Action]:
-        """Return the action itself. For a merge of instances whose layers have other homes, or of devices that compute
-        layers of other instances, return the changes that undo this instead.
+        """Return the action, or the changes of placement that must precede it.
 
-        While such a change is in progress, the result is empty. If the changes were refused, the merge itself is the
-        result, and the executor refuses it with the reason.
+        Only a merge needs such changes. Layers of its instances must return to their own devices, and layers of other
+        instances must leave its devices. While such a change is in progress, the result is empty. If the changes were
+        refused, the result is the merge itself, and the executor refuses it with the reason.
         """
         if not isinstance(action, ScaleUp):
             return [action]
@@ -147,7 +151,7 @@ class CocoServePolicy:
         return True
 
     def _reduce(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next reduction. If a device is empty, layers grow to it instead."""
+        """Return the next reduction. If a device is empty, return a replication to this device instead."""
         empty = [d.id for d in view.devices if _is_empty(view, d.id)]
         if growth := self._growth(view, merging, empty):
             return growth
@@ -168,7 +172,7 @@ class CocoServePolicy:
         return []
 
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next change while SLOs are met: higher limits of batches, replicas, or the end of an instance."""
+        """Return the next change while SLOs are met: higher batch limits, a replication, or the end of an instance."""
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
         self._violated_at_load = None
@@ -184,12 +188,12 @@ class CocoServePolicy:
         return LimitBatch(instance.id, size if size < most else None, "SLOs are met under a lower load")
 
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
-        """Return the replication, or the scale-out, that Algorithm 1 chooses for the busiest instance for which it
-        finds one; at most one change.
+        """Return the replication or scale-out that Algorithm 1 chooses, at most one change.
+
+        Instances are tried in descending order of their load, until Algorithm 1 finds a change for one.
 
         Args:
             merging: devices that merge.
-            devices: devices that may receive layers.
         """
         hosts = {d for d in devices if d not in merging and can_host(view, d)}
         busiest = sorted(view.instances, key=lambda i: (-self.monitor.sequences[i.id], i.id))
@@ -204,8 +208,10 @@ class CocoServePolicy:
         return []
 
     def _addition(self, view: ClusterView, instance: InstanceView, hosts: set[int]) -> PlacementChange | None:
-        """Return the change for the device to which Algorithm 1 replicates the most layers of an instance; None if it
-        replicates none."""
+        """Return a replication or scale-out to the device that gets the most layers of an instance by Algorithm 1.
+
+        Return None if Algorithm 1 replicates no layers.
+        """
         layer = view.layer
         assert layer is not None, "the sizes of a layer are known"
         most = 1 + len(hosts)
@@ -233,8 +239,10 @@ class CocoServePolicy:
         return Replicate(instance.id, run, device, f"{share}, and has room for {room[device]} layers")
 
     def _scale_in(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the end of an instance that this policy has started, if the other instances then have less than half
-        of `split_batch` requests each."""
+        """Return the end of an instance that this policy has started, if few requests are left.
+
+        The other instances must then have fewer than half of `split_batch` requests each.
+        """
         plain = [i for i in view.instances if i.degree == 1 and i.placement is None and not i.draining]
         plain = [i for i in plain if i.id not in merging and not view.guests(i.id)]
         requests = sum(self.monitor.sequences[i.id] for i in plain)
@@ -257,10 +265,10 @@ def _is_empty(view: ClusterView, device: int) -> bool:
 def _undo(
     view: ClusterView, instance: InstanceView, only: Collection[int] | None, why: str
 ) -> Iterator[PlacementChange]:
-    """Yield changes after which no layer of an instance is on another device than its own.
+    """Yield changes that bring all layers of an instance back to its own devices.
 
     Args:
-        only: devices that its layers must leave. None: all devices except its own.
+        only: devices that the layers must leave. None: all devices except the instance's own.
         why: reason for the log.
     """
     assert view.layer is not None, "the sizes of a layer are known"
@@ -276,7 +284,10 @@ def _undo(
 
 
 def _moved_modules(instance: InstanceView, layer: int) -> list[tuple[Modules, int]]:
-    """Return the modules of a layer whose only home is another device than the instance's own, with this device."""
+    """Return the modules of a layer that have migrated, each with its device.
+
+    A module has migrated if its only home is a device other than the instance's own.
+    """
     attention, ffn = (instance.homes(layer, modules)[0] for modules in ("attention", "ffn"))
     if attention == ffn:
         modules: list[tuple[Modules, Homes]] = [("layer", attention)]
@@ -286,7 +297,7 @@ def _moved_modules(instance: InstanceView, layer: int) -> list[tuple[Modules, in
 
 
 def _longest_run(layers: tuple[int, ...]) -> tuple[int, int]:
-    """Return the longest run of consecutive layers as (first, end)."""
+    """Return the longest run of consecutive layers as (first layer, layer after the last)."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1]:

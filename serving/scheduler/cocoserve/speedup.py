@@ -1,7 +1,8 @@
 """Speed-up of an instance whose layers are replicated: Equations 1 to 4 of CoCoServe.
 
-The homes of a layer are the devices that compute it, each for a share of the batch. Hidden states travel between
-devices at each place where homes change: from one layer to the next, after the embedding, and before the head.
+The homes of a layer are the devices that compute it. Each home computes a share of the batch. A *transition* is a place
+in the model where homes change: between two layers, after the embedding, or before the head. Hidden states move between
+devices there.
 """
 
 import itertools
@@ -14,10 +15,10 @@ Homes = tuple[int, ...]
 def computation_s(loads: Iterable[Sequence[float]], speeds: Iterable[Sequence[float]]) -> float:
     """Return the seconds of computation of one step (Equation 1).
 
-    Each layer takes as long as its slowest home: the load of the home divided by its speed.
+    Each layer takes as long as its slowest home. The time of a home is its load divided by its speed.
 
     Args:
-        loads: operations (FLOP) of each layer at each of its homes, which grow with the home's share of the batch.
+        loads: operations (FLOP) of each layer at each of its homes. They grow with the home's share of the batch.
         speeds: operations per second (FLOP/s) of each layer's homes.
     """
     return sum(
@@ -27,7 +28,7 @@ def computation_s(loads: Iterable[Sequence[float]], speeds: Iterable[Sequence[fl
 
 
 def count_transitions(homes: Sequence[Homes], head: Homes) -> int:
-    """Return the number of places where homes change in one step.
+    """Return the number of transitions in one step.
 
     Args:
         homes: homes of each layer.
