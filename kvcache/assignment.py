@@ -144,8 +144,9 @@ class _Staying:
     At first, every sequence is on the instance where most of its pieces stay. A move goes to the instance with the most
     free pages, among the instances with fewer sequences than their limit.
 
-    The number of moves is finite. No move brings an instance above its limit, so moves from instances above their limit
-    end. After any other move, both instances have more free pages than the fuller of the two had before.
+    The number of moves is finite, for two reasons. First, no move brings an instance above its limit, so an instance
+    above its limit only loses sequences. Second, any other move leaves both instances with more free pages than the
+    fuller of the two had before, so no earlier assignment returns.
     """
 
     def __init__(

@@ -207,10 +207,11 @@ class EnginePlan:
         Args:
             specs: factory of specs.
             group: devices that run the program.
-            segment: layers to compute, of any kind but the head.
+            segment: segment to compute. It must not be the head.
             shape: shape of the step.
             extent_pages: number of pages of each extent of a layer.
-            exchange: exchange of pages of other layers that the program runs at the same time. None: no exchange.
+            exchange: page exchange that the program runs at the same time, in layers that it does not compute. None: no
+                exchange.
         """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(

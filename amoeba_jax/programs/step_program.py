@@ -26,7 +26,9 @@ LogitsOf = Literal["last", "all"]
 
 
 class PageExchange(NamedTuple):
-    """One phase of an exchange of pages (`kvcache.migration.Phase`) in other layers, inside the program of a step.
+    """A phase (`kvcache.migration.Phase`) of a page exchange that runs inside the program of a step.
+
+    It moves pages of layers that this program does not compute.
 
     Attributes:
         num_layers: number of layers whose pages move.

@@ -318,9 +318,10 @@ class WeightStore(WeightLayout):
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
-        """Turn KV extents into weight shards again: the shards released at degree `before` but not at `degree`.
+        """Turn KV extents that already contain weights into weight shards.
 
-        `extents` are the last extents of the layer, one for each of these shards. They must hold the weights again.
+        These are the shards that `degree` needs, and that were released because degree `before` does not need them.
+        `extents` are the last extents of the layer, one for each of these shards.
         """
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)

@@ -1,4 +1,4 @@
-"""Metrics of a run by phase of load and by priority, and latencies during changes of instances."""
+"""Metrics of a benchmark run for each phase of the load and each priority, and latencies during transformations."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -125,8 +125,8 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
     With a scale of 0.3, a random 30% of the requests remain. With a scale of 2.3, each request occurs twice, and a
     random 30% of the requests occur a third time. A copy arrives within 30 s of its original.
 
-    Copies stand for other users. The first copies of all requests share prefixes with each other, but not with the
-    originals or with the second copies.
+    Copies stand for other users, so a copy shares no prefix with its original or with other copies of its original. The
+    first copies share prefixes with each other as their originals do, and so do the second copies.
     """
     size = len(trace.input_tokens)
     whole = int(scale)

@@ -29,7 +29,7 @@ MEMORY_PARTS = (
 
 
 class Progress(Protocol):
-    """Interface of a request whose progress is shown."""
+    """Properties of a request that the view needs to show the progress of the request."""
 
     label: str
 

@@ -37,7 +37,7 @@ class AdminConnection:
 
 
 class Modules(StrEnum):
-    """Modules of a layer."""
+    """Choices for the modules of a layer that a command changes."""
 
     LAYER = "layer"
     ATTENTION = "attention"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from amoeba_jax.errors import ConfigError
 from serving.scheduler import Admission, AmoebaConfig, FlyingConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
-from serving.scheduler.cocoserve.config import REQUEST_POLICIES, CocoServeConfig, RequestPolicy
+from serving.scheduler.cocoserve.config import REQUEST_POLICIES, CocoServeConfig
 from serving.scheduler.flying_config import PREEMPTIONS
 from sharding.degrees import is_degree
 
@@ -78,7 +78,7 @@ class SchedulingConfig:
     """
     burst_wait_s: float = FlyingConfig.burst_wait_s
     """flying: seconds that a short request waits for room before groups split for it."""
-    request_policy: RequestPolicy = CocoServeConfig.request_policy
+    request_policy: str = CocoServeConfig.request_policy
     """cocoserve: policy that dispatches requests, and that merges and splits instances: amoeba or flying."""
     vacancy_threshold: float = CocoServeConfig.vacancy_threshold
     """cocoserve: minimum vacancy rate of a device, from 0 to 1, at which layers are replicated to it."""

@@ -12,7 +12,10 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class Timings:
-    """Measured durations, for each degree that an instance has had. Only the dispatcher thread uses it."""
+    """Measured durations of steps and transformations, for each degree that an instance has had.
+
+    Only the dispatcher thread uses this object.
+    """
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}

@@ -116,8 +116,8 @@ class FlyingRound:
         If several instances have room, choose one by these criteria, in this order: it runs no urgent request, its
         steps meet the TPOT SLO, it runs no long request, and its load is the lowest.
 
-        If no instance has room, the request joins an instance in transformation. If there is no such instance, reserve
-        an instance for the request and update `split_at_s`.
+        If no instance has room, dispatch the request to an instance that is changing its degree. If there is no such
+        instance, the request waits: reserve an instance for it, and update `split_at_s`.
         """
         config, room = self.config, self.room
         if options := room.by_load(room.with_room(request)):

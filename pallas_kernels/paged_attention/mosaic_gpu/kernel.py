@@ -5,8 +5,9 @@ for each processor, and the thread blocks take items in turn. In a thread block,
 warpgroup issues copies (TMA).
 
 A *stage* of shared memory holds a *block*: `block_tokens` keys and values. One copy into a stage is a *unit*: a page,
-or `block_tokens` tokens of a larger page. All units of a block are from one extent. The computing warpgroups need only
-the position of the first token of each unit. Several extents therefore cost nothing but blocks that are not full.
+or `block_tokens` tokens of a larger page. All units of a block are from one extent. So the last block of an
+extent may be only partly full, which is the only cost of several extents: the computing warpgroups do not need to know
+the extent, but only the position of the first token of each unit.
 
     computing    wait K -> Q K^T -> free K -> scale, cap, mask, softmax -> wait V -> P V -> free V
     copying      wait free -> look up pages -> copy K, V           (runs ahead, into the next item)

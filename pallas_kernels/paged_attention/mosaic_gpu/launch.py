@@ -153,10 +153,10 @@ def mosaic_gpu_paged_attention(
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
 ) -> Int32[Array, "B tiles extents 2"]:
-    """Return the blocks of each extent that the queries of each tile attend to.
+    """Return the range of blocks that the queries of each tile attend to, for each extent.
 
-    The result has pairs (first block, number of blocks). The number counts all blocks from the first to the last such
-    block. If there is none, both values are 0. `kernel` defines blocks and tiles. `Refs` has the shapes of the
+    A range is a pair (first block, number of blocks). Blocks inside the range count even if no query attends to them.
+    If the queries attend to no block, both values are 0. `kernel` defines blocks and tiles, `Refs` the shapes of the
     arguments.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens

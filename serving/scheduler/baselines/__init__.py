@@ -1,1 +1,1 @@
-"""Policies for comparison: the baselines in the papers of AMOEBA and Gyges, and the policy of AMOEBA's paper."""
+"""Policies to compare with: the baselines that the AMOEBA and Gyges papers use, and AMOEBA's policy as published."""

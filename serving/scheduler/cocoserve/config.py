@@ -1,18 +1,16 @@
 """Settings of the policy `cocoserve` (docs/scheduling.md)."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-RequestPolicy = Literal["amoeba", "flying"]
-REQUEST_POLICIES: tuple[RequestPolicy, ...] = get_args(RequestPolicy)
+REQUEST_POLICIES = ("amoeba", "flying")
 
 
 @dataclass(frozen=True)
 class CocoServeConfig:
     """Settings of the policy `cocoserve`. It also uses the settings of `amoeba`, including the limits of latencies."""
 
-    request_policy: RequestPolicy = "amoeba"
-    """Policy that dispatches requests, and that merges and splits instances."""
+    request_policy: str = "amoeba"
+    """Policy that dispatches requests, and that merges and splits instances: one of `REQUEST_POLICIES`."""
     vacancy_threshold: float = 0.5
     """Minimum vacancy rate of a device at which layers are replicated to it (T_up of CoCoServe 5).
 

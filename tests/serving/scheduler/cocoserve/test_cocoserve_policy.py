@@ -181,7 +181,7 @@ def test_merge_is_requested_if_evictions_were_refused():
 
 def test_flying_merges_for_urgent_requests_when_the_replicas_have_gone():
     policy = CocoServePolicy(CocoServeConfig(request_policy="flying"))
-    urgent = dataclasses.replace(LONG, prompt_tokens=100, max_tokens=50, priority=-1)
+    urgent = WaitingRequest("urgent", 100, 150, priority=-1)
     spread = instance(0, 4, homes={range(0, 8): (0, 1)})
     (change,) = policy.decide(cluster(spread, instance(1, 4), queue=(urgent,), num_devices=2))
     assert change == Evict(0, (0, 8), 1, change.reason)
