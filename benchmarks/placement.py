@@ -6,7 +6,8 @@ The model has random weights. The first table has the layout of CoCoServe's Tabl
 or migrates its first layers to device 1, which is empty. Beside it are the seconds of a plain `jax.device_put` of the
 same weights. The second table has the step time with replicated layers on two virtual devices, and the speed-up that
 Equation 4 predicts from the measured cost of a transfer. Virtual devices share the processor's cores, so the speed-up
-is real only if the machine has a free core for each device.
+is real only if the machine has a free core for each device. The last line has the times of scaling out to an empty
+device, and of a new engine on one device, from its start to its first token with all programs in the compile cache.
 """
 
 import argparse
@@ -133,6 +134,14 @@ def first_token_s(llm: LLM, num_layers: int) -> dict[str, float]:
     return {"first_s": first, "layers_then": layers, "own_instance_s": report.seconds, "num_layers": num_layers}
 
 
+def cold_start_s(settings: dict[str, Any]) -> float:
+    """Return the seconds from the start of a new engine on one device to its first token."""
+    start = time.perf_counter()
+    with LLM(**(settings | {"num_devices": 1, "placement": None})) as llm:
+        next(llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)))
+        return time.perf_counter() - start
+
+
 def main() -> None:
     """Print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,25 +152,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     placement = {"head": [0], "stages": [{"layers": [0, options.layers], "homes": [[0]]}]}
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        LLM(
-            model(Path(directory) / "model", options.layers),
-            load_format="random",
-            num_devices=2,
-            placement=placement,
-            kv_cache_tokens=8192,
-            max_num_seqs=32,
-            max_model_len=1024,
-            prefix_caching=False,
-            progress=False,
-        ) as llm,
-    ):
-        found: dict[str, Any] = {
-            "costs": costs(llm, options.layers, options.repeats),
-            "speedups": speedups(llm, options.layers, options.batch, options.steps),
-            "scale_out": first_token_s(llm, options.layers),
+    with tempfile.TemporaryDirectory() as directory:
+        settings: dict[str, Any] = {
+            "model": model(Path(directory) / "model", options.layers),
+            "load_format": "random",
+            "num_devices": 2,
+            "placement": placement,
+            "kv_cache_tokens": 8192,
+            "max_num_seqs": options.batch,
+            "max_model_len": 1024,
+            "prefix_caching": False,
+            "progress": False,
         }
+        with LLM(**settings) as llm:
+            found: dict[str, Any] = {
+                "costs": costs(llm, options.layers, options.repeats),
+                "speedups": speedups(llm, options.layers, options.batch, options.steps),
+                "scale_out": first_token_s(llm, options.layers),
+            }
+        cold_start_s(settings)  # compiles
+        found["cold_start_s"] = cold_start_s(settings)
     _print(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
@@ -187,7 +197,8 @@ def _print(found: dict[str, Any]) -> None:
     out = found["scale_out"]
     console.print(
         f"scale_out: a token with {out['layers_then']} of {out['num_layers']} layers on the new device after "
-        f"{out['first_s'] * 1e3:.0f} ms; an instance of its own after {out['own_instance_s'] * 1e3:.0f} ms"
+        f"{out['first_s'] * 1e3:.0f} ms; an instance of its own after {out['own_instance_s'] * 1e3:.0f} ms; a new "
+        f"engine needs {found['cold_start_s'] * 1e3:.0f} ms to its first token"
     )
 
 

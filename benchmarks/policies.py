@@ -50,7 +50,7 @@ FIELDS = {
     "splits": "splits",
 }
 STATIC = {"static-tp1": 1, "static-tp2": 2, "static-tp4": 4, "static-mixed": 0}
-POLICIES = ("amoeba", "amoeba_paper", "flying", "round_robin", "least_load_first", *STATIC)
+POLICIES = ("amoeba", "amoeba_paper", "flying", "cocoserve", "round_robin", "least_load_first", *STATIC)
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Two-sided 95% quantiles of Student's t by degrees of freedom."""
 
