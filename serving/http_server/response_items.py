@@ -20,20 +20,20 @@ class ResponseItems:
     def __init__(self, num_top: int):
         self.items: list[dict[str, Any]] = []
         self._num_top = num_top
+        self._logprobs: list[dict[str, Any]] = []
         self._open: str | None = None  # kind of the last item, if it can still grow
 
     def take(self, step: Step) -> list[Event]:
         """Add the next output, and return its events."""
         events: list[Event] = []
-        logprobs = chat_logprobs(step.entries, self._num_top)
+        # Text may lag behind its tokens.
+        self._logprobs += chat_logprobs(step.entries, self._num_top)
         for piece in step.pieces:
             if piece.kind != self._open or piece.call_id is not None:
                 events += self.close("completed")
                 events += self._start(piece)
             if piece.text:
-                events.append(self._grow(piece, logprobs if piece.kind == "content" else []))
-                if piece.kind == "content":
-                    logprobs = []
+                events.append(self._grow(piece, self._take_logprobs()))
         return events
 
     def close(self, status: str) -> list[Event]:
@@ -61,9 +61,15 @@ class ResponseItems:
         self._open = None
         return events
 
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
+
     def end(self, status: str) -> list[Event]:
         """Close the last item, and return the events. An answer without text gets an empty message."""
         events = [] if self.items else self._start(Piece("content", ""))
+        if self._open == "content":
+            self.items[-1]["content"][0]["logprobs"] += self._take_logprobs()
         return events + self.close(status)
 
     def _place(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class _Response:
     """One request of `/v1/responses`."""
 
     def __init__(self, handler: RequestHandler, body: ResponseRequest, request: Request):
-        handler.check_model(body.model or "")
+        handler.check_model(body.model)
         check_names(body, handler.limits)
         refuse_unsupported(body, _UNSUPPORTED_HERE)
         self._handler, self._body = handler, body
