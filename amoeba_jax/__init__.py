@@ -5,12 +5,22 @@ from typing import TYPE_CHECKING, Any
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from amoeba_jax.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+]
 
 
 def __getattr__(name: str) -> Any:

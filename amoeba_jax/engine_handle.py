@@ -105,6 +105,14 @@ class EngineHandle:
         """Limit for prompt plus output of a request, in tokens. See `EngineConfig.max_model_len`."""
         return self._engine.max_model_len
 
+    def default_max_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the number of tokens that a request may generate if its caller sets no limit.
+
+        The result fills the smallest instance that leaves at least 512 tokens, so that a short prompt needs no
+        transformation.
+        """
+        return self._engine.default_max_tokens(num_prompt_tokens)
+
     @property
     def stats(self) -> EngineStats:
         """Totals since the start, such as steps, tokens, preemptions and compiled programs."""

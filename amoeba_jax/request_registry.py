@@ -86,6 +86,8 @@ class RequestRegistry:
         """
         arrival = time.monotonic() if arrival is None else arrival
         params = params or SamplingParams()
+        if params.structured is not None:
+            raise RequestError("structured output is not available")
         for name, given in (("request_id", request_id), ("cache_salt", cache_salt)):
             check_unicode(given or "", name)
         text = prompt if isinstance(prompt, str) else None

@@ -9,6 +9,7 @@ import numpy as np
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.shorten import shorten
+from amoeba_jax.structured_output import StructuredOutput
 from amoeba_jax.valid_text import check_unicode
 
 MAX_LOGPROBS = 20
@@ -90,6 +91,9 @@ class SamplingParams:
     continues. docs/scheduling.md describes the effect on each policy. None: the target of the server."""
     tpot_slo_s: float | None = None
     """Target for the mean time per further token, in seconds: above 0, up to 86400. None: the target of the server."""
+    structured: StructuredOutput | None = None
+    """Constraint on the text, such as a JSON schema. None: free text. docs/serving.md describes the effect on other
+    settings."""
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_F32):
@@ -136,6 +140,8 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise RequestError(f"{name} must be True or False, got {shorten(getattr(self, name))}")
+        if not isinstance(self.structured, StructuredOutput | None):
+            raise RequestError(f"structured must be a StructuredOutput or None, got {shorten(self.structured)}")
         self._normalize()
 
     def _normalize(self) -> None:

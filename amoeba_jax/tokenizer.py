@@ -176,14 +176,29 @@ class Tokenizer:
         """Return whether the token is in the vocabulary and not empty."""
         return bool(self._backend.id_to_token(token_id))
 
+    @property
+    def chat_template(self) -> str:
+        """Text of the chat template; "" if the model has none."""
+        template = self._fast.chat_template
+        # A model may have several templates by name.
+        return template if isinstance(template, str) else (template or {}).get("default", "")
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation in the chat format of the model.
 
         Args:
-            messages: messages with the strings `role` and `content`.
+            messages: messages with the strings `role` and `content`. A message with `tool_calls` needs no content.
             add_generation_prompt: whether to open the turn of the assistant.
+            tools: descriptions of functions, in OpenAI's form.
+            continue_final_message: whether the last message stays open, so that the model continues its text.
+            arguments: further variables of the template.
 
         Raises:
             RequestError: the model has no template, a message is malformed, or the template fails.
@@ -198,15 +213,19 @@ class Tokenizer:
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping):
                 raise RequestError(f"messages[{index}] is a {type(message).__name__}: it must be an object")
-            for key in ("role", "content"):
+            needed = ("role",) if message.get("tool_calls") and message.get("content") is None else ("role", "content")
+            for key in needed:
                 if not isinstance(message.get(key), str):
                     raise RequestError(f"messages[{index}] needs a string {key!r}, not {shorten(message.get(key))}")
                 check_unicode(message[key], f"messages[{index}].{key}")
         try:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=list(tools) or None,  # type: ignore[arg-type]
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(arguments or {}),
             )
         except MemoryError:
             raise

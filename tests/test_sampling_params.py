@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from amoeba_jax import SamplingParams
+from amoeba_jax import SamplingParams, StructuredOutput
 from amoeba_jax.errors import RequestError
 from amoeba_jax.shorten import shorten
 
@@ -42,6 +42,7 @@ RANGES = {
     "priority": ([-(2**31), 0, 2**31 - 1], [-(2**31) - 1, 2**31, None, *NOT_INTEGERS]),
     "ttft_slo_s": ([None, 1e-9, 1, 86_400.0], [0, -1.0, above(86_400), INF, NAN, "1", True]),
     "tpot_slo_s": ([None, 1e-9, 1, 86_400.0], [0, -1.0, above(86_400), INF, NAN, "1", True]),
+    "structured": ([None, StructuredOutput(regex="a")], [{"regex": "a"}, "a", False]),
     "include_stop_str_in_output": ([False, True], [0, 1, None, "yes"]),
     "ignore_eos": ([False, True], [0, 1, None, "yes"]),
     "skip_special_tokens": ([False, True], [0, 1, None, "yes"]),

@@ -37,6 +37,9 @@ from amoeba_jax.transform.report import PlacementReport, TransformReport
 from amoeba_jax.transform.transformations import Transformations
 from amoeba_jax.weights.loading import OpenWeights
 
+ENOUGH_TOKENS = 512
+"""Enough tokens for a usual answer. See `Engine.default_max_tokens`."""
+
 
 class Engine:
     """Everything behind the API. All methods run in the dispatcher thread, except `check_request`.
@@ -171,6 +174,32 @@ class Engine:
                 f"limit of {limit}: the model's context is {self.max_model_len} and the KV cache of a "
                 f"TP{tp} instance holds {capacity}"
             )
+
+    def default_max_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the number of tokens that a request may generate if its caller sets no limit: what the smallest
+        instances leave free.
+
+        Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
+        this.
+        """
+        capacities = [self.transformations.capacity_to_come(it) for it in self.instances]
+        if self.scheduler_hook is not None:
+            capacities += map(self.capacity_tokens, self.cluster.plan.degrees)
+        free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it in capacities) or [1]
+        return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
+
+    def default_max_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the number of tokens that a request may generate if its caller sets no limit: what the smallest
+        instances leave free.
+
+        Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
+        this.
+        """
+        capacities = [self.transformations.capacity_to_come(it) for it in self.instances]
+        if self.scheduler_hook is not None:
+            capacities += map(self.capacity_tokens, self.cluster.plan.degrees)
+        free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it in capacities) or [1]
+        return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue sequences. Skip sequences that have already been cancelled.

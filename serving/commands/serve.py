@@ -27,6 +27,7 @@ from sharding.degrees import degrees_up_to
 if TYPE_CHECKING:
     from amoeba_jax import LLM
     from serving.grpc_server.tracing import Tracing
+    from serving.http_server.server import HttpServer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,9 +62,14 @@ async def _serve(
     tracing = _tracing(server_config)
     server = Server(server_config, tracing)
     metrics = _serve_metrics(server)
+    http = _http_server(server)
     llm = None
     try:
         await server.start()
+        if http is not None and server_config.http_port is not None:
+            await http.start(server_config.http_port)
+            scheme = "http" if server_config.tls is None else "https"
+            say(f"OpenAI's API on {scheme}://{join_address(server_config.host, http.port)}/v1")
         say(f"listening on {join_address(server_config.host, server.port)}, loading {engine_config.model}")
         loading = _in_thread(lambda: _load(engine_config, warm_up))
         await asyncio.wait([loading, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -96,6 +102,8 @@ async def _serve(
             os._exit(EXIT_ENGINE_FAILED)
         return EXIT_ENGINE_FAILED
     finally:
+        if http is not None:
+            await http.stop()
         await server.stop()
         if metrics is not None:
             metrics.close()
@@ -112,6 +120,18 @@ def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
     elif state is State.DRAINING:
         say(f"not ready: {where} was drained while it was loading, and accepts no requests; stop it")
     return state is State.READY
+
+
+def _http_server(server: Server) -> "HttpServer | None":
+    """Return the HTTP server if the configuration has a port for it; else None. Raises `ConfigError` if packages are
+    missing."""
+    if server.config.http_port is None:
+        return None
+    try:
+        from serving.http_server.server import HttpServer
+    except ImportError as error:
+        raise ConfigError(f"http_port needs FastAPI and uvicorn ({error}): pip install 'amoeba-jax[http]'") from error
+    return HttpServer(server.config, server.request_handler)
 
 
 def _tracing(config: ServerConfig) -> "Tracing | None":

@@ -72,7 +72,7 @@ def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         texts = ("host", "otlp_traces_endpoint")
         wanted = str if name in texts else (int, float) if name.endswith("_s") else int
-        optional = name in ("admin_port", "metrics_port", "otlp_traces_endpoint") and value is None
+        optional = name in ("admin_port", "metrics_port", "http_port", "otlp_traces_endpoint") and value is None
         if not optional and (isinstance(value, bool) or not isinstance(value, wanted)):
             raise ConfigError(f"{name}={value!r} of {kind.__name__} has the wrong type")
     return values

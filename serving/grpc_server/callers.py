@@ -75,14 +75,24 @@ class Callers:
         raise CredentialsError(NO_TOKEN)
 
     def caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        """Return the identity of the caller."""
-        peer, token = context.peer(), bearer_token(context.invocation_metadata() or ())
-        client, is_admin = peer.rpartition(":")[0], self.is_admin(token)
+        """Return the identity of the caller of a gRPC call."""
+        peer = context.peer()
+        return self.identify(peer.rpartition(":")[0], peer, bearer_token(context.invocation_metadata() or ()))
+
+    def identify(self, client: str, connection: str, token: str | None) -> Caller:
+        """Return the identity of a caller.
+
+        Args:
+            client: address without the port.
+            connection: address with the port.
+            token: token that the caller sent, or None.
+        """
+        is_admin = self.is_admin(token)
         if token is not None and (is_admin or self.is_client(token)):
             name = hashlib.blake2b(token.encode(), digest_size=16, person=b"caller").hexdigest()
             scope = f"token {name}"
             return Caller(client, scope, scope, name, is_admin, is_admin)
-        return Caller(client, f"connection {peer}", client, may_abort_all=self.needs_no_token)
+        return Caller(client, f"connection {connection}", client, may_abort_all=self.needs_no_token)
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

@@ -1,13 +1,29 @@
 """A generation request, independent of the protocol that it came by."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server.callers import Caller
 
-Prompt = str | list[int] | list[dict[str, Any]]
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and arguments of the model's chat template.
+
+    Attributes:
+        messages: messages in the form of Hugging Face's chat templates.
+        tools: descriptions of functions that the model may call, in OpenAI's form.
+        settings: further arguments of `Tokenizer.apply_chat_template`.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | list[int] | Chat
 """A text, token ids, or a conversation."""
 
 
@@ -25,6 +41,9 @@ class Call:
         num_bytes: size of the request message in bytes, plus the bytes of the prompt that the reply repeats.
         cache_salt: salt that the client sent, or "".
         unique_name: whether to refuse the request if another unfinished request of the caller has the same `name`.
+        add_special_tokens: whether a text gets the BOS of tokenizers that add one.
+        with_tokens: function that gets the token ids of the prompt, and returns the final sampling settings. It may
+            change `max_tokens` only. None: `params` are final.
         trace_headers: `traceparent` and `tracestate` of W3C Trace Context, if the client sent them.
     """
 
@@ -36,6 +55,8 @@ class Call:
     num_bytes: int = 0
     cache_salt: str = ""
     unique_name: bool = True
+    add_special_tokens: bool = True
+    with_tokens: Callable[[list[int]], SamplingParams] | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
 
     @property

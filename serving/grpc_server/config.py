@@ -59,6 +59,12 @@ class Limits:
     """Allowed token ids of a request."""
     max_id_chars: int = 128
     """Characters of a request's id."""
+    max_prompts: int = 128
+    """Prompts of an HTTP request for completions."""
+    max_tools: int = 128
+    """Tools of an HTTP request."""
+    max_http_s: int = 3600
+    """Seconds that an HTTP request may take, from its arrival to its last token."""
     max_salt_chars: int = 256
     """Characters of a request's `cache_salt`."""
     max_settings_bytes: int = 256 * 2**10
@@ -133,6 +139,8 @@ class ServerConfig:
     """Port of AdminService. Default: the same as `port`."""
     metrics_port: int | None = DEFAULT_METRICS_PORT
     """HTTP port of Prometheus metrics. 0 takes any free port, null in a file turns metrics off."""
+    http_port: int | None = None
+    """HTTP port of OpenAI's API. 0 takes any free port. Needs the extra http. Default: no HTTP."""
     tls: TLS | None = None
     """Certificates. None: no TLS."""
     api_token: str | tuple[str, ...] | None = None
@@ -155,8 +163,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", read_host(self.host, "host"))
-        ports = {"port": self.port, "admin_port": self.admin_port, "metrics_port": self.metrics_port}
-        for name, value in ports.items():
+        for name in ("port", "admin_port", "metrics_port", "http_port"):
+            value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise ConfigError(f"{name}={value!r} must be from 0 to 65535")
         if not 0 <= self.shutdown_timeout_s < float("inf"):

@@ -62,6 +62,15 @@ def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) ->
     return params
 
 
+def num_chars(value: Any) -> int:
+    """Return the number of characters of all strings in a JSON value, except keys."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(num_chars, value.values()))
+    return sum(map(num_chars, value)) if isinstance(value, list | tuple) else 0
+
+
 def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_token_chars: int) -> None:
     """Raise `RequestError` if a text of `length` characters cannot fit the context of the model."""
     check_length("the prompt", length, "max_prompt_chars", limits, "characters")

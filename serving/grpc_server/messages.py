@@ -11,7 +11,7 @@ from amoeba_jax.transform.options import PlacementModules
 from amoeba_jax.transform.report import PlacementReport
 from amoeba_jax.views import PlacementStatus
 from serving.grpc_server.callers import Caller
-from serving.grpc_server.calls import Prompt
+from serving.grpc_server.calls import Chat, Prompt
 from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length, check_lists, checked_params
 from sharding.placement import Placement
@@ -67,7 +67,7 @@ def read_prompt(
         return list(ids)
     if kind == "chat" and message.chat.messages:
         check_length("the conversation", len(message.chat.messages), "max_chat_messages", limits, "messages")
-        return [{"role": m.role, "content": m.content} for m in message.chat.messages]
+        return Chat([{"role": m.role, "content": m.content} for m in message.chat.messages])
     raise RequestError("the prompt is empty: give a text, token ids or a conversation")
 
 

@@ -122,6 +122,16 @@ class OpenRequests:
         if not self._bytes_of[client]:
             del self._bytes_of[client]
 
+    def check_bytes(self, client: str, num_bytes: int) -> None:
+        """Raise `LimitError` if `num_bytes` more bytes of a client would exceed `max_client_bytes`. The first bytes of
+        a client are always accepted."""
+        held, most = self._bytes_of[client], self._limits.max_client_bytes
+        if held and held + num_bytes > most:
+            raise LimitError(
+                f"this client's unfinished requests and unread replies have {held} bytes: "
+                f"{num_bytes} more would exceed the limit of {most} (max_client_bytes)"
+            )
+
     def find(self, caller: Caller, name: str) -> list[str]:
         """Return the ids of the requests that a caller means by a name.
 
@@ -165,12 +175,7 @@ class OpenRequests:
                 f"this client's requests that have not ended{_and_before(mine)} have {held} samples: {num_samples} "
                 f"more would exceed the limit of {most} (max_samples_per_client)"
             )
-        held, most = self._bytes_of[client], limits.max_client_bytes
-        if held and held + num_bytes > most:
-            raise LimitError(
-                f"this client's unfinished requests and unread replies have {held} bytes: "
-                f"{num_bytes} more would exceed the limit of {most} (max_client_bytes)"
-            )
+        self.check_bytes(client, num_bytes)
 
     def _check_queue(self, mine: PriorityClass) -> None:
         """Raise `LimitError` if the queue is full for a class."""

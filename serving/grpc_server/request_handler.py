@@ -6,9 +6,10 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from amoeba_jax.errors import (
     DeadlineError,
@@ -19,9 +20,9 @@ from amoeba_jax.errors import (
 )
 from amoeba_jax.tokenizer import Tokenizer
 from serving.grpc_server.callers import Caller, Callers
-from serving.grpc_server.calls import Call, Prompt
+from serving.grpc_server.calls import Call, Chat, Prompt
 from serving.grpc_server.config import Limits
-from serving.grpc_server.field_limits import check_length, check_prompt_entries, check_prompt_text
+from serving.grpc_server.field_limits import check_length, check_prompt_entries, check_prompt_text, num_chars
 from serving.grpc_server.open_requests import OpenRequests, Ticket
 from serving.grpc_server.output_coalescer import OutputCoalescer, Send
 from serving.grpc_server.refusals import Refusals
@@ -139,7 +140,9 @@ class RequestHandler:
                 self._idle.clear()
                 async with _time_limit(call.timeout_s) as deadline:
                     await self.refusals.before_request(call.caller.account)
-                    tokens = await self.tokenize(call.prompt)
+                    tokens = await self.tokenize(call.prompt, call.add_special_tokens)
+                    if call.with_tokens is not None:
+                        call = replace(call, params=call.with_tokens(tokens))
                     check_prompt_entries(len(tokens), call.params, self.limits)
                     ticket.count_tokens(len(tokens))
                     await self._generate(call, tokens, arrival, deadline, send, ticket, record)
@@ -211,14 +214,15 @@ class RequestHandler:
             self._check_text(len(prompt))
             encode = partial(self.tokenizer().encode, prompt, add_special_tokens)
             tokens = await self._threads.tokenize(len(prompt), encode)
-        elif prompt and isinstance(prompt[0], dict):
-            messages = cast(list[dict[str, Any]], prompt)
+        elif isinstance(prompt, Chat):
+            messages, tools = prompt.messages, prompt.tools
             check_length("the conversation", len(messages), "max_chat_messages", self.limits, "messages")
-            length = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+            length = num_chars(messages) + num_chars(tools)
             self._check_text(length)
-            tokens = await self._threads.tokenize(length, partial(self.tokenizer().apply_chat_template, messages))
+            render = partial(self.tokenizer().apply_chat_template, messages, tools=tools, **prompt.settings)
+            tokens = await self._threads.tokenize(length, render)
         else:
-            tokens = cast(list[int], prompt)
+            tokens = prompt
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
         return tokens

@@ -1,4 +1,4 @@
-"""The gRPC status of each error."""
+"""The gRPC status and the HTTP status of each error."""
 
 import asyncio
 import logging
@@ -40,6 +40,10 @@ class NotServingError(ValueError):
     """The server is loading, draining, or its engine has failed."""
 
 
+class TooLargeError(ValueError):
+    """The message is longer than `Limits.max_message_bytes`."""
+
+
 class SlowReaderError(ValueError):
     """The client does not read its messages."""
 
@@ -56,28 +60,29 @@ class ForbiddenError(ValueError):
     """The token does not allow this call."""
 
 
-# Subclasses before their base classes.
-_STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
-    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (QueueFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (UnknownPolicyError, grpc.StatusCode.INVALID_ARGUMENT),
-    (UnknownModelError, grpc.StatusCode.NOT_FOUND),
-    (DuplicateIdError, grpc.StatusCode.ALREADY_EXISTS),
-    (LimitError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (NotServingError, grpc.StatusCode.UNAVAILABLE),
-    (EngineClosedError, grpc.StatusCode.UNAVAILABLE),
-    (SlowReaderError, grpc.StatusCode.CANCELLED),
-    (PreconditionError, grpc.StatusCode.FAILED_PRECONDITION),
-    (LayoutError, grpc.StatusCode.FAILED_PRECONDITION),
-    (CredentialsError, grpc.StatusCode.UNAUTHENTICATED),
-    (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
-    (NotANumberError, grpc.StatusCode.INTERNAL),
-    (RequestFailedError, grpc.StatusCode.INTERNAL),
+# Error, gRPC status and HTTP status. Subclasses before their base classes.
+_STATUSES: tuple[tuple[type[BaseException], grpc.StatusCode, int], ...] = (
+    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    (QueueFullError, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    (UnknownPolicyError, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    (UnknownModelError, grpc.StatusCode.NOT_FOUND, 404),
+    (DuplicateIdError, grpc.StatusCode.ALREADY_EXISTS, 409),
+    (LimitError, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    (TooLargeError, grpc.StatusCode.RESOURCE_EXHAUSTED, 413),
+    (NotServingError, grpc.StatusCode.UNAVAILABLE, 503),
+    (EngineClosedError, grpc.StatusCode.UNAVAILABLE, 503),
+    (SlowReaderError, grpc.StatusCode.CANCELLED, 408),
+    (PreconditionError, grpc.StatusCode.FAILED_PRECONDITION, 409),
+    (LayoutError, grpc.StatusCode.FAILED_PRECONDITION, 409),
+    (CredentialsError, grpc.StatusCode.UNAUTHENTICATED, 401),
+    (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED, 403),
+    (NotANumberError, grpc.StatusCode.INTERNAL, 500),
+    (RequestFailedError, grpc.StatusCode.INTERNAL, 500),
 )
 # Errors that clients cause: they do not count as failures of the server.
 _ABORTED = asyncio.CancelledError | DeadlineError | SlowReaderError
-_REFUSED = RequestError | LimitError | DuplicateIdError | UnknownModelError
+_REFUSED = RequestError | LimitError | TooLargeError | DuplicateIdError | UnknownModelError
 # Errors whose own texts are for the log only.
 _FIXED_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (EngineClosedError, "the engine has failed or was closed: try another server"),
@@ -106,7 +111,12 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     """Return the status of an error. Cancellation is CANCELLED."""
     if isinstance(error, asyncio.CancelledError):
         return grpc.StatusCode.CANCELLED
-    return next((code for kind, code in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    return next((code for kind, code, _ in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def http_status_of(error: BaseException) -> int:
+    """Return the HTTP status of an error. An unknown error is 500."""
+    return next((status for kind, _, status in _STATUSES if isinstance(error, kind)), 500)
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP, on the request handler of the gRPC server."""

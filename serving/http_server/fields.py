@@ -1,0 +1,177 @@
+"""Fields that requests of several endpoints share, and their conversion to sampling settings."""
+
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from amoeba_jax import StructuredOutput
+from amoeba_jax.errors import RequestError
+from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.shorten import shorten
+from serving.grpc_server.callers import Caller
+from serving.grpc_server.config import Limits
+from serving.grpc_server.field_limits import check_length, checked_params
+from serving.http_server.errors import FieldError, field_error
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints of the text."""
+
+    # The name `json` is a method of pydantic's models, so this class reads `json` by an alias.
+    json_schema: Any = None
+    regex: str | None = None
+    choice: Any = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=lambda it: it.replace("json_schema", "json"))
+
+
+class Sampling(Body):
+    """Fields of all endpoints that generate text. Names are OpenAI's, or else vLLM's.
+
+    A field that has no effect on the text is accepted and ignored. A field that would change the text, but is not
+    supported, is refused by `refuse_unsupported`.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # Fields without an effect on the text.
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    # vLLM's fields.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Any = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    # Fields of this server.
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+
+
+class Penalties(Body):
+    """Fields of completions and chat completions."""
+
+    n: int | None = None
+    seed: int | None = None
+    stop: Any = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
+
+_DIRECT = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
+    *("allowed_token_ids", "bad_words", "priority", "ttft_slo_s", "tpot_slo_s"),
+)
+
+
+async def read_body(request: Request, kind: type[M]) -> M:
+    """Return the body of a request. Raise `RequestError` for JSON that is invalid or does not have the form `kind`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Web pages of other sites can send other types without asking the browser.
+    if media_type != "application/json":
+        raise RequestError(f"the content type must be application/json, got {shorten(media_type)}")
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise field_error(error) from None
+
+
+def refuse_unsupported(body: BaseModel, unsupported: dict[str, tuple[Any, ...]]) -> None:
+    """Raise `FieldError` for a field that is set to a value that this server cannot honour.
+
+    `unsupported`: for each field, the values that have no effect, besides null.
+    """
+    for name, harmless in unsupported.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless:
+            raise FieldError(name, f"is not supported by this server, got {shorten(value)}")
+
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "spaces_between_special_tokens": (True,),
+}
+
+
+def sampling_params(body: Any, limits: Limits, caller: Caller, **more: Any) -> SamplingParams:
+    """Return the sampling settings of a body. Raise `RequestError` for a value that is invalid or over a limit.
+
+    `more`: settings that replace or add to fields of the body. None: the default.
+    """
+    values = {name: value for name in _DIRECT if (value := getattr(body, name, None)) is not None}
+    if (seed := getattr(body, "seed", None)) is not None:
+        if not -(2**63) <= seed < 2**63:
+            raise FieldError("seed", f"must be an integer of 64 bits, got {shorten(seed)}")
+        values["seed"] = seed % 2**32
+    if bias := getattr(body, "logit_bias", None):
+        check_length("logit_bias", len(bias), "max_logit_bias", limits)
+        values["logit_bias"] = {_token_id(token): value for token, value in bias.items()}
+    if (given := body.structured_outputs) is not None:
+        values["structured"] = StructuredOutput(
+            json_schema=given.json_schema,
+            json_object=bool(given.json_object),
+            regex=given.regex,
+            grammar=given.grammar,
+            choice=given.choice,
+        )
+    for name, value in more.items():
+        if value is not None:
+            values[name] = value
+    return checked_params(values, limits, caller)
+
+
+def _token_id(text: str) -> int:
+    if not text.isdecimal() or len(text) > 10:
+        raise FieldError("logit_bias", f"must have token ids as keys, got {shorten(text)}")
+    return int(text)
+
+
+def check_names(body: Any, limits: Limits) -> None:
+    """Raise `RequestError` if the id or the salt of a request is too long."""
+    for name, limit in (("request_id", "max_id_chars"), ("cache_salt", "max_salt_chars")):
+        check_length(name, len(getattr(body, name) or ""), limit, limits, "characters")

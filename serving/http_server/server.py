@@ -1,0 +1,83 @@
+"""The HTTP server in the event loop of the gRPC server."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from serving.grpc_server.binding import binding_error
+from serving.grpc_server.config import ServerConfig
+from serving.grpc_server.request_handler import RequestHandler
+from serving.http_server.app import create_app, with_gate
+
+# Connections at the same time. Further connections get the status 503.
+_MAX_CONNECTIONS = 4096
+# Seconds that `stop` waits for running requests.
+_SHUTDOWN_GRACE_S = 2
+
+
+class HttpServer:
+    """An HTTP server over the request handler of a gRPC server. All methods run in one event loop.
+
+    Attributes:
+        port: bound port.
+        app: FastAPI application.
+    """
+
+    def __init__(self, config: ServerConfig, handler: RequestHandler):
+        self._config = config
+        self.app = create_app(handler)
+        self.port = 0
+        tls = config.tls
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                with_gate(self.app, handler),
+                loop="none",
+                http="h11",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                log_level="critical",
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=_MAX_CONNECTIONS,
+                h11_max_incomplete_event_size=config.limits.max_header_bytes,
+                timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
+                ssl_certfile=None if tls is None else tls.certificate,
+                ssl_keyfile=None if tls is None else tls.key,
+                ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
+                ssl_cert_reqs=0 if tls is None or tls.client_ca is None else 2,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, port: int) -> None:
+        """Bind the port and serve. Raise `ConfigError` if the port is taken."""
+        host = self._config.host
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=2048)
+        except OSError as error:
+            raise binding_error(host, port, "--http-port") from error
+        self.port = listener.getsockname()[1]
+        self._serving = asyncio.ensure_future(self._uvicorn.serve([listener]))
+        while not self._uvicorn.started and not self._serving.done():
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        """End all requests and close the port."""
+        if self._serving is not None:
+            self._uvicorn.should_exit = True
+            await self._serving
+
+
+class _Uvicorn(uvicorn.Server):
+    """Server that leaves signals to `amoeba serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers."""
+        yield

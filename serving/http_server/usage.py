@@ -1,0 +1,105 @@
+"""Token counts and log-probabilities in OpenAI's form."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta
+
+# JSON has no infinity.
+_LOWEST = -9999.0
+
+
+class Usage:
+    """Token counts of the calls of one request."""
+
+    def __init__(self, num_calls: int = 1):
+        self._prompts = [0] * num_calls
+        self._cached = [0] * num_calls
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+
+    def add(self, index: int, delta: RequestDelta) -> None:
+        """Add the next output of a call."""
+        self._prompts[index] = delta.num_prompt_tokens
+        self._cached[index] = delta.metrics.num_cached_tokens
+        self.completion_tokens += delta.num_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens of all calls."""
+        return sum(self._prompts)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens that were found in the prefix cache."""
+        return sum(self._cached)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object `usage` of completions and chat completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+def text_entries(delta: CompletionDelta, keeps_stop: bool) -> list[tuple[int, dict[int, Logprob]]]:
+    """Return the tokens and log-probabilities that belong to the text of a delta.
+
+    A stop token is not text. `keeps_stop`: whether the text includes it.
+    """
+    entries = list(zip(delta.token_ids, delta.logprobs or (), strict=False))
+    ended_by_token = delta.finish_reason == "stop" and not isinstance(delta.stop_reason, str)
+    return entries[:-1] if ended_by_token and not keeps_stop else entries
+
+
+def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
+    """Return a token with its log-probability, in the form of chat completions."""
+    text = f"token_id:{token_id}" if as_id else entry.decoded_token or ""
+    return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode(errors="replace"))}
+
+
+def chat_logprobs(
+    entries: Iterable[tuple[int, dict[int, Logprob]]], num_top: int, as_id: bool = False
+) -> list[dict[str, Any]]:
+    """Return log-probabilities in the form of chat completions."""
+    return [
+        token_entry(token, options[token], as_id)
+        | {"top_logprobs": [token_entry(other, options[other], as_id) for other in top(options, num_top)]}
+        for token, options in entries
+    ]
+
+
+def top(options: dict[int, Logprob], num_top: int) -> list[int]:
+    """Return the ids of the most probable tokens at a position."""
+    return sorted(options, key=lambda token: options[token].rank)[:num_top]
+
+
+class CompletionLogprobs:
+    """Builder of log-probabilities in the form of completions. It keeps the offset in the text."""
+
+    def __init__(self, num_top: int, as_id: bool):
+        self._num_top, self._as_id = num_top, as_id
+        self._offset = 0
+
+    def build(self, entries: Sequence[tuple[int, str, dict[int, Logprob] | None]]) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens: id, text and options of each. None: no log-probability."""
+        tokens, logprobs, tops, offsets = [], [], [], []
+        for token, text, options in entries:
+            tokens.append(f"token_id:{token}" if self._as_id else text)
+            offsets.append(self._offset)
+            self._offset += len(text)
+            logprobs.append(None if options is None else max(options[token].logprob, _LOWEST))
+            tops.append(None if options is None else self._top(token, options))
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, token: int, options: dict[int, Logprob]) -> dict[str, float]:
+        # As in vLLM, the chosen token is always present.
+        chosen = dict.fromkeys((token, *top(options, self._num_top)))
+        result: dict[str, float] = {}
+        for it in chosen:
+            text = f"token_id:{it}" if self._as_id else options[it].decoded_token or ""
+            result.setdefault(text, max(options[it].logprob, _LOWEST))
+        return result
