@@ -1,6 +1,5 @@
 """Reports about an engine, for notebooks and the command line."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from html import escape
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from sharding.ledger import format_bytes
 from sharding.owners import Owner
+from sharding.picture import PICTURE_WIDTH, frame, legend, number_step, rectangle
 from sharding.placement import Placement
 
 # Uses of the bytes of a layer, in the order of its column from top to bottom.
@@ -32,7 +32,6 @@ _COLORS = {
     "temporaries (reserved)": ("#b07cc6", 1.0),
     "unused": ("#8c8c8c", 0.15),
 }
-_PICTURE_WIDTH = 920
 
 
 @dataclass(frozen=True)
@@ -317,21 +316,20 @@ def _picture(report: MemoryReport) -> str:
     """
     rows = {device: _columns(report, device) for device in report.devices}
     longest = max((sum(column.num_bytes for column in columns) for columns in rows.values()), default=1)
-    scale = _PICTURE_WIDTH / longest
+    scale = PICTURE_WIDTH / longest
     height = 96 if len(rows) <= 4 else 56
     pitch = height + 48
     drawn = "".join(
         f'<g transform="translate(0 {index * pitch})">{_row(report, device, columns, scale, height)}</g>'
         for index, (device, columns) in enumerate(rows.items())
     )
-    return (
-        f'<div style="font-size:12px">{_legend(rows.values())}<br>'
-        "A row is a device with its whole budget: a column for each layer, then the buffers outside the layers. "
-        "Areas are to scale; point at one for its bytes."
-        f'<svg viewBox="0 0 {_PICTURE_WIDTH} {pitch * len(rows)}" role="img" aria-label="device memory" '
-        'style="display:block;width:100%;max-width:1200px" font-family="sans-serif" font-size="11" '
-        f'fill="currentColor">{drawn}</svg></div>'
+    present = {part for columns in rows.values() for column in columns for part, size in column.parts.items() if size}
+    swatches = legend((part, *color) for part, color in _COLORS.items() if part in present)
+    caption = (
+        f"{swatches}<br>A row is a device with its whole budget: a column for each layer, then the buffers outside the "
+        "layers. Areas are to scale; point at one for its bytes."
     )
+    return frame("device memory", caption, drawn, pitch * len(rows))
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
@@ -351,8 +349,7 @@ def _row(report: MemoryReport, device: int, columns: list[_Column], scale: float
     held = f"device {device}: {format_bytes(report.device_bytes(device))} of {format_bytes(report.budget_bytes)}"
     shapes, numbers, x = [], [], 0.0
     narrowest = min((c.num_bytes for c in columns if c.layer is not None and c.num_bytes), default=1) * scale
-    # Number every layer, or every 2nd, 5th, ... layer if the numbers would touch.
-    step = next((step for step in (1, 2, 5, 10, 20, 50) if step * narrowest >= 20), 100)
+    step = number_step(narrowest)
     for column in columns:
         width = column.num_bytes * scale
         name = "outside the layers" if column.layer is None else f"layer {column.layer}"
@@ -377,23 +374,9 @@ def _stack(title: str, parts: dict[str, int], x: float, width: float, height: in
     for part, size in present.items():
         color, opacity = _COLORS[part]
         part_height = height * size / sum(present.values())
-        rectangles.append(
-            f'<rect x="{x:.3f}" y="{y:.3f}" width="{width:.3f}" height="{part_height:.3f}" '
-            f'fill="{color}" fill-opacity="{opacity}"/>'
-        )
+        rectangles.append(rectangle(x, y, width, part_height, color, opacity))
         y += part_height
     return f"<g><title>{escape(lines)}</title>{''.join(rectangles)}</g>"
-
-
-def _legend(rows: Iterable[list[_Column]]) -> str:
-    """Return the HTML legend of the parts in the picture."""
-    present = {part for columns in rows for column in columns for part, size in column.parts.items() if size}
-    swatch = '<span style="display:inline-block;width:.9em;height:.9em;background:{};opacity:{}"></span>'
-    return "".join(
-        f'<span style="white-space:nowrap;margin-right:1.2em">{swatch.format(*color)} {escape(part)}</span>'
-        for part, color in _COLORS.items()
-        if part in present
-    )
 
 
 @dataclass(frozen=True)

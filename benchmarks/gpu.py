@@ -362,10 +362,10 @@ def server(run: Bench) -> Iterator[Row]:
     """Measure a gRPC server in this process with a client in another process."""
     llm = run.single()
     flags = {"num-warmups": 1, "metric-percentiles": "50,99"}
-    with local_server(llm) as (address, _):
+    with local_server(llm) as server:
         for name, load in run.sizes.loads.items():
             before = llm.stats.compiled_programs
-            report = bench(address, load | flags)
+            report = bench(server.address, load | flags)
             yield LoadRow(name, llm.stats.compiled_programs - before, report)
 
 

@@ -344,7 +344,10 @@ def bench(
         defaults={"model": EngineConfig.model, "num_devices": 4, "device_memory": "1GiB"},
     )
 )
-def demo(values: dict[str, Any]) -> None:
+def demo(
+    values: dict[str, Any],
+    opens_page: Annotated[bool, typer.Option("--open", help="Live page of the server, in a browser.")] = False,
+) -> None:
     """Watch instances merge for a long prompt and split again.
 
     Serves short requests at the same time, on virtual CPU devices, and prints a report.
@@ -352,7 +355,7 @@ def demo(values: dict[str, Any]) -> None:
     with clean_exit():
         from serving.commands.demo import run_demo
 
-        run_demo(**values)
+        run_demo(**values, opens_page=opens_page)
 
 
 @app.command()

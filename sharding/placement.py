@@ -19,6 +19,7 @@ from itertools import combinations, groupby
 from typing import Any, Literal
 
 from sharding.errors import LayoutError
+from sharding.picture import PICTURE_WIDTH, degree_color, frame, legend, number_step, rectangle
 
 ModuleKind = Literal["layer", "attention", "ffn"]
 """Part of each layer in a run of layers: attention and FFN (`layer`), only attention, or only FFN."""
@@ -357,6 +358,49 @@ class Placement:
 
     def __str__(self) -> str:
         return "   ".join(map(str, self.runs))
+
+    def _repr_html_(self) -> str:
+        return _picture(self)
+
+
+def _picture(placement: Placement) -> str:
+    """Return a picture with a row for each device and a column for each layer, and a last column for the head."""
+    left, head_width, top, height, pitch = 72, 28, 6, 26, 34
+    width = (PICTURE_WIDTH - left - head_width - 8) / placement.num_layers
+    shapes, texts, homes = [], [], {placement.head}
+    for row, device in enumerate(placement.devices):
+        y = top + row * pitch
+        texts.append(f'<text y="{y + 17}">device {device}</text>')
+        for layer, modules in enumerate(zip(placement.attention, placement.ffn, strict=True)):
+            x, drawn = left + layer * width, []
+            for half, of in enumerate(modules):
+                if here := next((home for home in of if device in home.devices), None):
+                    homes.add(here)
+                    drawn.append(rectangle(x, y + half * height / 2, width, height / 2, degree_color(here.degree)))
+            names = [", ".join(map(str, dict.fromkeys(of))) for of in modules]
+            text = f"layer {layer}\nattention: {names[0]}\nFFN: {names[1]}"
+            shapes.append(f"<g><title>{text}</title>{''.join(drawn)}</g>" if drawn else "")
+        if device in placement.head.devices:
+            title = f"<title>embedding and head: {placement.head}</title>"
+            x, color = PICTURE_WIDTH - head_width, degree_color(placement.head.degree)
+            shapes.append(f"<g>{title}{rectangle(x, y, head_width, height, color)}</g>")
+    bottom = top + len(placement.devices) * pitch + 8
+    numbers = "".join(
+        f'<text x="{left + (layer + 0.5) * width:.2f}" y="{bottom}">{layer}</text>'
+        for layer in range(0, placement.num_layers, number_step(width))
+    )
+    drawn = (
+        f'<g stroke="currentColor" stroke-width=".5" stroke-opacity=".3">{"".join(shapes)}</g>'
+        f'{"".join(texts)}<g text-anchor="middle">{numbers}</g>'
+        f'<text x="{PICTURE_WIDTH}" y="{bottom}" text-anchor="end">head</text>'
+    )
+    degrees = sorted({home.degree for home in homes})
+    swatches = legend((f"TP{degree}", degree_color(degree), 1.0) for degree in degrees)
+    caption = (
+        f"{swatches}<br>A row is a device, and a column is a layer: its attention above, its FFN below. Devices with "
+        "the same layer share its requests, or compute it together. Point at a layer for its homes."
+    )
+    return frame("placement", caption, drawn, bottom + 6)
 
 
 def _dealt(homes: Homes, count: int) -> Homes:

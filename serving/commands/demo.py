@@ -29,13 +29,14 @@ from serving.commands.generate import uses_chat
 from sharding.ledger import format_bytes, parse_bytes
 
 
-def run_demo(model: str, num_devices: int, device_memory: str) -> None:
+def run_demo(model: str, num_devices: int, device_memory: str, opens_page: bool = False) -> None:
     """Load a model, serve the requests of the demo, and print a report on stdout.
 
     Args:
         model: name or directory of a model with a tokenizer.
         num_devices: number of devices. With one device, no instances merge.
         device_memory: memory of each device, such as "1GiB".
+        opens_page: whether to show the live page in a browser. With one device there is no page.
     """
     console = Console(highlight=False)
     start = time.perf_counter()
@@ -75,7 +76,7 @@ def run_demo(model: str, num_devices: int, device_memory: str) -> None:
             console.print("On one device nothing can merge: try --num-devices 2 or 4.")
             return
         with DemoView(console, llm) as view:
-            run = run_work(llm, work, texts, view)
+            run = run_work(llm, work, texts, view, opens_page)
         console.print("\nChecking: the same requests once more, without a merge or a split ...")
         print_report(console, tokenizer, llm, run, _check(llm, work, run.short, run.long))
     console.print(f"\nThe demo took {time.perf_counter() - start:.0f} s.")

@@ -7,6 +7,7 @@ splits the merged instance again.
 import itertools
 import threading
 import time
+import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from amoeba_jax.views import MemoryReport
 from serving.commands.demo_view import DemoView, sampled
 from serving.commands.generate import chat_prompt, uses_chat
 from serving.commands.local_server import local_server
+from serving.grpc_server.config import ServerConfig
 from serving.runtime.scheduling_config import SchedulingConfig
 from sharding.owners import Owner
 
@@ -233,17 +235,25 @@ def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_d
     return Work(short, long, short_tokens, device_tokens(short_tokens))
 
 
-def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView) -> Run:
-    """Send the requests to a server in this process, and show the progress in `view`."""
+def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView, opens_page: bool = False) -> Run:
+    """Send the requests to a server in this process, and show the progress in `view`.
+
+    Args:
+        opens_page: whether to serve the live page, and to open it in a browser.
+    """
     degree = llm.config.max_tp
     layout = f"{llm.config.num_devices} x TP1"
     device_tokens = llm.instances[0].kv_total_pages * llm.config.page_size
     ended: list[tuple[float, TransformReport]] = []
     scheduling = SchedulingConfig(merge_to=degree, linger_s=LINGER_S)
+    config = ServerConfig(port=0, metrics_port=None, http_port=0 if opens_page else None)
     with (
-        local_server(llm, scheduling, on_report=lambda r: ended.append((time.perf_counter(), r))) as (target, _),
-        Client(target) as client,
+        local_server(llm, scheduling, config, lambda report: ended.append((time.perf_counter(), report))) as server,
+        Client(server.address) as client,
     ):
+        if server.page_url is not None:
+            view.event(f"live page: {server.page_url}")
+            webbrowser.open(server.page_url)
         view.event(f"{layout}: {len(work.short)} short requests start")
         streams = []
         for prompt, text in zip(work.short, texts, strict=True):

@@ -1,10 +1,11 @@
-"""gRPC server in the process of its `LLM`, for `amoeba demo` and experiments."""
+"""A server in the process of its `LLM`, for `amoeba demo` and experiments."""
 
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from amoeba_jax import LLM
 from amoeba_jax.address import join_address
@@ -12,7 +13,25 @@ from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.server import Server
 from serving.runtime.scheduling import OnReport, Scheduling, SchedulingConfig
 
+if TYPE_CHECKING:
+    from serving.http_server.server import HttpServer
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LocalServer:
+    """A running server.
+
+    Attributes:
+        address: host and port of gRPC.
+        scheduling: scheduler of the server.
+        page_url: URL of the live page. None: the server has no HTTP port.
+    """
+
+    address: str
+    scheduling: Scheduling
+    page_url: str | None
 
 
 @contextmanager
@@ -21,39 +40,48 @@ def local_server(
     scheduling: SchedulingConfig | None = None,
     config: ServerConfig | None = None,
     on_report: OnReport = lambda report: None,
-) -> Iterator[tuple[str, Scheduling]]:
-    """Serve an LLM over gRPC until the `with` block ends. Yield the address and the scheduler.
+) -> Iterator[LocalServer]:
+    """Serve an LLM until the `with` block ends.
 
     Afterwards the LLM stays open, and its engine places requests without this scheduler. Raises `ConfigError` if the
     port cannot be bound.
 
     Args:
-        config: settings of the server. None: a free port of the loopback interface, and no metrics.
+        config: settings of the server. None: gRPC on a free port of the loopback interface, no HTTP and no metrics.
         on_report: function that is called with the report of each transformation.
     """
     loop = _LoopThread()
     config = config or ServerConfig(port=0, metrics_port=None)
     try:
-        server = loop.run(_start(config))
+        server, http = loop.run(_start(config))
         scheduler = Scheduling(llm, scheduling or SchedulingConfig(), server.metrics, on_report)
         try:
             loop.run(server.attach(llm, scheduling=scheduler))
-            yield join_address(config.host, server.port), scheduler
+            page_url = None if http is None else f"http://{join_address(config.host, http.port)}/"
+            yield LocalServer(join_address(config.host, server.port), scheduler, page_url)
         finally:
+            if http is not None:
+                loop.run(http.stop())
             loop.run(server.stop())
             scheduler.close()
     finally:
         loop.close()
 
 
-async def _start(config: ServerConfig) -> Server:
+async def _start(config: ServerConfig) -> "tuple[Server, HttpServer | None]":
     server = Server(config)
     try:
         await server.start()
+        if config.http_port is None:
+            return server, None
+        from serving.http_server.server import HttpServer
+
+        http = HttpServer(config, server.request_handler)
+        await http.start(config.http_port)
+        return server, http
     except BaseException:
         await server.stop()
         raise
-    return server
 
 
 class _LoopThread:

@@ -69,7 +69,8 @@ async def _serve(
         if http is not None and server_config.http_port is not None:
             await http.start(server_config.http_port)
             scheme = "http" if server_config.tls is None else "https"
-            say(f"OpenAI's API on {scheme}://{join_address(server_config.host, http.port)}/v1")
+            url = f"{scheme}://{join_address(server_config.host, http.port)}"
+            say(f"OpenAI's API on {url}/v1, live page on {url}/")
         say(f"listening on {join_address(server_config.host, server.port)}, loading {engine_config.model}")
         loading = _in_thread(lambda: _load(engine_config, warm_up))
         await asyncio.wait([loading, stop], return_when=asyncio.FIRST_COMPLETED)

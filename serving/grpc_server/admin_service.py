@@ -1,7 +1,7 @@
 """amoeba.v1.AdminService."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,7 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
 from amoeba_jax.transform.options import ChangeOrder, PlacementKind, RunningRequests
-from amoeba_jax.transform.report import PlacementReport, TransformReport, TransformVariant
-from amoeba_jax.views import InstanceStatus
+from amoeba_jax.transform.report import PlacementReport, TransformVariant
 from serving.grpc_server.messages import (
     placement_message,
     placement_report,
@@ -23,6 +22,7 @@ from serving.grpc_server.messages import (
 )
 from serving.grpc_server.request_handler import RequestHandler, State
 from serving.grpc_server.statuses import LimitError, PreconditionError
+from serving.grpc_server.transform_call import transform_instances
 from serving.runtime.snapshot import take_snapshot
 
 Context = grpc.aio.ServicerContext
@@ -43,21 +43,6 @@ _RUNNING: dict[int, RunningRequests] = {
     pb.RUNNING_REQUESTS_WAIT: "wait",
 }
 _ORDERS: dict[int, ChangeOrder] = {pb.CHANGE_ORDER_LAYER: "layer", pb.CHANGE_ORDER_MEMORY_FIRST: "memory_first"}
-
-
-def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
-    """Return the kinds of a transformation to `degree`: `scale_up`, `scale_down` or both. If no instance changes its
-    degree, the kind is `unchanged`.
-
-    Args:
-        instances: present instances.
-        degree: degree after the transformation.
-        devices: devices of the instances to transform. Empty: all instances.
-    """
-    named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
-    changes = {"scale_up": any(i.tensor_parallel_size < degree for i in named)}
-    changes["scale_down"] = any(i.tensor_parallel_size > degree for i in named)
-    return [kind for kind, changed in changes.items() if changed] or ["unchanged"]
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
@@ -89,29 +74,19 @@ class AdminService(pb_grpc.AdminServiceServicer):
             raise RequestError(f"running={request.running} is not known")
         if (order := _ORDERS.get(request.order)) is None:
             raise RequestError(f"order={request.order} is not known")
-        if len(request.devices) > (most := self._handler.backend.num_devices):
-            raise RequestError(f"devices has {len(request.devices)} elements: this server has {most} devices")
         release = request.release_weights if request.HasField("release_weights") else True
         layers = request.layers_per_step or "auto"
-        request_handler, degree = self._handler, request.tensor_parallel_size
-        backend = request_handler.backend
-        if request_handler.state is not State.READY:
-            raise PreconditionError("the server is shutting down: instances can no longer be transformed")
-        transform = partial(
-            backend.transform,
-            degree,
-            list(request.devices) or None,
-            variant,
-            release,
-            layers,
-            request.wait_for_programs,
-            running,
-            order,
+        report = await transform_instances(
+            self._handler,
+            request.tensor_parallel_size,
+            request.devices,
+            variant=variant,
+            release_weights=release,
+            layers_per_step=layers,
+            wait_for_programs=request.wait_for_programs,
+            running=running,
+            order=order,
         )
-
-        # If the client leaves, the transformation continues and is still counted in the metrics.
-        work = asyncio.ensure_future(self._transform(transform, request, variant))
-        report = await asyncio.shield(work)
         return pb.TransformResponse(
             tensor_parallel_size=report.tensor_parallel_size,
             variant=request.variant or pb.TRANSFORM_VARIANT_IN_PLACE_OVERLAPPED,
@@ -126,22 +101,6 @@ class AdminService(pb_grpc.AdminServiceServicer):
             awaited_programs=report.awaited_programs,
             waited_s=report.waited_s,
         )
-
-    async def _transform(self, transform, request: pb.TransformRequest, variant: TransformVariant) -> TransformReport:
-        handler, metrics = self._handler, self._handler.metrics
-        before = await handler.control(lambda: handler.backend.instances)
-        kinds = kinds_of(before, request.tensor_parallel_size, request.devices)
-        try:
-            report = await handler.transform(transform)
-        except Exception as error:
-            refused = isinstance(error, LayoutError | RequestError | MemoryBudgetError)
-            for kind in kinds:
-                metrics.not_transformed(kind, str(variant), "refused" if refused else "failed")
-            if refused:
-                raise PreconditionError(str(error)) from error
-            raise
-        metrics.transformed(report)
-        return report
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
         """Return the placement of an instance."""

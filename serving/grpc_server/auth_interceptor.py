@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from amoeba_jax.errors import RequestError
-from serving.grpc_server.callers import Callers, bearer_token
+from serving.grpc_server.callers import NO_TOKEN, Callers, bearer_token
 from serving.grpc_server.refusals import Refusals
 from serving.grpc_server.statuses import CredentialsError, ForbiddenError, status_of
 
@@ -53,13 +53,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return
         given = bearer_token(details.invocation_metadata or ())
         if details.method.startswith(ADMIN_SERVICE):
-            if callers.is_admin(given):
-                return
-            if callers.is_client(given):
-                raise ForbiddenError("this token does not allow administration: send the admin token")
-        elif callers.is_admin(given) or callers.inference_is_open or callers.is_client(given):
-            return
-        raise CredentialsError("send a valid token as metadata: authorization: Bearer TOKEN")
+            callers.check_admin(given)
+        elif not (callers.is_admin(given) or callers.inference_is_open or callers.is_client(given)):
+            raise CredentialsError(NO_TOKEN)
 
     async def _abort(self, status: grpc.StatusCode, text: str, context: grpc.aio.ServicerContext) -> None:
         await self._refusals.wait(self._callers.caller(context).account, status)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import grpc
 
+from serving.grpc_server.statuses import CredentialsError, ForbiddenError
+
+NO_TOKEN = "send a valid token as metadata: authorization: Bearer TOKEN"
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -56,6 +60,19 @@ class Callers:
     def is_admin(self, token: str | None) -> bool:
         """Return whether a token is the admin token."""
         return _same(token, self._admin_token)
+
+    def check_admin(self, token: str | None) -> None:
+        """Check that a token allows administration. Without tokens on the server, everybody is an administrator.
+
+        Raises:
+            CredentialsError: there is no token, or it is unknown.
+            ForbiddenError: the token belongs to a client.
+        """
+        if self.needs_no_token or self.is_admin(token):
+            return
+        if self.is_client(token):
+            raise ForbiddenError("this token does not allow administration: send the admin token")
+        raise CredentialsError(NO_TOKEN)
 
     def caller(self, context: grpc.aio.ServicerContext) -> Caller:
         """Return the identity of the caller of a gRPC call."""

@@ -11,6 +11,7 @@ from serving.grpc_server.binding import binding_error
 from serving.grpc_server.config import ServerConfig
 from serving.grpc_server.request_handler import RequestHandler
 from serving.http_server.app import create_app, with_gate
+from serving.http_server.page import page_routes
 
 # Connections at the same time. Further connections get the status 503.
 _MAX_CONNECTIONS = 4096
@@ -32,6 +33,8 @@ class HttpServer:
     def __init__(self, config: ServerConfig, handler: RequestHandler):
         self._config = config
         self.app = create_app(handler)
+        if config.admin_port is None:  # the page administrates, which --admin-port keeps off the other ports
+            self.app.include_router(page_routes(handler))
         self.port = 0
         tls = config.tls
         self._uvicorn = _Uvicorn(

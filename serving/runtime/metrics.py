@@ -14,6 +14,7 @@ from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform.options import PlacementKind
 from amoeba_jax.transform.report import PlacementReport, TransformReport
 from serving.runtime.snapshot import Snapshot
+from serving.runtime.timeline import Timeline
 from serving.scheduler import SchedulerCounters
 from serving.scheduler.cocoserve.monitor import Monitor
 
@@ -34,6 +35,8 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.latest: Snapshot | None = None
         """Latest snapshot of the engine, for the gauges."""
+        self.timeline = Timeline()
+        """Tokens, TTFT and ITL of the last seconds. Only the event loop uses it."""
         self.ready_programs: int | None = None
         """Value of `EngineStats.awaited_programs` when the server became ready. None: it is not ready yet."""
         self.scheduler: SchedulerCounters | None = None
@@ -143,7 +146,7 @@ class ServerMetrics:
         """Count a refused or failed transformation.
 
         Args:
-            kind: `scale_up`, `scale_down` or `unchanged` (see `kinds_of` of the admin service).
+            kind: `scale_up`, `scale_down` or `unchanged` (see `kinds_of` in `transform_call.py`).
             variant: name of the `TransformVariant`.
             result: `refused` or `failed`.
         """
@@ -191,13 +194,16 @@ class RequestRecord:
                 metrics.queue.observe(delta.metrics.queue_s)
             if delta.metrics.ttft_s is not None:
                 metrics.ttft.observe(delta.metrics.ttft_s)
+                metrics.timeline.add_ttft(delta.metrics.ttft_s)
         for completion in delta.completions:
             if completion.token_ids:
                 if (before := self._last_token_at.get(completion.index)) is not None:
                     metrics.itl.observe(now - before)
+                    metrics.timeline.add_itl(now - before)
                 self._last_token_at[completion.index] = now
         if added := delta.num_tokens:
             metrics.generation_tokens.inc(added)
+            metrics.timeline.add_tokens(added)
             self.num_tokens += added
         self.finish_reasons += [c.finish_reason for c in delta.completions if c.finish_reason is not None]
         self.latest = delta

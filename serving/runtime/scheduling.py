@@ -8,7 +8,7 @@ from amoeba_jax.transform.report import PlacementReport, TransformReport, Transf
 from serving.runtime.jax_executor import PLACEMENT_KINDS, EngineScheduler
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.scheduling_config import SchedulingConfig
-from serving.scheduler import PlacementChange, ScaleDown, ScaleUp, SchedulerCounters
+from serving.scheduler import PlacementChange, Record, ScaleDown, ScaleUp, SchedulerCounters
 from serving.scheduler.cocoserve.monitor import Monitor
 
 OnReport = Callable[[TransformReport], None]
@@ -54,6 +54,12 @@ class Scheduling:
     def counters(self) -> SchedulerCounters:
         """Numbers of decisions since the start."""
         return self._hook.scheduler.counters
+
+    @property
+    def records(self) -> list[Record]:
+        """Last tried actions, oldest first."""
+        scheduler = self._hook.scheduler
+        return sorted([*scheduler.records, *scheduler.dispatch_records], key=lambda record: record.number)
 
     def set_policy(self, name: str) -> str:
         """Replace the policy. Return the name of the previous policy.

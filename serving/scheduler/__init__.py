@@ -39,7 +39,7 @@ from serving.scheduler.flying_config import FlyingConfig
 from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, make_policy
 from serving.scheduler.policy import Policy
 from serving.scheduler.queue_order import QueueOrder
-from serving.scheduler.scheduler import Decision, Scheduler, SchedulerCounters
+from serving.scheduler.scheduler import Decision, Record, Scheduler, SchedulerCounters
 from serving.scheduler.split_rule import SplitConfig, SplitRule
 from serving.scheduler.static import StaticPolicy
 from serving.scheduler.timing import Throughput, Timing
@@ -87,6 +87,7 @@ __all__ = [
     "Policy",
     "Preempt",
     "QueueOrder",
+    "Record",
     "Reject",
     "RejectKind",
     "Replicate",

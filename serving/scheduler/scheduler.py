@@ -3,7 +3,9 @@
 import dataclasses
 import logging
 import re
+from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serving.scheduler.actions import (
     Action,
@@ -31,6 +33,8 @@ logger = logging.getLogger("amoeba.scheduler")
 
 PLACEMENT_KINDS = ("replicate", "evict", "migrate", "scale_out", "scale_in")
 """Names of the kinds of placement changes in counters and logs."""
+MAX_RECORDS = 100
+"""Number of tried actions of each kind that a scheduler keeps."""
 
 
 @dataclass
@@ -74,6 +78,20 @@ class Decision:
     outcome: Outcome
 
 
+class Record(NamedTuple):
+    """A tried action, for the live page."""
+
+    number: int
+    """Number of the action: 1 is the first action of the scheduler."""
+    at_s: float
+    """Time of the decision, by the clock of the executor."""
+    action: Action
+    outcome: str
+    """`accepted`, `refused` or `failed`."""
+    detail: str
+    """Reason of a refusal."""
+
+
 class Scheduler:
     """Loop between a policy and an executor. One thread calls all methods.
 
@@ -82,11 +100,17 @@ class Scheduler:
 
     Attributes:
         policy: present policy. It may be replaced between two ticks.
+        records: last tried actions other than `Dispatch`, oldest first.
+        dispatch_records: last tried `Dispatch` actions, oldest first.
     """
 
     def __init__(self, policy: Policy, executor: Executor, backoff: BackoffConfig | None = None):
         self.policy, self.executor = policy, executor
         self.counters = SchedulerCounters()
+        self.records: deque[Record] = deque(maxlen=MAX_RECORDS)
+        self.dispatch_records: deque[Record] = deque(maxlen=MAX_RECORDS)
+        self._num_records = 0
+        self._now_s = 0.0
         self._backoff = Backoff(backoff or BackoffConfig())
 
     def tick(self) -> list[Decision]:
@@ -109,6 +133,7 @@ class Scheduler:
         """
         self.counters.ticks += 1
         view = self.executor.snapshot()
+        self._now_s = view.now_s
         for action, done in self._backoff.ended(view):
             if not done:
                 self.counters.transformations_failed += 1
@@ -166,7 +191,12 @@ class Scheduler:
                 counters.placement_changes[_snake_case(type(action).__name__)] += 1
 
     def _log(self, action: Action, outcome: str, level: int = logging.INFO, **more: str | float) -> None:
-        """Log an action as one line of `key=value` pairs, and as a dict in the record's `decision` attribute."""
+        """Keep an action in `records`, and log it as one line of `key=value` pairs, and as a dict in the log record's
+        `decision` attribute."""
+        self._num_records += 1
+        detail = str(more.get("detail", ""))
+        records = self.dispatch_records if isinstance(action, Dispatch) else self.records
+        records.append(Record(self._num_records, self._now_s, action, outcome, detail))
         if not logger.isEnabledFor(level):
             return
         record = {"action": _snake_case(type(action).__name__), "policy": self.policy.name}

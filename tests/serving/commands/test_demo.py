@@ -1,6 +1,8 @@
 """`amoeba demo`: its report says what was computed."""
 
 import re
+import urllib.request
+import webbrowser
 from io import StringIO
 from pathlib import Path
 
@@ -23,12 +25,24 @@ def num_devices(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def report(num_devices: int, chat_model: Path, compile_cache: str) -> str:
+def pages() -> list[str]:
+    """Pages that demos have opened in a browser."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(num_devices: int, chat_model: Path, compile_cache: str, pages: list[str]) -> str:
     """The report of one run."""
-    arguments = ["demo", "-m", str(chat_model), "--device-memory", "64MiB", "--num-devices", str(num_devices)]
+
+    def open_page(url: str) -> None:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            pages.append(response.read().decode())
+
+    arguments = ["demo", "--open", "-m", str(chat_model), "--device-memory", "64MiB", "--num-devices", str(num_devices)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AMOEBA_CACHE_DIR", str(Path(compile_cache).parent))
         patch.setenv("COLUMNS", "120")
+        patch.setattr(webbrowser, "open", open_page)
         # Steps of so small a model take less time than threads need to wake up.
         patch.setattr(demo_run, "MARGIN", 64)
         patch.setattr(demo_run, "AFTER", 64)
@@ -61,9 +75,22 @@ def test_answers_are_those_of_an_undisturbed_run(num_devices: int, report: str):
 def test_changes_are_told_as_they_happen(num_devices: int, report: str):
     """Stdout is no terminal here, so there are plain lines in place of a picture."""
     events = re.findall(r"^ *\d+\.\d s  (.*)$", report, re.MULTILINE)
-    expected = ("short requests start", "arrives", "merged in", "first token", "split", "split in", "complete")
+    expected = (
+        "live page: http://127.0.0.1:",
+        "short requests start",
+        "arrives",
+        "merged in",
+        "first token",
+        "split",
+        "split in",
+        "complete",
+    )
     assert len(events) == len(expected)
     assert all(part in event for part, event in zip(expected, events, strict=True)), events
+
+
+def test_live_page_is_open_while_the_demo_runs(report: str, pages: list[str]):
+    assert any("<title>amoeba</title>" in page for page in pages)
 
 
 def test_long_prompt_is_longer_than_a_device(report: str):

@@ -18,7 +18,7 @@ from amoeba_jax.client import AsyncClient, Client
 from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.views import InstanceStatus
 from serving.commands import chat
-from serving.grpc_server.admin_service import kinds_of
+from serving.grpc_server.transform_call import kinds_of
 from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -23,6 +23,7 @@ from serving.scheduler import (
     ScaleUp,
     Scheduler,
 )
+from serving.scheduler.scheduler import MAX_RECORDS
 
 
 @dataclass
@@ -180,3 +181,26 @@ def test_scheduler_imports_no_jax():
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+def test_last_actions_are_kept_with_their_times_and_outcomes():
+    executor = ScriptedExecutor(refuses=(ScaleUp,))
+    scheduler = Scheduler(ScriptedPolicy([Dispatch("a", 0), MERGE]), executor)
+    executor.at(7.0)
+    scheduler.tick()
+    executor.at(7.5)
+    scheduler.tick()  # the refused merge is not tried again so soon
+    starts = [(record.number, record.at_s, record.outcome) for record in scheduler.dispatch_records]
+    assert starts == [(1, 7.0, "accepted"), (3, 7.5, "accepted")]
+    (merge,) = scheduler.records
+    assert (merge.number, merge.at_s, merge.action, merge.outcome, merge.detail) == (
+        2,
+        7.0,
+        MERGE,
+        "refused",
+        "not now",
+    )
+    for _ in range(200):
+        scheduler.tick()
+    assert len(scheduler.dispatch_records) == MAX_RECORDS
+    assert scheduler.records[0] is merge

@@ -1,0 +1,83 @@
+"""Messages for all viewers of a page. Each message is made once, and only while somebody watches."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from serving.grpc_server.statuses import LimitError, SlowReaderError
+
+logger = logging.getLogger(__name__)
+
+Write = Callable[[bytes], Awaitable[None]]
+MAX_VIEWERS = 64
+"""Streams at the same time."""
+MAX_WRITE_S = 30.0
+"""Seconds after which a viewer that reads nothing is cut off."""
+
+
+class Feed:
+    """Latest message of a producer, for any number of viewers. All methods run in one event loop.
+
+    Args:
+        produce: returns the next message.
+        interval_s: seconds between two messages.
+        max_viewers: see `MAX_VIEWERS`.
+        max_write_s: see `MAX_WRITE_S`.
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[], Awaitable[bytes]],
+        interval_s: float,
+        max_viewers: int = MAX_VIEWERS,
+        max_write_s: float = MAX_WRITE_S,
+    ):
+        self._produce, self._interval_s = produce, interval_s
+        self._max_viewers, self._max_write_s = max_viewers, max_write_s
+        self._num_viewers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._message = b""
+        self._ready = asyncio.Event()
+
+    async def watch(self, write: Write, first: bytes) -> None:
+        """Write `first` and then each message, until the task is cancelled. A message that is ready while a viewer
+        still writes an earlier one is dropped for this viewer.
+
+        Raises:
+            LimitError: there are `max_viewers` viewers.
+            SlowReaderError: a write took more than `max_write_s` seconds.
+        """
+        if self._num_viewers >= self._max_viewers:
+            raise LimitError(f"{self._max_viewers} pages already watch this server, which is the limit: close one")
+        self._num_viewers += 1
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+        try:
+            message = first
+            while True:
+                ready = self._ready
+                try:
+                    async with asyncio.timeout(self._max_write_s):
+                        await write(message)
+                except TimeoutError:
+                    raise SlowReaderError(f"the page has read nothing for {self._max_write_s:g} s") from None
+                await ready.wait()
+                message = self._message
+        finally:
+            self._num_viewers -= 1
+            if not self._num_viewers:
+                self._task.cancel()
+                self._task = None
+
+    async def _run(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            next_s = clock() + self._interval_s
+            try:
+                self._message = await self._produce()
+            except Exception:  # the next message may succeed
+                logger.exception("the state for the page could not be read")
+            else:
+                ready, self._ready = self._ready, asyncio.Event()
+                ready.set()
+            await asyncio.sleep(max(next_s - clock(), 0.0))
