@@ -93,7 +93,7 @@ def serve(
     setup, table = make_setup(config, policy), request_table(config)
     memory = MemoryPlan(model, device(), activation_bytes=activation_gb(model) * 1e9)
     host = replace(setup.host, layers=layer_cost(memory, setup.host.pricing.cost), placed_at_start=placed)
-    cluster = Cluster(host, 1, setup.make_policy, table, OneHost())
+    cluster = Cluster([(host, setup.make_policy)], table, OneHost())
     cluster.run(LoopConfig())
     return collect(policy, cluster, SLO, num_devices)
 
@@ -137,8 +137,7 @@ def figure_10(model: ModelShape, seeds: int) -> Iterator[tuple[str, float, float
 
 def memory_ratio(model: ModelShape) -> float:
     """Return the memory of two instances with replicas relative to two instances: 58,787 MiB in the paper."""
-    matrices = (*model.attention_matrices, *model.ffn_matrices)
-    layer_bytes = sum(matrix.inputs * matrix.outputs for matrix in matrices) * model.item_bytes
+    layer_bytes = model.attention_bytes + model.ffn_bytes / model.num_layers
     return 1 + REPLICATED * layer_bytes / (58786.68 * 2**20)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from paper_rows import CALIBRATED, PREDICTED, Row
 
 from serving.simulator.comparators import LayerExchangeCost, SequenceParallelCost, ShiftCost
-from serving.simulator.device_spec import DeviceSpec, find_device
+from serving.simulator.device_spec import find_device
 from serving.simulator.memory import MemoryPlan
 from serving.simulator.model_shape import ModelShape
 from serving.simulator.step_cost import ModelStepCost, StepCost, StepShape, prompt_pairs
@@ -91,15 +91,13 @@ def loongserve(llama_7b: ModelShape) -> Iterable[Row]:
 
 RDMA_BYTES_PER_S = 25e9
 """Bytes per second of a network of 200 Gbit/s."""
+RDMA_EFFICIENCY = 0.7
+"""Assumed share of this rate that transfers reach."""
 
 
 def exchange_s(qwen_14b: ModelShape) -> float:
-    """Return the seconds in which two devices with full caches exchange the keys and values of half of their layers.
-
-    The exchange is assumed to reach 70% of the network's rate.
-    """
-    efficiency = DeviceSpec.__dataclass_fields__["link_efficiency"].default
-    device = replace(find_device("A800"), link_bandwidth=RDMA_BYTES_PER_S, link_efficiency=efficiency)
+    """Return the seconds in which two devices with full caches exchange the keys and values of half of their layers."""
+    device = replace(find_device("A800"), link_bandwidth=RDMA_BYTES_PER_S, link_efficiency=RDMA_EFFICIENCY)
     tokens = 2 * MemoryPlan(qwen_14b, device).capacity_tokens(1)
     return LayerExchangeCost(qwen_14b, device).change(1, 2, tokens).seconds(qwen_14b.num_layers)
 

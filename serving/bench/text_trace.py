@@ -23,6 +23,8 @@ _STAMPS = ("timestamp",)
 _INPUTS = ("input_tokens", "prompt_tokens", "input_length", "contexttokens", "num_prefill_tokens", "prompt", "input")
 _OUTPUTS = ("output_tokens", "completion_tokens", "output_length", "generatedtokens", "num_decode_tokens", "output")
 _BLOCKS = "hash_ids"
+_CLASS, _PRIORITY = "class", "priority"
+MAX_CLASSES, MAX_CLASS_LENGTH = 100, 64
 
 
 def is_text_trace(path: Path) -> bool:
@@ -34,8 +36,8 @@ def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, 
     """Read a file. Return `(columns, blocks)`. Raises `ConfigError`, with the column or line, if the file is invalid.
 
     `columns` has the arrays `input_tokens` and `output_tokens`. It also has `arrival_s` in seconds if the file has
-    times. `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces). It is None if
-    the file has no ids.
+    times, the texts `class` and the integers `priority` if the file has these columns. `blocks` has the ids of the
+    prompt blocks of each row (`hash_ids`, as in Mooncake's traces). It is None if the file has no ids.
 
     The times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. The latter has
     ISO dates (Azure) or milliseconds (Mooncake).
@@ -63,6 +65,12 @@ def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, 
     if stamp is not None:
         times = [_time_s(path, line, row, stamp) for line, row in rows]
         columns["arrival_s"] = np.array(times, np.float64)
+    if (kind := by_name.get(_CLASS)) is not None:
+        columns["class"] = np.array([_class(path, line, row, kind) for line, row in rows])
+        if (count := len(set(columns["class"].tolist()))) > MAX_CLASSES:
+            raise ConfigError(f"the trace {path} has {count} classes: at most {MAX_CLASSES} are allowed")
+    if (level := by_name.get(_PRIORITY)) is not None:
+        columns["priority"] = np.array([_priority(path, line, row, level) for line, row in rows], np.int64)
     blocks = None
     if _BLOCKS in rows[0][1]:
         blocks = [_block_ids(path, line, row.get(_BLOCKS)) for line, row in rows]
@@ -108,6 +116,28 @@ def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
             f"the trace {path}, line {line}: {_BLOCKS}={value!r:.100} must be a list of integers"
         ) from None
     return tuple(ids)
+
+
+def _class(path: Path, line: int, row: dict[str, Any], name: str) -> str:
+    value = str(row.get(name) or "").strip()
+    if not 0 < len(value) <= MAX_CLASS_LENGTH or not value.isprintable():
+        raise ConfigError(
+            f"the trace {path}, line {line}: {name}={value!r:.100} must be a text of 1 to {MAX_CLASS_LENGTH} characters"
+        )
+    return value
+
+
+def _priority(path: Path, line: int, row: dict[str, Any], name: str) -> int:
+    value = row.get(name)
+    try:
+        level = 0 if value in (None, "") else int(value)  # type: ignore[arg-type]
+        if (isinstance(value, float) and value != level) or abs(level) >= 2**31:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f"the trace {path}, line {line}: {name}={value!r:.100} must be an integer between -2^31 and 2^31"
+        ) from None
+    return level
 
 
 def _length(path: Path, line: int, row: dict[str, Any], name: str) -> int:

@@ -3,7 +3,7 @@
 import itertools
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +27,18 @@ class Trace:
         arrival_s: seconds since the first arrival, float64. None: the file has no times.
         prefix_blocks: ids of the prompt blocks of each request, by the index of the request. Blocks with equal ids have
             equal tokens. None: the file has no ids.
+        kinds: class of each request, as an index into `kind_names`. None: the file has no classes.
+        kind_names: names of the classes.
+        priorities: priority of each request. None: the file has no priorities.
     """
 
     input_tokens: np.ndarray
     output_tokens: np.ndarray
     arrival_s: np.ndarray | None
     prefix_blocks: Mapping[int, tuple[int, ...]] | None = None
+    kinds: np.ndarray | None = None
+    kind_names: tuple[str, ...] = ()
+    priorities: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,10 @@ def _checked(path: Path, arrays: dict[str, np.ndarray], blocks: list[tuple[int, 
         if values.min() < 0:
             raise ConfigError(f"{name} of the trace {path} has {values.min()}: lengths must be at least 0")
     inputs, outputs = (values.astype(np.int64) for values in lengths)
+    names, kinds = np.unique(arrays["class"], return_inverse=True) if "class" in arrays else ((), None)
+    more = (kinds, tuple(map(str, names)), arrays.get("priority"))
     if "arrival_s" not in arrays:
-        return Trace(inputs, outputs, None, None if blocks is None else dict(enumerate(blocks)))
+        return Trace(inputs, outputs, None, None if blocks is None else dict(enumerate(blocks)), *more)
     times = arrays["arrival_s"]
     if times.shape != inputs.shape or times.dtype.kind not in "iuf" or not np.isfinite(times).all():
         raise ConfigError(
@@ -94,7 +102,8 @@ def _checked(path: Path, arrays: dict[str, np.ndarray], blocks: list[tuple[int, 
     order = np.argsort(times, kind="stable")
     times = times[order].astype(np.float64)
     ordered = None if blocks is None else {place: blocks[row] for place, row in enumerate(order.tolist())}
-    return Trace(inputs[order], outputs[order], times - times[0], ordered)
+    kinds, priorities = (None if column is None else column[order] for column in (kinds, arrays.get("priority")))
+    return Trace(inputs[order], outputs[order], times - times[0], ordered, kinds, more[1], priorities)
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -139,7 +148,11 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
         order = np.argsort(arrivals, kind="stable")
         rows, copies, arrivals = rows[order], copies[order], arrivals[order]
     blocks = None if trace.prefix_blocks is None else _of_copies(trace.prefix_blocks, rows, copies)
-    return Trace(trace.input_tokens[rows], trace.output_tokens[rows], arrivals, blocks)
+    kinds, priorities = (None if column is None else column[rows] for column in (trace.kinds, trace.priorities))
+    return replace(
+        trace, input_tokens=trace.input_tokens[rows], output_tokens=trace.output_tokens[rows], arrival_s=arrivals,
+        prefix_blocks=blocks, kinds=kinds, priorities=priorities,
+    )  # fmt: skip
 
 
 def _of_copies(

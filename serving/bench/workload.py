@@ -188,7 +188,7 @@ class PlannedRequest:
 
     index: int
     kind: str
-    """Kind of request: `random`, `short`, `long`, `trace` or `burst`."""
+    """Kind of request: `random`, `short`, `long`, `trace`, `burst`, or a class of a trace."""
     arrival_s: float
     input_len: int
     output_len: int
@@ -260,10 +260,20 @@ def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedReq
     ]
 
 
-def plan_columns(config: WorkloadConfig, max_model_len: int) -> Plan:
-    """Plan the requests of a workload as arrays. Lengths and errors are as in `plan_requests`."""
-    planners = {"random": _plan_random, "burst": _plan_burst, "mix": _plan_mix, "trace": _plan_trace}
-    plan = planners[config.dataset_name](config, max_model_len)
+def plan_columns(config: WorkloadConfig, max_model_len: int, shorten: bool = True) -> Plan:
+    """Plan the requests of a workload in columns. See `plan_requests`.
+
+    `shorten`: whether requests of a trace are shortened to `max_model_len`.
+    """
+    if config.dataset_name == "trace":
+        plan = _plan_trace(config, max_model_len if shorten else None)
+        return _with_urgent(config, plan)
+    planners = {"random": _plan_random, "burst": _plan_burst, "mix": _plan_mix}
+    return _with_urgent(config, planners[config.dataset_name](config, max_model_len))
+
+
+def _with_urgent(config: WorkloadConfig, plan: Plan) -> Plan:
+    """Return a plan with the priorities and SLOs of the configuration."""
     urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
     if config.priority_share:
         plan = replace(plan, priorities=np.where(urgent, config.urgent_priority, config.best_effort_priority))
@@ -326,7 +336,7 @@ def _plan_mix(config: WorkloadConfig, max_model_len: int) -> Plan:
     return _plan(["short", "long"], kinds, times, inputs, outputs)
 
 
-def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
+def _plan_trace(config: WorkloadConfig, max_model_len: int | None) -> Plan:
     assert config.trace is not None, "checked with the configuration"
     random = _stream(config, _TRACE)
     scale = config.trace_rate_scale
@@ -355,10 +365,16 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int) -> Plan:
         np.maximum(1, np.rint(lengths[: len(arrivals)] * config.trace_length_scale)).astype(np.int64)
         for lengths in (trace.input_tokens, trace.output_tokens)
     ]
-    inputs, outputs = fit_context(scaled[0], scaled[1], max_model_len)
-    shortened = scaled[0] + scaled[1] > max_model_len
-    kinds = np.zeros(len(arrivals), np.int64)
-    plan = _plan(["trace"], kinds, arrivals, inputs, outputs, shortened, trace.prefix_blocks or {})
+    inputs, outputs = scaled
+    shortened = np.zeros(len(arrivals), bool)
+    if max_model_len is not None:
+        shortened = inputs + outputs > max_model_len
+        inputs, outputs = fit_context(inputs, outputs, max_model_len)
+    kinds = np.zeros(len(arrivals), np.int64) if trace.kinds is None else trace.kinds[: len(arrivals)]
+    names = trace.kind_names or ("trace",)
+    plan = _plan(names, kinds, arrivals, inputs, outputs, shortened, trace.prefix_blocks or {})
+    if trace.priorities is not None:
+        plan = replace(plan, priorities=trace.priorities[: len(arrivals)])
     return replace(plan, prefix_block_tokens=BLOCK_TOKENS * config.trace_length_scale)
 
 

@@ -13,7 +13,11 @@ def simulate(
     more_slo: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     model: Annotated[Path | None, typer.Option("--model", "-m", help="Model: a config.json, or its directory.")] = None,
     device: Annotated[
-        str, typer.Option(help="Device: A100-40, A100-80, A800, H100, H200, H20, or a JSON file.")
+        str,
+        typer.Option(
+            help="Device: A100, A100-40, A100-PCIe, A800, B200, H100, H200, H20, L40S, MI300X, a JSON file, or several "
+            "kinds with their numbers, such as H100:8+A100:16."
+        ),
     ] = "H100",
     num_devices: Annotated[int | None, typer.Option(help="Devices of the cluster.", show_default="8")] = None,
     devices_per_scheduler: Annotated[
@@ -27,7 +31,11 @@ def simulate(
         ),
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="Policies with commas between: amoeba, flying, static-tp1, static-mixed, seesaw, ...")
+        str,
+        typer.Option(
+            help="Policies with commas between: amoeba, flying, static-tp1, static:tp4x1+tp1x4, disaggregated, seesaw, "
+            "..., or a class in a file: my_policy.py:Sjf."
+        ),
     ] = "amoeba,least_load_first,static-tp1",
     dataset_name: Annotated[
         str, typer.Option(help="Workload: random, mix (short and long requests), burst or trace.")
@@ -64,12 +72,15 @@ def simulate(
     slo: Annotated[
         list[str] | None,
         typer.Option(
-            help="Limits in seconds of ttft, tpot, e2el, such as ttft:10 tpot:0.1. The policies amoeba and flying use "
-            "ttft and tpot."
+            help="Limits in seconds of ttft, tpot, e2el, such as ttft:10 tpot:0.1, also of a class: chat:ttft:2. The "
+            "policies amoeba and flying use ttft and tpot."
         ),
     ] = None,
     slo_share: Annotated[float, typer.Option(help="Share of requests that must meet the limits.")] = 0.99,
-    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of running requests of a device.")] = 64,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Maximum number of running requests of a device.", show_default="as many as its cache holds"),
+    ] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Maximum prompt tokens of one step.")] = 2048,
     max_model_len: Annotated[int | None, typer.Option(help="Maximum tokens of prompt and output.")] = None,
     max_tokens: Annotated[
@@ -120,6 +131,13 @@ def simulate(
     find_min_devices: Annotated[
         bool, typer.Option("--find-min-devices", help="Search for the fewest devices within --slo.")
     ] = False,
+    sweep_rate: Annotated[
+        str | None, typer.Option(help="Factors of the request rate for a table of goodput, such as 0.5,1,2.")
+    ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Conclusions that survive 20% more or less of each constant.")
+    ] = False,
+    price_per_hour: Annotated[float | None, typer.Option(help="Price of a device for an hour in USD.")] = None,
 ) -> None:
     """Simulate scheduling policies on devices that you need not have.
 
@@ -133,12 +151,13 @@ def simulate(
             from serving.commands.calibrate import run_calibration
 
             run_calibration(
-                calibrate, calibrate_model, num_devices or 4, max_num_seqs, max_num_batched_tokens, kv_cache_tokens,
-                max_model_len, layers_per_step,
+                calibrate, calibrate_model, num_devices or 4, max_num_seqs or 64, max_num_batched_tokens,
+                kv_cache_tokens, max_model_len, layers_per_step,
             )  # fmt: skip
             return
-        from serving.commands.simulate_run import OutputConfig, run_simulation, simulation_config
+        from serving.commands.simulate_run import OutputConfig, read_factors, run_simulation, simulation_config
 
-        output = OutputConfig(json, plot, explain, find_max_rate, find_min_devices)
+        factors = read_factors(sweep_rate)
+        output = OutputConfig(json, plot, explain, find_max_rate, find_min_devices, factors, sensitivity)
         if code := run_simulation(simulation_config(flags, given), output):
             raise typer.Exit(code)

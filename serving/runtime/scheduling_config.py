@@ -7,7 +7,17 @@ import math
 from dataclasses import dataclass
 
 from amoeba_jax.errors import ConfigError
-from serving.scheduler import Admission, AmoebaConfig, FlyingConfig, Policy, QueueOrder, UnknownPolicyError, make_policy
+from serving.scheduler import (
+    Admission,
+    AmoebaConfig,
+    FlyingConfig,
+    Policy,
+    QueueOrder,
+    UnknownPolicyError,
+    is_policy_file,
+    load_policy,
+    make_policy,
+)
 from serving.scheduler.cocoserve.config import REQUEST_POLICIES, CocoServeConfig
 from serving.scheduler.flying_config import PREEMPTIONS
 from sharding.degrees import is_degree
@@ -22,7 +32,8 @@ class SchedulingConfig:
     """
 
     policy: str = "amoeba"
-    """Policy that places requests and decides when instances merge and split (docs/scheduling.md)."""
+    """Policy that places requests and decides when instances merge and split (docs/scheduling.md), or a class in a
+    file, such as my_policy.py:Sjf."""
     linger_s: float = AmoebaConfig.linger_s
     """Seconds that a merged instance is kept after its last long request."""
     ttft_slo_s: float | None = AmoebaConfig.ttft_slo_s
@@ -211,6 +222,8 @@ class SchedulingConfig:
 
         `name`: name of the policy. None: the policy of these settings.
         """
+        if name is None and is_policy_file(self.policy):
+            return load_policy(self.policy)()
         order = QueueOrder(self.patience_s, self.level_s, self.starving_s)
         chosen = self.policy if name is None else name
         return make_policy(chosen, Admission(order), self.amoeba, self.flying, self.cocoserve)

@@ -36,7 +36,7 @@ from serving.scheduler.cocoserve.policy import CocoServePolicy
 from serving.scheduler.executor import Executor, Outcome
 from serving.scheduler.flying import FlyingPolicy
 from serving.scheduler.flying_config import FlyingConfig
-from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, make_policy
+from serving.scheduler.policies import POLICY_NAMES, UnknownPolicyError, is_policy_file, load_policy, make_policy
 from serving.scheduler.policy import Policy
 from serving.scheduler.queue_order import QueueOrder
 from serving.scheduler.scheduler import Decision, Record, Scheduler, SchedulerCounters
@@ -109,5 +109,7 @@ __all__ = [
     "WaitingRequest",
     "estimates",
     "invalid",
+    "is_policy_file",
+    "load_policy",
     "make_policy",
 ]

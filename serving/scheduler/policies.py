@@ -1,7 +1,9 @@
 """Policies by name."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaPolicy
@@ -67,3 +69,31 @@ def make_policy(
         admission or Admission(), config or AmoebaConfig(), flying or FlyingConfig(), cocoserve or CocoServeConfig()
     )
     return _MAKERS[name](settings)
+
+
+def is_policy_file(name: str) -> bool:
+    """Return whether a name of a policy names a class in a file, as `my_policy.py:Sjf` does."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def load_policy(name: str) -> Callable[[], Policy]:
+    """Return the class that a name such as `my_policy.py:Sjf` names. Runs the file.
+
+    Raises `UnknownPolicyError` if the file or the class does not exist, or if the class has no `name`, no `decide`, or
+    needs arguments.
+    """
+    file, _, wanted = name.rpartition(":")
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(f"policy_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UnknownPolicyError(f"policy {name[:200]!r}: there is no file {file[:200]}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, wanted)
+        policy = found()
+    except Exception as error:
+        raise UnknownPolicyError(f"policy {name[:200]!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(getattr(policy, "name", None), str) or not callable(getattr(policy, "decide", None)):
+        raise UnknownPolicyError(f"policy {name[:200]!r} must have a name, and a method decide(view)")
+    return found

@@ -117,7 +117,7 @@ class SequenceParallelCost:
         part = _part(shape, degree)._replace(decodes=-(-shape.decodes // (self.masters or degree)))
         rate = device.link_bandwidth * device.link_efficiency * tensor
         latency_s = device.all_reduce_s(0.0, degree)
-        ring_bytes = part.prompt_tokens * (degree - 1) * 2 * model.num_kv_heads * model.head_dim * model.item_bytes
+        ring_bytes = part.prompt_tokens * (degree - 1) * model.kv_token_bytes() / model.num_layers
         query_bytes = 2 * part.decodes * (degree - 1) * model.num_heads * model.head_dim * model.item_bytes
         layer_s = latency_s + (ring_bytes + query_bytes) / rate
         return self.base.fixed_s(tensor, part) + model.num_layers * layer_s
@@ -186,42 +186,34 @@ def _part(shape: StepShape, degree: int) -> StepShape:
     )
 
 
-def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
+def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
     """Return the limits of KunServe for each degree at which the model fits. Each layer is stored on one device of an
     instance.
 
-    Raises `SimulationError` if the model fits at no degree.
+    Raises `DoesNotFitError` if the model fits at no degree.
     """
-    model, found = memory.model, []
-    budget = memory.device.memory_bytes * memory.utilization - memory.activations
-    for degree in degrees:
-        free = budget - model.weight_bytes / degree
-        tokens = int(free * degree / model.kv_token_bytes()) // memory.page_size * memory.page_size
-        if tokens >= memory.page_size:
-            found.append(DegreeLimits(degree, tokens, max_num_seqs * degree))
-    return tuple(found) or memory.limits(degrees, max_num_seqs)
+    weights = memory.model.weight_bytes
+    return memory.limits(degrees, max_num_seqs, lambda degree: memory.tokens_beside(weights / degree, degree))
 
 
-def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
+def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
     """Return the limits of LoongServe for each degree. Each device stores all weights.
 
-    Raises `SimulationError` if the model does not fit on one device.
+    Raises `DoesNotFitError` if the model does not fit on one device.
     """
-    one = memory.limits((1,), max_num_seqs)[0].capacity_tokens
-    return tuple(DegreeLimits(degree, one * degree, max_num_seqs * degree) for degree in degrees)
+    one = memory.limits((1,), max_num_seqs)[0]
+    return tuple(DegreeLimits(degree, one.capacity_tokens * degree, one.max_requests * degree) for degree in degrees)
 
 
-def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
+def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
     """Return the limits of Shift Parallelism for each degree at which the model fits.
 
-    Each device stores all weights, and a copy of its TP shard if the degree is above 1. If the model fits at no degree,
-    return the result of `memory.limits`.
+    Each device stores all weights, and a copy of its TP shard if the degree is above 1. Raises `DoesNotFitError` if the
+    model fits at no degree.
     """
-    model, found = memory.model, []
-    budget = memory.device.memory_bytes * memory.utilization - memory.activations
-    for degree in degrees:
-        free = budget - model.weight_bytes * (1 + (1 / degree if degree > 1 else 0))
-        tokens = int(free * degree / model.kv_token_bytes()) // memory.page_size * memory.page_size
-        if tokens >= memory.page_size:
-            found.append(DegreeLimits(degree, tokens, max_num_seqs * degree))
-    return tuple(found) or memory.limits(degrees, max_num_seqs)
+    weights = memory.model.weight_bytes
+
+    def capacity(degree: int) -> int:
+        return memory.tokens_beside(weights * (1 + (1 / degree if degree > 1 else 0)), degree)
+
+    return memory.limits(degrees, max_num_seqs, capacity)

@@ -34,15 +34,20 @@ class DeviceSpec:
     attention_efficiency: float
     """Share of `memory_bandwidth` that decode attention reaches."""
     launch_s: float
-    """Seconds of the shortest operator."""
-    all_reduce_latency_s: dict[int, float] = field(default_factory=dict)
-    """Seconds of the smallest all-reduce, by number of ranks. For a missing number, the largest value is used; 20 us if
-    the dict is empty."""
-    link_efficiency: float = 0.7
+    """Seconds of the shortest operator that is launched alone, as in transformations."""
+    kernel_s: float
+    """Seconds that each operator adds to a captured program, such as a step, besides the time of its work."""
+    all_reduce_latency_s: dict[int, float]
+    """Seconds of the smallest all-reduce, by number of ranks. It must not fall. For a missing number, the value of the
+    next larger number is used, or the largest value."""
+    link_efficiency: float
     """Share of `link_bandwidth` that transfers between devices reach."""
-    step_overhead_s: float = 0.004
-    """Seconds of host work in each step, while the device waits."""
-    sources: tuple[str, ...] = ()
+    host_s: float
+    """Seconds of host work in each step, while the device computes. A step is not shorter."""
+    step_overhead_s: float = 0.0
+    """Seconds of host work in each step, while the device waits. 0 for an engine that launches steps ahead."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Source of each number, by the name of its field."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -55,6 +60,12 @@ class DeviceSpec:
         for name in ("flops_efficiency", "memory_efficiency", "attention_efficiency", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise SimulationError(f"device {self.name}: {name}={getattr(self, name)!r} must be in (0, 1]")
+        latencies = [self.all_reduce_latency_s[ranks] for ranks in sorted(self.all_reduce_latency_s)]
+        if not latencies or min(latencies) < 0 or latencies != sorted(latencies):
+            raise SimulationError(
+                f"device {self.name}: all_reduce_latency_s={self.all_reduce_latency_s} must have numbers of at least "
+                "0, which do not fall as ranks grow"
+            )
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str) -> "DeviceSpec":
@@ -67,18 +78,19 @@ class DeviceSpec:
             if name not in known:
                 raise SimulationError(f"{origin}: {name!r} is no device field; fields are {', '.join(known)}")
         values = dict(data)
-        values["all_reduce_latency_s"] = {int(k): float(v) for k, v in data.get("all_reduce_latency_s", {}).items()}
-        values["sources"] = tuple(data.get("sources", ()))
         try:
+            latencies = data.get("all_reduce_latency_s", {})
+            values["all_reduce_latency_s"] = {int(ranks): float(seconds) for ranks, seconds in latencies.items()}
             return cls(**values)
-        except TypeError as error:
-            raise SimulationError(f"{origin}: a field of the device is missing: {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise SimulationError(f"{origin}: a field of the device is missing or invalid: {error}") from error
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
         """Return the seconds of a ring all-reduce of `num_bytes` over `ranks` devices; 0 for one rank."""
         if ranks == 1:
             return 0.0
-        latency = self.all_reduce_latency_s.get(ranks) or max(self.all_reduce_latency_s.values(), default=2e-5)
+        known = [count for count in self.all_reduce_latency_s if count >= ranks]
+        latency = self.all_reduce_latency_s[min(known) if known else max(self.all_reduce_latency_s)]
         traffic = 2 * (ranks - 1) / ranks * num_bytes
         return latency + traffic / (self.link_bandwidth * self.link_efficiency)
 
@@ -88,8 +100,12 @@ def device_names() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
 
 
+_ALIASES = {"a100": "a100-80", "a100-sxm": "a100-80", "a100-pcie-80": "a100-pcie", "h100-80": "h100"}
+
+
 def _key(name: str) -> str:
-    return name.lower().replace("_", "-").removesuffix("gb")
+    key = name.lower().replace("_", "-").removesuffix("gb")
+    return _ALIASES.get(key, key)
 
 
 @cache

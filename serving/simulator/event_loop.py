@@ -6,8 +6,10 @@ series of equal steps of an instance that is planned at once (`block.Block`). A 
 
 import heapq
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from serving.scheduler import (
     AmoebaPolicy,
@@ -24,8 +26,8 @@ from serving.simulator.host_config import HostConfig, Waiting
 from serving.simulator.instance import SimInstance
 from serving.simulator.requests import RequestTable
 from serving.simulator.router import Router
-from serving.simulator.sim_executor import SimExecutor
-from serving.simulator.tally import Records, Tally
+from serving.simulator.sim_executor import SimExecutor, limit_of
+from serving.simulator.tally import Limit, Records, Tally
 
 TICK_S = 1.0
 """Seconds from one tick to the next if no event happens, as in `EngineScheduler.interval_s`."""
@@ -38,7 +40,7 @@ _AGAIN_S = 1e-3
 """Seconds from a tick that preempted, paused or resumed requests to the next tick."""
 _TIMELESS: tuple[type, ...] = (AmoebaPolicy, LeastLoadFirstPolicy, RoundRobinPolicy, StaticPolicy)
 """Policies that need no ticks while no request waits and no instance is merged."""
-_BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED, _PLACED = range(6)
+_BLOCK, _TICK, _DEADLINE, _FAULT, _FAILED, _PLACED, _HANDOVER = range(7)
 
 Progress = Callable[[float, float], None]
 """Callback that receives the virtual time in seconds, and the share of requests that have arrived (0 to 1)."""
@@ -62,15 +64,20 @@ class Host:
     Attributes:
         next_tick_s: time of the next tick; infinite if none is planned.
         not_before_s: earliest time of the next tick.
+        limit: resource that waiting requests lack since `limit_since_s`; None if no request waits.
         idle_ticks: whether the policy needs ticks even if no request waits and no instance is merged.
     """
 
-    __slots__ = ("executor", "idle_ticks", "index", "next_tick_s", "not_before_s", "scheduler")
+    __slots__ = (
+        "executor", "idle_ticks", "index", "limit", "limit_since_s", "next_tick_s", "not_before_s", "scheduler",
+    )  # fmt: skip
 
     def __init__(self, index: int, executor: SimExecutor, scheduler: Scheduler):
         self.index, self.executor, self.scheduler = index, executor, scheduler
         self.next_tick_s = math.inf
         self.not_before_s = -1.0
+        self.limit: Limit | None = None
+        self.limit_since_s = 0.0
         self.idle_ticks = not isinstance(scheduler.policy, _TIMELESS)
 
     @property
@@ -87,7 +94,7 @@ class Cluster:
     """Hosts that serve a table of requests.
 
     Args:
-        make_policy: function that returns a new policy, called once for each host.
+        hosts: configuration of each host, and function that returns its policy.
         router: rule that chooses the host of each request.
         faults: failures to inject. Devices are numbered over all hosts.
         bin_s: width of the bins of `Tally.tokens_per_bin` in seconds.
@@ -102,9 +109,7 @@ class Cluster:
 
     def __init__(
         self,
-        config: HostConfig,
-        num_hosts: int,
-        make_policy: Callable[[], Policy],
+        hosts: Sequence[tuple[HostConfig, Callable[[], Policy]]],
         requests: RequestTable,
         router: Router,
         faults: Faults | None = None,
@@ -120,11 +125,11 @@ class Cluster:
         self.overloaded = False
         self._ended = 0
         self._next = 0
-        self.hosts = [self._host(index, config, make_policy(), keep_log) for index in range(num_hosts)]
-        per_host = config.num_devices
+        self.hosts = [self._host(index, config, make(), keep_log) for index, (config, make) in enumerate(hosts)]
+        firsts = [0, *accumulate(config.num_devices for config, _ in hosts)]
         for fault in (faults or Faults()).devices:
-            host = self.hosts[fault.device // per_host]
-            self._push(fault.at_s, _FAULT, host, fault.device % per_host, fault.down_s)
+            index = bisect_right(firsts, fault.device) - 1
+            self._push(fault.at_s, _FAULT, self.hosts[index], fault.device - firsts[index], fault.down_s)
         for host in self.hosts:
             host.executor.failing_transformations = (faults or Faults()).transformations
 
@@ -206,7 +211,9 @@ class Cluster:
                 if instance in executor.instances:
                     executor.begin(instance)
                 return bool(executor.queue)
-            return executor.end_block(instance) and not host.is_quiet
+            changed = executor.end_block(instance)
+            self._plan_handovers(host)
+            return changed and not host.is_quiet
         if kind == _TICK:
             due = host.next_tick_s <= event[0]
             if due:
@@ -223,8 +230,20 @@ class Cluster:
             executor.placements.proceed()
             self._plan_placements(host)
             return True
+        if kind == _HANDOVER:
+            handovers = executor.handovers
+            assert handovers is not None, "it planned this event"
+            handovers.proceed()
+            self._plan_handovers(host)
+            return bool(executor.queue)
         executor.changes.end_failed()
         return True
+
+    def _plan_handovers(self, host: Host) -> None:
+        if (handovers := host.executor.handovers) is not None:
+            for at_s in handovers.new_times:
+                self._push(at_s, _HANDOVER, host)
+            handovers.new_times.clear()
 
     def _plan_placements(self, host: Host) -> None:
         for at_s in host.executor.placements.take_new_times():
@@ -235,6 +254,9 @@ class Cluster:
         host = self.hosts[self.router.choose(index, requests)]
         host.executor.now_s = now_s
         request = requests.waiting(index)
+        if requests.max_model_len is not None and request.max_total_tokens > requests.max_model_len:
+            host.executor.refuse(index)
+            return host
         host.executor.queue[request.request_id] = Waiting(request, index, int(requests.output_len[index]), now_s)
         if request.deadline_s is not None:
             self._push(request.deadline_s, _DEADLINE, host, request.request_id)
@@ -254,6 +276,7 @@ class Cluster:
         self._plan_placements(host)
         preempted = any(isinstance(d.action, Preempt | Offload) for d in decisions)
         host.not_before_s = now_s + _AGAIN_S if preempted else -1.0
+        self._count_limit(host, now_s)
         if host.is_quiet:
             host.next_tick_s = math.inf
         elif len(self.tally.regroups) > regroups or preempted:
@@ -263,6 +286,13 @@ class Cluster:
             if host.next_tick_s <= now_s or host.next_tick_s > now_s + wait_s:
                 self._plan_tick(host, now_s + wait_s)
 
+    def _count_limit(self, host: Host, now_s: float) -> None:
+        """Add the time since the last decision to `Tally.limited_s`, and record what the waiting requests wait for."""
+        limited_s = self.tally.limited_s
+        if host.limit is not None:
+            limited_s[host.limit] = limited_s.get(host.limit, 0.0) + now_s - host.limit_since_s
+        host.limit, host.limit_since_s = limit_of(host.executor), now_s
+
     def _plan_tick(self, host: Host, at_s: float) -> None:
         host.next_tick_s = at_s
         self._push(at_s, _TICK, host)
@@ -271,6 +301,7 @@ class Cluster:
         """Add the ended steps of unfinished blocks, and the waiting times of queued requests, to `tally` and
         `records`."""
         for host in self.hosts:
+            self._count_limit(host, self.now_s)
             executor = host.executor
             for instance in executor.instances:
                 if instance.block is not None:

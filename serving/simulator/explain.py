@@ -1,7 +1,9 @@
 """Sentences that compare each policy with the best policy: differences in latency, and their causes."""
 
 from collections.abc import Mapping
+from functools import cmp_to_key
 
+from serving.simulator.layouts import is_static
 from serving.simulator.result import PolicyResult
 from serving.simulator.tally import Ending
 
@@ -12,42 +14,100 @@ _PARTS = {
     "token_prompts_s": "prompts in the same steps",
     "token_transformations_s": "transformations",
 }
+_LIMITS = {
+    "cache": "room in the KV cache",
+    "slots": "slots (--max-num-seqs)",
+    "degree": "instances large enough for the longest requests",
+}
 _WORTH_TELLING = 0.02
 """Minimum difference to report, as a share of the mean TTFT, or mean time of a token, of the best policy."""
 
 
-def winner(results: Mapping[str, PolicyResult]) -> str:
-    """Return the name of the policy with the largest `kept_share`.
+_SAME_SHARE, _SAME_TTFT = 0.001, 0.02
+"""Differences that count as none: of the share of requests within the objectives, and of the mean TTFT (a ratio)."""
 
-    If several policies have the same share, rounded to 0.1%, return the policy with the lowest mean TTFT.
+
+def compare(one: PolicyResult, two: PolicyResult) -> int:
+    """Return -1 if the first result is better, 1 if the second result is better, and 0 if they are equal.
+
+    The larger share of requests within the objectives is better (the goodput: all results have the same requests). If
+    the shares are equal, fewer refused requests are better, and then the shorter mean TTFT.
     """
+    if abs(difference := two.kept_share - one.kept_share) > _SAME_SHARE:
+        return 1 if difference > 0 else -1
+    if refused := int(one.refused.sum()) - int(two.refused.sum()):
+        return 1 if refused > 0 else -1
+    own_s, other_s = mean_ttft_s(one), mean_ttft_s(two)
+    if abs(own_s - other_s) <= _SAME_TTFT * max(own_s, other_s):
+        return 0
+    return 1 if own_s > other_s else -1
 
-    def key(name: str) -> tuple[float, float]:
-        result = results[name]
-        parts = result.parts()
-        return (-round(result.kept_share, 3), parts["ttft_queue_s"] + parts["ttft_prefill_s"])
 
-    return min(results, key=key)
+def mean_ttft_s(result: PolicyResult) -> float:
+    """Return the mean TTFT of the completed requests in seconds."""
+    parts = result.parts()
+    return parts["ttft_queue_s"] + parts["ttft_prefill_s"]
+
+
+def ranking(results: Mapping[str, PolicyResult]) -> list[str]:
+    """Return the names of the policies, best first."""
+    return sorted(results, key=cmp_to_key(lambda one, two: compare(results[one], results[two])))
 
 
 def explain(results: Mapping[str, PolicyResult]) -> list[str]:
-    """Return one line about the best policy, and a line for each other policy that compares this policy with the best
-    policy."""
-    best = winner(results)
-    lines = [f"{best}: most requests within the objectives ({results[best].kept_share:.1%})."]
-    if unfit := int((results[best].ending == Ending.NEVER_FITS).sum()):
-        lines[0] += f" But {unfit} requests fit none of its instances."
-    return lines + [_against(result, results[best]) for name, result in results.items() if name != best]
+    """Return a line about the best policies, and a line for each other policy that compares it with the best policy."""
+    names = ranking(results)
+    best = results[names[0]]
+    equal = [name for name in names if compare(best, results[name]) == 0]
+    what = "within the objectives" if best.has_objectives else "completed (no objective is set: use --slo)"
+    goodput = float(best.kept.sum()) / (best.duration_s or 1.0)
+    first = f"Best: {', '.join(equal)}{' (no relevant difference)' if len(equal) > 1 else ''}: "
+    first += f"{best.kept_share:.1%} of the requests {what}, {goodput:.3g} requests/s."
+    if unfit := _refused(best):
+        first += f" But {unfit}."
+    return [first] + [_against(results[name], best) for name in names if name not in equal]
+
+
+def _refused(result: PolicyResult) -> str:
+    """Return a clause about the requests that a policy refuses, by class; empty if it refuses none."""
+    if not (count := int(result.refused.sum())):
+        return ""
+    requests = result.requests
+    numbers = [int((result.refused & (requests.kinds == kind)).sum()) for kind in range(len(requests.kind_names))]
+    classes = [f"{number} {name}" for name, number in zip(requests.kind_names, numbers, strict=True) if number]
+    text = f"{count} requests fit none of its instances"
+    return text + (f" ({', '.join(classes)})" if len(requests.kind_names) > 1 else "")
+
+
+def limits_line(result: PolicyResult) -> str:
+    """Return a line about the resources of a policy, and about the resource that waiting requests lacked."""
+    limits = result.limits()
+    start = ", ".join(f"{count} x TP{degree}" for degree, count in limits["instances_at_start"].items())
+    degrees = ", ".join(f"TP{degree}" for degree in limits["degrees"])
+    if len(limits["degrees"]) == 1:
+        degrees += " only"
+    if is_static(result.policy) or result.policy == "shift":
+        degrees = "fixed"
+    text = f"{result.policy}: {start}; degrees: {degrees}; {limits['cache_tokens']:,} tokens of cache, "
+    text += f"{limits['slots']:,} slots. "
+    waited = {name: seconds for name, seconds in limits["waited_s"].items() if seconds > 0}
+    span_s = (result.duration_s or 1.0) * len(result.hosts)
+    if sum(waited.values()) < _WORTH_TELLING * span_s:
+        return text + "Limit: none, requests hardly waited."
+    most = max(waited, key=lambda name: waited[name])
+    shares = ", ".join(f"{name} {seconds / span_s:.0%}" for name, seconds in waited.items())
+    return text + f"Limit: {_LIMITS[most]}. Requests waited for: {shares} of the time."
 
 
 def _against(result: PolicyResult, best: PolicyResult) -> str:
     own, other = result.parts(), best.parts()
-    parts = [f"{result.policy}: {result.kept_share:.1%} within the objectives."]
-    refused = {ending: int((result.ending == ending).sum()) for ending in Ending}
-    if refused[Ending.NEVER_FITS] > int((best.ending == Ending.NEVER_FITS).sum()):
-        parts.append(f"{refused[Ending.NEVER_FITS]} requests fit none of its instances.")
-    if refused[Ending.OPEN]:
-        parts.append(f"{refused[Ending.OPEN]} requests had not ended: overloaded.")
+    parts = [
+        f"{result.policy}: {result.kept_share:.1%} {'within the objectives' if best.has_objectives else 'completed'}."
+    ]
+    if result.refused.sum() > best.refused.sum():
+        parts.append(f"{_refused(result)}.")
+    if unfinished := int((result.ending == Ending.OPEN).sum()):
+        parts.append(f"{unfinished} requests had not ended: overloaded.")
     for title, names, form in (
         ("Mean TTFT", ("ttft_queue_s", "ttft_prefill_s"), "{:.2f} s"),
         ("A token", ("token_decode_s", "token_prompts_s", "token_transformations_s"), "{:.4f} s"),

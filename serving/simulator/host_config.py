@@ -1,5 +1,6 @@
 """Configuration of a simulated host, and its queue entries."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serving.scheduler import DegreeLimits, Migrate, Replicate, WaitingRequest
@@ -16,6 +17,20 @@ class ForbiddenActionError(AssertionError):
 class Refusal(Exception):
     """Error for an action that the host refuses, with the reason. `SimExecutor.apply` turns this error into an
     `Outcome`."""
+
+
+@dataclass(frozen=True)
+class HandoverConfig:
+    """Division of a host into prefill and decode instances, and the link between them."""
+
+    num_prefill: int
+    """Number of instances, from the first device on, that compute prompts only."""
+    token_bytes: Mapping[int, float]
+    """Bytes of KV cache that one device of an instance sends for a token, by degree of the sender."""
+    rate: float
+    """Bytes per second that one device sends."""
+    latency_s: float
+    """Seconds of the shortest transfer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,8 @@ class HostConfig:
     """Whether a refused action raises `ForbiddenActionError`."""
     layers: LayerCost | None = None
     """Costs of placement changes. None: they are refused, and policies see no devices."""
+    handover: HandoverConfig | None = None
+    """Division into prefill and decode instances. None: all instances do both."""
     placed_at_start: tuple[Replicate | Migrate, ...] = ()
     """Placement changes that have been carried out before the start."""
 

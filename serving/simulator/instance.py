@@ -13,7 +13,7 @@ from serving.simulator.prefix_store import PrefixStore
 from serving.simulator.pricing import Pricing
 from serving.simulator.run import Run
 from serving.simulator.spread import Spread
-from serving.simulator.step_cost import StepShape, prompt_pairs
+from serving.simulator.step_cost import StepShape
 from serving.simulator.tally import Records, Tally
 
 
@@ -78,7 +78,7 @@ class Change:
         if prompts:
             (length,) = instance.pricing.batching.chunks([prompts[0].prompt_left], count, instance.degree)
             chunks = [(prompts[0], length)]
-            step_s = self._step_s(instance, low_share, length, prompt_pairs(prompts[0].computed, length))
+            step_s = self._step_s(instance, low_share, length, instance.pricing.pairs(prompts[0].computed, length))
             step_s *= instance.prompt_slowdown
         block = Block(now_s, 1, step_s + switch_s)
         block.chunks, block.interference_s = chunks, max(step_s - decodes_s, 0.0) if count else 0.0
@@ -95,7 +95,7 @@ class Change:
         for at, share in ((self.lower, low_share), (degree, 1 - low_share)):
             members = degree // at
             shape = StepShape(-(-count // members), int(chunk > 0), chunk, chunk)
-            whole_s = pricing.fixed_s(at, shape) + pricing.context_s(at) * instance.context / members
+            whole_s = pricing.fixed_s(at, shape) + pricing.attention_s(at, count / members, instance.context / members)
             seconds.append(share * (whole_s + pricing.pair_s(at) * pairs))
         return sum(seconds)
 
@@ -306,18 +306,18 @@ class SimInstance:
             self.joining = [run for run in self.joining if run not in came]
 
     def _step_s(self, shape: StepShape, pairs: float = 0.0) -> float:
-        """Return the seconds of a step without slowdowns by crowded processors. `pairs`: see `prompt_pairs`."""
+        """Return the seconds of a step without slowdowns by crowded processors. `pairs`: see `StepCost`."""
         pricing, degree = self.pricing, self.degree
         if self.spread is not None:
             return self.spread.step_s(pricing, shape, self.context, pairs, self.device_crowding)
-        context_s = pricing.context_s(degree) * self.context
-        return pricing.fixed_s(degree, shape) + context_s + pricing.pair_s(degree) * pairs
+        attention_s = pricing.attention_s(degree, self.num_decoding, self.context)
+        return pricing.fixed_s(degree, shape) + attention_s + pricing.pair_s(degree) * pairs
 
     def _mixed_step(self, now_s: float) -> Block:
         pricing, degree, decodes = self.pricing, self.degree, self.num_decoding
         chunks = pricing.batching.chunks([run.prompt_left for run in self.prompts], decodes, degree)
         shape = StepShape(decodes, len(chunks), sum(chunks), max(chunks))
-        pairs = sum(prompt_pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
+        pairs = sum(pricing.pairs(run.computed, n) for run, n in zip(self.prompts, chunks, strict=False))
         block = Block(now_s, 1, self._step_s(shape, pairs) * self.prompt_slowdown)
         block.chunks = list(zip(self.prompts, chunks, strict=False))
         if decodes:
@@ -328,10 +328,10 @@ class SimInstance:
 
     def _decode_steps(self, now_s: float) -> Block:
         pricing, count = self.pricing, self.num_decoding
-        slope_s = pricing.context_s(self.degree) * count
+        slope_s = pricing.attention_slope_s(self.degree, count, self.context)
         steps = min(self._ends[0][0] - self.steps, steps_with_pages(self))
         if self.spread is not None:
-            slope_s = self.spread.slope_s(pricing, count, self.device_crowding)
+            slope_s = self.spread.slope_s(pricing, count, self.context, self.device_crowding)
             steps = min(steps, self.page_size)  # Other instances may change its speed and use the memory.
         if pricing.crowding or self.joining:
             steps = 1  # Other instances may change its speed after each step, and requests may join.

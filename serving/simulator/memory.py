@@ -1,12 +1,15 @@
 """Capacity of instances: the tokens whose keys and values fit beside weights and temporaries."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serving.scheduler import DegreeLimits
 from serving.simulator.device_spec import DeviceSpec
-from serving.simulator.errors import SimulationError
+from serving.simulator.errors import DoesNotFitError, SimulationError
 from serving.simulator.model_shape import ModelShape
+
+SLOT_TOKENS, MIN_SLOTS, MAX_SLOTS = 1024, 8, 256
+"""Tokens of a request, and bounds of the running requests of a device, for the default number of running requests."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +54,37 @@ class MemoryPlan:
         free = self.device.memory_bytes * self.utilization - self.weight_bytes(degree) - self.activations
         return int(free / self.model.kv_token_bytes(degree)) // self.page_size * self.page_size
 
-    def limits(self, degrees: Sequence[int], max_num_seqs: int) -> tuple[DegreeLimits, ...]:
+    def limits(
+        self, degrees: Sequence[int], max_num_seqs: int | None, capacity: Callable[[int], int] | None = None
+    ) -> tuple[DegreeLimits, ...]:
         """Return the limits of an instance for each degree at which the model fits.
 
-        Raises `SimulationError` if the model fits at no degree.
+        Raises `DoesNotFitError` if the model fits at no degree.
 
         Args:
             degrees: possible degrees.
-            max_num_seqs: maximum number of running requests for each device.
+            max_num_seqs: maximum number of running requests for each device. None: as many as the cache holds at
+                `SLOT_TOKENS` tokens each, rounded down to a power of two, from `MIN_SLOTS` to `MAX_SLOTS`.
+            capacity: function that returns the tokens of an instance of a degree. None: `capacity_tokens`.
         """
-        fitting = tuple(
-            DegreeLimits(degree, capacity, max_num_seqs * degree)
-            for degree in degrees
-            if (capacity := self.capacity_tokens(degree)) >= self.page_size
-        )
+        found = {degree: (capacity or self.capacity_tokens)(degree) for degree in degrees}
+        fitting = {degree: tokens for degree, tokens in found.items() if tokens >= self.page_size}
         if not fitting:
             most = max(degrees)
-            needed = self.weight_bytes(most) + self.activations
-            raise SimulationError(
-                f"{self.model.name} fits at no degree: at TP{most} weights and activations take {needed / 1e9:.1f} GB, "
-                f"but a device ({self.device.name}) has {self.device.memory_bytes * self.utilization / 1e9:.1f} GB: "
-                "use a device with more memory or a higher degree"
+            raise DoesNotFitError(
+                f"{self.model.name} fits at no degree: at TP{most} the weights on a device ({self.device.name}) and "
+                f"{self.activations / 1e9:.1f} GB of activations leave no room in "
+                f"{self.device.memory_bytes * self.utilization / 1e9:.1f} GB: use a device with more memory or a "
+                "higher degree"
             )
-        return fitting
+        slots = max_num_seqs
+        if slots is None:
+            most = max(max(tokens // degree for degree, tokens in fitting.items()) // SLOT_TOKENS, 1)
+            slots = min(max(1 << (most.bit_length() - 1), MIN_SLOTS), MAX_SLOTS)
+        return tuple(DegreeLimits(degree, tokens, slots * degree) for degree, tokens in fitting.items())
+
+    def tokens_beside(self, weight_bytes: float, degree: int) -> int:
+        """Return the tokens of an instance whose devices each store `weight_bytes` of weights, and each cached token
+        once, rounded down to whole pages."""
+        free = self.device.memory_bytes * self.utilization - self.activations - weight_bytes
+        return int(free * degree / self.model.kv_token_bytes()) // self.page_size * self.page_size

@@ -1,6 +1,6 @@
 """Plots of simulations: throughput, TTFT, and devices by degree."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,10 @@ import numpy as np
 
 from serving.simulator.errors import SimulationError
 from serving.simulator.result import PolicyResult
+from serving.simulator.table import SweepPoint
 
 _COLORS = ("#5b8fd9", "#e8890c", "#2f9e6e", "#b04fb0", "#c03030", "#8c8c8c", "#7a5c3e", "#17a2b8")
+_STYLES = ("-", "--", ":", "-.")
 _DEGREE_COLORS = {1: "#5b8fd9", 2: "#b04fb0", 4: "#2f9e6e", 8: "#e8890c"}
 
 
@@ -22,20 +24,20 @@ def load_matplotlib() -> Any:
     return Figure
 
 
-def save_plot(results: Mapping[str, PolicyResult], path: Path) -> None:
-    """Write the figure of `draw` to a file. The suffix of the file name determines the format.
+def save_plot(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure to a file. The suffix of the file name determines the format.
 
-    Raises `SimulationError` if the file cannot be written or matplotlib is not installed.
+    Raises `SimulationError` if the file cannot be written.
     """
     try:
-        draw(results).savefig(path, dpi=120)
+        figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise SimulationError(f"--plot {path} cannot be written: {error}") from error
 
 
 def draw(results: Mapping[str, PolicyResult]) -> Any:
-    """Return a matplotlib figure: plots of throughput over time and of the distribution of TTFT for all policies, and a
-    plot of devices by degree for each policy.
+    """Return a matplotlib figure: plots of throughput over time and of the distribution of TTFT by class for all
+    policies, and a plot of devices by degree for each policy.
 
     Raises `SimulationError` if matplotlib is not installed.
     """
@@ -45,9 +47,14 @@ def draw(results: Mapping[str, PolicyResult]) -> Any:
     for color, (name, result) in zip(_repeated(_COLORS, len(results)), results.items(), strict=True):
         bins = np.array(result.tally.tokens_per_bin) / result.tally.bin_s
         axes[0].plot((np.arange(len(bins)) + 0.5) * result.tally.bin_s, bins, color=color, label=name, linewidth=1)
-        ttft_s = np.sort(result.ttft_s[~np.isnan(result.ttft_s)])
-        if len(ttft_s):
-            axes[1].plot(ttft_s, np.arange(1, len(ttft_s) + 1) / len(result.ttft_s), color=color, label=name)
+        kinds, names = result.requests.kinds, result.requests.kind_names
+        for kind, style in zip(range(len(names)), _repeated(_STYLES, len(names)), strict=True):
+            own = result.ttft_s[kinds == kind]
+            ttft_s = np.sort(own[~np.isnan(own)])
+            label = name if len(names) == 1 else f"{name}: {names[kind]}"
+            if len(ttft_s):
+                shares = np.arange(1, len(ttft_s) + 1) / len(own)
+                axes[1].plot(ttft_s, shares, color=color, linestyle=style, label=label)
     axes[0].set(xlabel="seconds", ylabel="output tokens / s", ylim=(0, None))
     axes[1].set(xlabel="TTFT (s)", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
     for panel in axes[:2]:
@@ -58,6 +65,23 @@ def draw(results: Mapping[str, PolicyResult]) -> Any:
         panel.stackplot(times, *counts.values(), colors=colors, labels=[f"TP{d}" for d in counts], step="post")
         panel.set(xlabel="seconds", ylabel=f"{name}: devices", xlim=(0, result.duration_s or 1))
         panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def draw_sweep(points: Sequence[SweepPoint]) -> Any:
+    """Return a matplotlib figure of goodput against the request rate, with a line for each policy.
+
+    Raises `SimulationError` if matplotlib is not installed.
+    """
+    figure = load_matplotlib()(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    names = list(points[0].results)
+    for color, name in zip(_repeated(_COLORS, len(names)), names, strict=True):
+        results = [point.results[name] for point in points]
+        goodputs = [float(result.kept.sum()) / (result.duration_s or 1.0) for result in results]
+        axes.plot([point.rate for point in points], goodputs, color=color, marker="o", label=name)
+    axes.set(xlabel="requests / s", ylabel="requests / s within the objectives", ylim=(0, None))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

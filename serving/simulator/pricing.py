@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from serving.simulator.batching import Batching
-from serving.simulator.step_cost import StepCost, StepShape
+from serving.simulator.model_shape import Window
+from serving.simulator.step_cost import StepCost, StepShape, prompt_pairs
 
 
 class Pricing:
@@ -17,6 +18,7 @@ class Pricing:
         crowding: Mapping[int, float] | None = None,
         latency_s: float = 0.0,
         prompt_crowding: Mapping[int, float] | None = None,
+        window: Window | None = None,
     ):
         self.cost, self.batching = cost, batching
         self.crowding = dict(crowding or {})
@@ -25,6 +27,8 @@ class Pricing:
         """Like `crowding`, for a step with a prompt while the other busy instances decode. Default: `crowding`."""
         self.latency_s = latency_s
         """Seconds from the end of a step until the client sees its tokens."""
+        self.window = window
+        """Sliding windows of the model; None if there are none."""
         self._fixed: dict[tuple[int, StepShape], float] = {}
         self._context: dict[int, float] = {}
         self._pair: dict[int, float] = {}
@@ -49,6 +53,33 @@ class Pricing:
         if (seconds := self._fixed.get(key)) is None:
             seconds = self._fixed[key] = self.cost.fixed_s(degree, shape)
         return seconds
+
+    def attention_s(self, degree: int, sequences: float, context: float) -> float:
+        """Return the seconds of decode attention in a step.
+
+        Args:
+            degree: degree of the instance.
+            sequences: number of decoding sequences.
+            context: total tokens of these sequences. With sliding windows, they are assumed to be equally long.
+        """
+        if (window := self.window) is None:
+            return self.context_s(degree) * context
+        seen = min(context, window.tokens * sequences)
+        return self.context_s(degree) * ((1 - window.share) * context + window.share * seen)
+
+    def attention_slope_s(self, degree: int, sequences: float, context: float) -> float:
+        """Return the seconds by which `attention_s` grows if each sequence grows by a token."""
+        window, share = self.window, 1.0
+        if window is not None and context >= window.tokens * sequences:
+            share -= window.share
+        return self.context_s(degree) * share * sequences
+
+    def pairs(self, start: int, length: int) -> float:
+        """Return the number of pairs (see `StepCost`) for a chunk: a mean over the layers."""
+        full = prompt_pairs(start, length)
+        if (window := self.window) is None:
+            return full
+        return (1 - window.share) * full + window.share * prompt_pairs(start, length, window.tokens)
 
     def context_s(self, degree: int) -> float:
         """See `StepCost.context_s`."""

@@ -35,6 +35,8 @@ class RequestTable:
     """Ids of the prompt's blocks (see `prefix_store`), by row. Rows with unknown blocks are missing."""
     prefix_block_tokens: float = BLOCK_TOKENS
     """Number of tokens in a block."""
+    max_model_len: int | None = None
+    """Context of the model in tokens. Longer requests are refused at arrival. None: there is no limit."""
     names: Sequence[str] | None = None
     """Ids of the requests. None: `r0`, `r1`, and so on."""
 
@@ -57,6 +59,12 @@ class RequestTable:
     def span_s(self) -> float:
         """Seconds from 0 to the last arrival."""
         return float(self.arrival_s[-1]) if len(self) else 0.0
+
+    @property
+    def too_long(self) -> np.ndarray:
+        """Whether prompt and output of each request exceed the context of the model."""
+        lengths = self.input_len + self.output_len
+        return np.zeros(len(self), bool) if self.max_model_len is None else lengths > self.max_model_len
 
     def name(self, index: int) -> str:
         """Return the id of a request."""

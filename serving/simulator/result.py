@@ -11,9 +11,10 @@ import numpy as np
 from serving.bench.statistics import statistics
 from serving.scheduler import SchedulerCounters
 from serving.simulator.event_loop import Cluster
+from serving.simulator.host_config import HostConfig
 from serving.simulator.requests import RequestTable
-from serving.simulator.slo import Slo
-from serving.simulator.tally import Ending, Tally
+from serving.simulator.slo import Slo, own_limit
+from serving.simulator.tally import Ending, Limit, Tally
 
 PERCENTILES = (50.0, 90.0, 99.0)
 
@@ -47,6 +48,12 @@ class PolicyResult:
     """Counters of the schedulers by name, summed over all schedulers."""
     num_devices: int
     preempted: int
+    hosts: tuple[HostConfig, ...]
+    """Configuration of each host."""
+    has_objectives: bool
+    """Whether a request has an objective. If not, `kept` tells whether each request completed."""
+    price_per_hour: float | None
+    """Price of a device for an hour in USD; None: unknown."""
     overloaded: bool
     """Whether the run stopped because too many requests waited."""
 
@@ -64,6 +71,36 @@ class PolicyResult:
     def kept_share(self) -> float:
         """Share of the `judged` requests that completed and met the objectives; 1 if no request is judged."""
         return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
+
+    @property
+    def refused(self) -> np.ndarray:
+        """Whether each request was refused, because no instance can hold it."""
+        return self.ending == Ending.NEVER_FITS
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """Price of the devices for each million output tokens; None if the price is unknown or there are no tokens."""
+        if self.price_per_hour is None or not self.output_throughput:
+            return None
+        return self.num_devices * self.price_per_hour / 3600 / self.output_throughput * 1e6
+
+    def limits(self) -> dict[str, Any]:
+        """Return the resources of the policy, ready for JSON: degrees, instances at the start, tokens of the KV cache,
+        maximum number of running requests, and seconds in which requests waited, by the resource that they lacked."""
+        cache = slots = 0
+        start: dict[int, int] = {}
+        for host in self.hosts:
+            limits = {limit.degree: limit for limit in host.limits}
+            for degree in host.degrees_at_start:
+                start[degree] = start.get(degree, 0) + 1
+                cache, slots = cache + limits[degree].capacity_tokens, slots + limits[degree].max_requests
+        return {
+            "degrees": sorted({limit.degree for host in self.hosts for limit in host.limits}),
+            "instances_at_start": {str(degree): start[degree] for degree in sorted(start)},
+            "cache_tokens": cache,
+            "slots": slots,
+            "waited_s": {limit.value: self.tally.limited_s.get(limit, 0.0) for limit in Limit},
+        }
 
     def device_seconds(self) -> dict[int, float]:
         """Return device seconds by degree: the number of devices in instances of the degree, integrated over time.
@@ -88,6 +125,9 @@ class PolicyResult:
             "prefix_tokens": self.tally.prefix_tokens,
             "steps": self.tally.steps,
             "device_seconds": {str(degree): seconds for degree, seconds in self.device_seconds().items()},
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "too_long": int(self.requests.too_long.sum()),
+            "limits": self.limits(),
             "explain": self.parts(),
         }
 
@@ -110,7 +150,7 @@ class PolicyResult:
             "total_output_tokens": int(outputs),
             "request_throughput": float(done.sum() / duration_s),
             "request_goodput": float((self.kept & rows).sum() / duration_s),
-            "slo_share": float(self.kept[rows & self.judged].mean()) if (rows & self.judged).any() else None,
+            "slo_share": self._share(rows) if self.has_objectives else None,
             "output_throughput": float(outputs / duration_s),
             "total_token_throughput": float((inputs + outputs) / duration_s),
         }
@@ -126,6 +166,9 @@ class PolicyResult:
             for percentile, gap in zip(PERCENTILES, gaps, strict=True):
                 figures[f"p{percentile:g}_itl_ms"] = None if gap is None else gap * 1e3
         return figures
+
+    def _share(self, rows: np.ndarray) -> float | None:
+        return float(self.kept[rows & self.judged].mean()) if (rows & self.judged).any() else None
 
     def parts(self) -> dict[str, float]:
         """Return the parts of the latency by cause, and the totals of transformations.
@@ -148,7 +191,9 @@ class PolicyResult:
         }
 
 
-def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> PolicyResult:
+def collect(
+    policy: str, cluster: Cluster, slo: Slo, num_devices: int, price_per_hour: float | None = None
+) -> PolicyResult:
     """Return the results of a cluster after its run."""
     records, requests = cluster.records, cluster.requests
     dispatch, first, end = (np.array(c) for c in (records.dispatch_s, records.first_token_s, records.end_s))
@@ -161,6 +206,7 @@ def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> Policy
     kept = done & slo.kept(ttft_s, tpot_s, e2el_s, requests.ttft_slo_s, requests.tpot_slo_s)
     last_s = float(np.nanmax(end)) if done.any() else cluster.now_s
     stopped = cluster.now_s < requests.span_s  # It was overloaded before all requests arrived.
+    own = [column for column in (requests.ttft_slo_s, requests.tpot_slo_s) if column is not None]
     counters = [host.scheduler.counters.by_name() for host in cluster.hosts] or [SchedulerCounters().by_name()]
     return PolicyResult(
         policy=policy,
@@ -178,6 +224,9 @@ def collect(policy: str, cluster: Cluster, slo: Slo, num_devices: int) -> Policy
         counters={name: sum(c[name] for c in counters) for name in counters[0]},
         num_devices=num_devices,
         preempted=sum(host.executor.num_preempted for host in cluster.hosts),
+        hosts=tuple(host.executor.config for host in cluster.hosts),
+        has_objectives=bool(slo.limits_s) or not all(np.isnan(column).all() for column in own),
+        price_per_hour=price_per_hour,
         overloaded=cluster.overloaded,
     )
 
@@ -188,5 +237,6 @@ def _judged(cluster: Cluster, slo: Slo, ttft_s: np.ndarray, ending: np.ndarray) 
     if not is_open.any() or not slo.limits_s:
         return np.ones(len(requests), bool)
     latest_s = slo.latest_s(requests.output_len, requests.ttft_slo_s, requests.tpot_slo_s)
-    first_is_late = np.isnan(ttft_s) & (requests.arrival_s + slo.ttft_s <= cluster.now_s)
+    limit_s = own_limit(requests.ttft_slo_s, slo.ttft_s)
+    first_is_late = np.isnan(ttft_s) & (requests.arrival_s + limit_s <= cluster.now_s)
     return np.where(np.isfinite(latest_s), requests.arrival_s + latest_s <= cluster.now_s, ~is_open | first_is_late)

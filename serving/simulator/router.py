@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Protocol
 
 from serving.simulator.errors import SimulationError
@@ -48,19 +49,20 @@ class RoundRobinRouter:
 class TwoChoicesRouter:
     """Router that draws two hosts at random and chooses the host with less load.
 
-    The load of a host is the number of prompt and maximum output tokens of its unfinished requests.
+    The load of a host is the number of prompt and maximum output tokens of its unfinished requests, divided by its
+    speed.
     """
 
-    def __init__(self, num_hosts: int, seed: int, num_requests: int):
-        self._random = random.Random(seed)
-        self._tokens = [0] * num_hosts
+    def __init__(self, speeds: Sequence[float], seed: int, num_requests: int):
+        self._random, self._speeds = random.Random(seed), speeds
+        self._tokens = [0] * len(speeds)
         self._host = array("l", [0]) * num_requests
 
     def choose(self, index: int, requests: RequestTable) -> int:
         """See `Router.choose`."""
         tokens, count = self._tokens, len(self._tokens)
         one, two = int(self._random.random() * count), int(self._random.random() * count)
-        host = one if tokens[one] <= tokens[two] else two
+        host = one if tokens[one] * self._speeds[two] <= tokens[two] * self._speeds[one] else two
         tokens[host] += int(requests.input_len[index]) + int(requests.max_tokens[index])
         self._host[index] = host
         return host
@@ -70,10 +72,13 @@ class TwoChoicesRouter:
         self._tokens[self._host[index]] -= int(requests.input_len[index]) + int(requests.max_tokens[index])
 
 
-def make_router(name: str, num_hosts: int, seed: int, num_requests: int) -> Router:
-    """Return a router by name; `OneHost` if there is one host. Raises `SimulationError` for an unknown name."""
+def make_router(name: str, speeds: Sequence[float], seed: int, num_requests: int) -> Router:
+    """Return a router by name; `OneHost` if there is one host. Raises `SimulationError` for an unknown name.
+
+    `speeds`: relative speed of each host.
+    """
     if name not in ROUTERS:
         raise SimulationError(f"router {name[:100]!r} is unknown: it must be one of {', '.join(ROUTERS)}")
-    if num_hosts == 1:
+    if len(speeds) == 1:
         return OneHost()
-    return TwoChoicesRouter(num_hosts, seed, num_requests) if name == "two_choices" else RoundRobinRouter(num_hosts)
+    return TwoChoicesRouter(speeds, seed, num_requests) if name == "two_choices" else RoundRobinRouter(len(speeds))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from amoeba_jax.errors import ConfigError
 from serving.bench.burst import read_rates
 from serving.bench.workload import WorkloadConfig
-from serving.simulator.errors import SimulationError
+from serving.simulator.errors import DoesNotFitError, SimulationError
+from serving.simulator.result import PolicyResult
 from serving.simulator.settings import SimulationConfig
 from serving.simulator.simulate import request_table, simulate
 
@@ -30,6 +31,8 @@ class Trial:
     kept_share: float
     """Share of requests that met the objectives."""
     passed: bool
+    lacks: str = ""
+    """Reason why the trial did not pass."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,17 @@ class Answer:
     trials: tuple[Trial, ...]
     at_limit: bool = False
     """Whether the search ended at the highest or lowest value that it may try. The true answer may lie beyond it."""
+
+    @property
+    def note(self) -> str:
+        """Remark about the answer: what the trial that failed nearest to it lacked."""
+        failed = [trial for trial in self.trials if not trial.passed]
+        if self.at_limit:
+            return "the search ended at its limit" + (f": {failed[-1].lacks}" if failed else "")
+        if not failed:
+            return ""
+        nearest = min(failed, key=lambda trial: abs(trial.value - (self.value or 0.0)))
+        return f"at {nearest.value:.4g}: {nearest.lacks}"
 
 
 _RATES = ("low_rate", "high_rate")
@@ -71,7 +85,7 @@ def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
 
 
 def _check(config: SimulationConfig) -> None:
-    if not config.slo.limits_s:
+    if not config.slo.limits_s and not config.slo.classes:
         raise SimulationError("the search needs an objective: set --slo, such as ttft:10 tpot:0.1")
 
 
@@ -137,10 +151,8 @@ def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = 
         try:
             smaller = replace(config, num_devices=size, devices_per_scheduler=min(config.host_devices(), size))
             trial = _try(smaller, policy)
-        except SimulationError as error:
-            if "fits" not in str(error):
-                raise
-            trial = Trial(size, 0.0, False)
+        except DoesNotFitError as error:
+            trial = Trial(size, 0.0, False, f"the model does not fit: {error}")
         trials.append(replace(trial, value=float(size)))
         on_trial(trials[-1])
         return trials[-1].passed
@@ -161,8 +173,21 @@ def _sizes(config: SimulationConfig) -> list[int]:
 
 
 def _try(config: SimulationConfig, policy: str) -> Trial:
-    limit = _WAITING_PER_DEVICE * config.host_devices()
+    limit = _WAITING_PER_DEVICE * min(part.host_devices() for part in config.parts())
     result = simulate(config, policy, queue_limit=limit)
     span_s, share = result.requests.span_s, result.kept_share
     rate = len(result.requests) / span_s if span_s else 0.0
-    return Trial(rate, share, share >= config.slo.share and not result.overloaded)
+    passed = share >= config.slo.share and not result.overloaded
+    return Trial(rate, share, passed, "" if passed else _lack(result))
+
+
+def _lack(result: PolicyResult) -> str:
+    """Return the reason why requests missed the objectives: the resource for which they waited most, or the speed of
+    steps."""
+    text = "overloaded" if result.overloaded else f"{result.kept_share:.1%} within the objectives"
+    if refused := int(result.refused.sum()):
+        text += f", {refused} refused"
+    waited_s = result.tally.limited_s
+    if sum(waited_s.values()) < 0.02 * (result.duration_s or 1.0) * len(result.hosts):
+        return f"{text}; steps are too slow"
+    return f"{text}; requests waited for {max(waited_s, key=lambda limit: waited_s[limit])}"

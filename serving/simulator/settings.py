@@ -1,7 +1,7 @@
 """Configuration of a simulation."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from serving.bench.workload import WorkloadConfig
@@ -28,7 +28,8 @@ class SimulationConfig:
     """Model: the path of a `config.json` or of its directory, or a shape."""
     workload: WorkloadConfig
     device: str | DeviceSpec = "H100"
-    """Name of a device of this package, or path of a JSON file."""
+    """Name of a device of this package, or path of a JSON file. Several kinds with their numbers: `H100:8+A100:16`.
+    Hosts have devices of one kind."""
     num_devices: int = 8
     devices_per_scheduler: int | None = None
     """Number of devices of each scheduler. None: the devices of a host, usually 8; with a calibration, all devices."""
@@ -36,8 +37,9 @@ class SimulationConfig:
     slo: Slo = field(default_factory=Slo)
     degrees: tuple[int, ...] = DEGREES
     """Possible degrees of instances."""
-    max_num_seqs: int = 64
-    """Maximum running requests for each device of an instance."""
+    max_num_seqs: int | None = None
+    """Maximum running requests for each device of an instance. None: as many as the cache holds (`MemoryPlan.limits`).
+    """
     max_num_batched_tokens: int = 2048
     """Maximum prompt tokens of one step."""
     memory_utilization: float = 0.9
@@ -75,6 +77,8 @@ class SimulationConfig:
     drain_s: float = 3600.0
     """Maximum virtual seconds to simulate after the last arrival, if `until_s` is None."""
     seed: int = 0
+    price_per_hour: float | None = None
+    """Price of a device for an hour, in USD. None: unknown."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_devices <= MAX_DEVICES:
@@ -89,7 +93,7 @@ class SimulationConfig:
                 raise SimulationError(f"{name}={getattr(self, name)!r} must be at least 1")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise SimulationError(f"page_size={self.page_size!r} must be a power of two, at least 1")
-        for name in ("max_model_len", "max_tokens", "deadline_s", "until_s", "activation_gb"):
+        for name in ("max_model_len", "max_tokens", "deadline_s", "until_s", "activation_gb", "price_per_hour"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise SimulationError(f"{name}={value!r} must be above 0 and finite")
@@ -112,6 +116,28 @@ class SimulationConfig:
         for fault in self.faults.devices:
             if fault.device >= self.num_devices:
                 raise SimulationError(f"fault: device={fault.device} must be below num_devices={self.num_devices}")
+
+    def parts(self) -> "tuple[SimulationConfig, ...]":
+        """Return a configuration for each kind of device, in the order of devices.
+
+        Raises `SimulationError` if the kinds are invalid or their numbers do not add up to `num_devices`.
+        """
+        if not isinstance(self.device, str) or "+" not in self.device:
+            return (self,)
+        found = []
+        for text in self.device.split("+"):
+            name, _, count = text.rpartition(":")
+            if not name or not count.isdigit() or not int(count):
+                raise SimulationError(
+                    f"--device {self.device[:100]!r}: {text[:100]!r} must be a device and a number, such as H100:8"
+                )
+            found.append(replace(self, device=name, num_devices=int(count), faults=Faults()))
+        if sum(part.num_devices for part in found) != self.num_devices:
+            raise SimulationError(
+                f"--device {self.device[:100]!r} has {sum(part.num_devices for part in found)} devices, but "
+                f"num_devices={self.num_devices}"
+            )
+        return tuple(found)
 
     def shape(self) -> ModelShape:
         """Return the shape of the model; read its `config.json` if `model` is a path."""

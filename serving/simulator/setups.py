@@ -1,10 +1,10 @@
 """Setups by policy name: the scheduling policy, the degrees at the start, and the cost models of a host.
 
-`static-*` policies never change degrees. `static-mixed` has one instance of a high degree, and instances of the lowest
-degree on the other devices. `MECHANISMS` are other systems, modelled in `comparators`.
+`static-*` policies never change degrees (`layouts`). `MECHANISMS` are other systems, modelled in `comparators` and
+`disaggregation`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serving.scheduler import (
@@ -15,6 +15,8 @@ from serving.scheduler import (
     LayerSizes,
     Policy,
     StaticPolicy,
+    is_policy_file,
+    load_policy,
     make_policy,
 )
 from serving.scheduler.cocoserve.speedup import transition_cost
@@ -28,8 +30,10 @@ from serving.simulator.comparators import (
     sequence_limits,
     shift_limits,
 )
-from serving.simulator.errors import SimulationError
-from serving.simulator.host_config import HostConfig
+from serving.simulator.disaggregation import DisaggregatedPolicy
+from serving.simulator.errors import DoesNotFitError, SimulationError
+from serving.simulator.host_config import HandoverConfig, HostConfig
+from serving.simulator.layouts import STATIC, degrees_at_start, is_static, num_prefill, read_parts
 from serving.simulator.memory import MemoryPlan
 from serving.simulator.pricing import Pricing
 from serving.simulator.settings import SimulationConfig
@@ -37,10 +41,12 @@ from serving.simulator.spread import LayerCost
 from serving.simulator.step_cost import ModelStepCost, StepCost, StepShape
 from serving.simulator.transformation_cost import FixedTransformation, InPlaceCost, TransformationCost
 
-STATIC = ("static-tp1", "static-tp2", "static-tp4", "static-tp8", "static-mixed")
 REGROUP_S = 2e-3
 """Seconds without steps when requests pause or resume. No page moves; the engine rebuilds its views of the cache."""
-MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift")
+STATIC_DEGREES = (1, 2, 4, 8)
+"""Degrees of layouts that never change."""
+_Capacities = Callable[[MemoryPlan, Sequence[int], int | None], tuple[DegreeLimits, ...]]
+MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift", "disaggregated")
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Setup:
     name: str
     host: HostConfig
     make_policy: Callable[[], Policy]
+    speed: float = 1.0
+    """Speed of the host relative to other hosts: bytes per second of the memory of its devices."""
 
 
 def policy_names() -> tuple[str, ...]:
@@ -57,60 +65,57 @@ def policy_names() -> tuple[str, ...]:
     return (*POLICY_NAMES, *STATIC, *MECHANISMS)
 
 
-def check_policies(names: tuple[str, ...]) -> None:
-    """Raise `SimulationError` for an unknown policy."""
+def check_policies(names: Sequence[str]) -> None:
+    """Raise `SimulationError` for an unknown policy, or an invalid layout in the name of a policy."""
     for name in names:
-        if name not in policy_names():
-            raise SimulationError(f"policy {name[:100]!r} is unknown: it must be one of {', '.join(policy_names())}")
+        if read_parts(name) is None and not is_policy_file(name) and name not in policy_names():
+            raise SimulationError(
+                f"policy {name[:100]!r} is unknown: it must be one of {', '.join(policy_names())}, a layout such as "
+                "static:tp4x1+tp1x4, or a class in a file such as my_policy.py:Sjf"
+            )
+
+
+def make_setups(config: SimulationConfig, name: str) -> list[Setup]:
+    """Return the setup of each host for a policy. Raises the errors of `make_setup`."""
+    setups = []
+    for part in config.parts():
+        setup = make_setup(part, name)
+        setups += [setup] * (part.num_devices // setup.host.num_devices)
+    if config.faults.devices and any(setup.host.handover is not None for setup in setups):
+        raise SimulationError("failures of devices cannot be simulated with disaggregated")
+    return setups
 
 
 def make_setup(config: SimulationConfig, name: str) -> Setup:
-    """Return the setup of a policy.
+    """Return the setup of a policy, for a host of a cluster with one kind of devices.
 
-    Raises `SimulationError` if the policy is unknown, the model fits at no degree that the policy needs, or the devices
-    cannot be divided into instances of that degree.
+    Raises `SimulationError` if the policy is unknown, and `DoesNotFitError` if the model fits at no degree that the
+    policy needs, or the devices cannot be divided into instances of that degree.
     """
     check_policies((name,))
     if config.calibration is not None:
         return _calibrated(config, name)
     devices = config.host_devices()
     model, device = config.shape(), config.device_spec()
-    changes = name not in STATIC
     memory = MemoryPlan(
         model,
         device,
         config.memory_utilization,
         None if config.activation_gb is None else config.activation_gb * 1e9,
         config.page_size,
-        changes_degree=changes,
+        changes_degree=not is_static(name) and name != "seesaw",
     )
-    degrees = tuple(d for d in (config.degrees if changes else (1, 2, 4, 8)) if d <= devices)
+    degrees = tuple(d for d in (STATIC_DEGREES if is_static(name) else config.degrees) if d <= devices)
     if not degrees:
-        raise SimulationError(f"degrees={config.degrees} are all above the {devices} devices of a scheduler")
-    cost: StepCost = ModelStepCost(model, device, config.profile())
-    transformation: TransformationCost = InPlaceCost(model, device, page_size=config.page_size)
-    if name == "seesaw":
-        transformation = HostMemoryCost(model, device)
-    elif name == "kunserve":
-        cost = PipelineCost(ModelStepCost(model, device, config.profile()))
-        transformation = LayerExchangeCost(model, device)
-    elif name in ("loongserve", "shift"):
-        base = ModelStepCost(model, device, config.profile())
-        cost = SequenceParallelCost(base) if name == "loongserve" else ShiftCost(base)
-        transformation = FixedTransformation(1e-3, model.num_layers)
-    if name == "loongserve":
-        limits = sequence_limits(memory, degrees, config.max_num_seqs)
-    elif name == "shift":
-        limits = shift_limits(memory, degrees, config.max_num_seqs)
-    elif name == "kunserve":
-        limits = drop_limits(memory, degrees, config.max_num_seqs)
-    else:
-        limits = memory.limits(degrees, config.max_num_seqs)
-    start = _degrees_at_start(name, devices, limits)[: config.instances_at_start]
+        raise DoesNotFitError(f"degrees={config.degrees} are all above the {devices} devices of a scheduler")
+    base = ModelStepCost(model, device, config.profile())
+    cost, transformation, capacities = _mechanism(name, base, config.page_size)
+    limits = capacities(memory, degrees, config.max_num_seqs)
+    start = degrees_at_start(name, devices, limits)[: config.instances_at_start]
     host = HostConfig(
         num_devices=devices,
         limits=limits,
-        pricing=Pricing(cost, config.batching()),
+        pricing=Pricing(cost, config.batching(), window=model.window),
         transformation=transformation,
         degrees_at_start=start,
         page_size=config.page_size,
@@ -119,15 +124,38 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
         regroup_s=REGROUP_S,
         shows_timing=True,
         layers=layer_cost(memory, cost) if name == CocoServePolicy.name else None,
+        handover=_handover(num_prefill(name, start), base),
     )
-    return Setup(name, host, _maker(name, config))
+    speed = devices * device.memory_bandwidth
+    return Setup(name, host, _maker(name, config, start), speed)
+
+
+def _mechanism(name: str, base: ModelStepCost, page_size: int) -> tuple[StepCost, TransformationCost, _Capacities]:
+    """Return the cost of steps, the cost of transformations, and the capacities of a policy."""
+    model, device = base.model, base.device
+    if name == "seesaw":
+        return base, HostMemoryCost(model, device), MemoryPlan.limits
+    if name == "kunserve":
+        return PipelineCost(base), LayerExchangeCost(model, device), drop_limits
+    if name == "loongserve":
+        return SequenceParallelCost(base), FixedTransformation(1e-3, model.num_layers), sequence_limits
+    if name == "shift":
+        return ShiftCost(base), FixedTransformation(1e-3, model.num_layers), shift_limits
+    return base, InPlaceCost(model, device, page_size=page_size), MemoryPlan.limits
+
+
+def _handover(count: int, base: ModelStepCost) -> HandoverConfig | None:
+    if not count:
+        return None
+    device = base.device
+    sent = {degree: base.model.kv_token_bytes(degree) for degree in STATIC_DEGREES}
+    return HandoverConfig(count, sent, device.link_bandwidth * device.link_efficiency, device.launch_s)
 
 
 def layer_cost(memory: MemoryPlan, cost: StepCost) -> LayerCost:
     """Return the costs of placement changes for a model on a device. A transition is measured with 32 rows."""
     model, device, rows = memory.model, memory.device, 32
-    attention = sum(m.inputs * m.outputs for m in model.attention_matrices) * model.item_bytes
-    ffn = model.ffn_bytes / model.num_layers
+    attention, ffn = model.attention_bytes, model.ffn_bytes / model.num_layers
     rate, row_bytes = device.link_bandwidth * device.link_efficiency, model.hidden_size * model.item_bytes
     layer_s = cost.fixed_s(1, StepShape(rows)) / model.num_layers
     sizes = LayerSizes(
@@ -142,56 +170,31 @@ def layer_cost(memory: MemoryPlan, cost: StepCost) -> LayerCost:
     return LayerCost(sizes, budget, row_bytes, rate, device.host_bandwidth, device.launch_s)
 
 
-def _maker(name: str, settings: SimulationConfig) -> Callable[[], Policy]:
+def _maker(name: str, settings: SimulationConfig, start: Sequence[int]) -> Callable[[], Policy]:
     config = settings.policy_config
+    if is_policy_file(name):
+        return load_policy(name)
     if name in POLICY_NAMES:
         return lambda: make_policy(
             name, config=config, flying=settings.flying_config, cocoserve=settings.cocoserve_config
         )
-    if name in STATIC or name == "shift":
+    if count := num_prefill(name, start):
+        return lambda: DisaggregatedPolicy(count, config.reserved_growth)
+    if is_static(name) or name == "shift":
         return lambda: StaticPolicy(reserved_growth=config.reserved_growth)
     return lambda: AmoebaPolicy(config)
-
-
-def _degrees_at_start(name: str, devices: int, limits: tuple[DegreeLimits, ...]) -> tuple[int, ...]:
-    fitting = [limit.degree for limit in limits]
-    if name == "static-mixed":
-        largest = max((d for d in fitting if d <= devices - fitting[0]), default=None)
-        largest = max((d for d in fitting if d <= max(devices // 2, 1)), default=largest)
-        if largest is None:
-            raise SimulationError(
-                f"policy {name!r} needs two instances, but on {devices} devices the model fits only at "
-                f"TP{', TP'.join(map(str, fitting))}"
-            )
-        return (largest,) + (fitting[0],) * _whole(devices - largest, fitting[0])
-    if name.startswith("static-tp"):
-        degree = int(name.removeprefix("static-tp"))
-        if degree not in fitting:
-            raise SimulationError(
-                f"policy {name!r} needs TP{degree}, but on {devices} devices the model fits only at TP"
-                f"{', TP'.join(map(str, fitting))}"
-            )
-        return (degree,) * _whole(devices, degree)
-    degree = fitting[-1] if name == "shift" else fitting[0]
-    return (degree,) * _whole(devices, degree)
-
-
-def _whole(devices: int, degree: int) -> int:
-    """Return `devices / degree`. Raises `SimulationError` if there is a remainder."""
-    if devices % degree:
-        raise SimulationError(f"{devices} devices are not a multiple of {degree}: an instance needs TP{degree}")
-    return devices // degree
 
 
 def _calibrated(config: SimulationConfig, name: str) -> Setup:
     calibration = config.calibration
     assert calibration is not None, "a calibration is required"
-    if name in MECHANISMS:
+    if name.partition(":")[0] in MECHANISMS:
         raise SimulationError(
             f"policy {name!r} is no policy of the engine, so it cannot be simulated with a calibration"
         )
     devices = config.host_devices()
     limits = tuple(limit for limit in calibration.limits() if limit.degree <= devices)
+    start = degrees_at_start(name, devices, limits)
     host = HostConfig(
         num_devices=devices,
         limits=limits,
@@ -203,7 +206,7 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
             calibration.prompt_crowding,
         ),
         transformation=calibration.transformation(),
-        degrees_at_start=_degrees_at_start(name, devices, limits),
+        degrees_at_start=start,
         page_size=calibration.page_size,
         max_model_len=config.max_model_len or calibration.max_model_len,
         layers_per_step=calibration.layers_per_step,
@@ -211,4 +214,4 @@ def _calibrated(config: SimulationConfig, name: str) -> Setup:
         launches_ahead=True,
         shows_timing=True,
     )
-    return Setup(name, host, _maker(name, config))
+    return Setup(name, host, _maker(name, config, start))

@@ -20,6 +20,7 @@ from serving.scheduler import (
     WaitingRequest,
     invalid,
 )
+from serving.simulator.disaggregation import Handovers
 from serving.simulator.group_changes import GroupChanges
 from serving.simulator.host import drained_s, take_in
 from serving.simulator.host_config import ForbiddenActionError, HostConfig, Refusal, Waiting
@@ -29,7 +30,7 @@ from serving.simulator.placement_changes import PlacementChanges
 from serving.simulator.prefix_store import PromptBlocks
 from serving.simulator.run import Run
 from serving.simulator.sim_timing import SimTimings
-from serving.simulator.tally import Ending, Records, Tally
+from serving.simulator.tally import Ending, Limit, Records, Tally
 
 _ENDINGS = {
     RejectKind.NEVER_FITS: Ending.NEVER_FITS,
@@ -55,6 +56,7 @@ class SimExecutor:
         failing_transformations: number of further transformations that will fail.
         changes: running and waiting transformations.
         placements: running placement changes.
+        handovers: requests between prefill and decode instances; None if all instances do both.
         timings: measured times of steps and transformations.
         prompt_blocks: function that receives the row of a request, and returns the blocks of its prompt for the prefix
             cache, or None if they are unknown.
@@ -70,6 +72,7 @@ class SimExecutor:
         self.failing_transformations = 0
         self.changes = GroupChanges(self)
         self.placements = PlacementChanges(self)
+        self.handovers = None if config.handover is None else Handovers(self, config.handover)
         self.timings = SimTimings()
         self.num_preempted = 0
         self.log: list[tuple[float, Action]] = []
@@ -233,14 +236,24 @@ class SimExecutor:
         if instance.change is not None and instance.change.left <= 0:
             self.changes.end(instance)
             return True
-        if instance in self.instances:
+        if self.handovers is not None:
+            self.handovers.take(instance)
+        if instance in self.instances and instance.block is None:
             self.begin(instance)
         return self.changes.proceed() or changed
 
+    def forget(self, run: Run) -> None:
+        """Record that a running request is on no instance."""
+        self._home.pop(run.request.request_id, None)
+
     def finish(self, run: Run, ending: Ending) -> None:
         """Record the end of a request that ran. Its instance has removed the request already."""
-        self._home.pop(run.request.request_id, None)
+        self.forget(run)
         self._end(run.index, ending)
+
+    def refuse(self, index: int) -> None:
+        """Record that a request is refused at arrival, because it is longer than the context of the model."""
+        self._end(index, Ending.NEVER_FITS)
 
     def _end(self, index: int, ending: Ending) -> None:
         self.records.end_s[index] = self.now_s + (self.config.pricing.latency_s if ending is Ending.COMPLETED else 0.0)
@@ -316,7 +329,7 @@ class SimExecutor:
 
     def _requeue(self, instance: SimInstance, run: Run, request: WaitingRequest) -> None:
         instance.remove(run)
-        self._home.pop(run.request.request_id, None)
+        self.forget(run)
         last_s = self.now_s if run.base else run.last_token_s
         self.queue[request.request_id] = Waiting(
             request, run.index, run.left(instance.steps), self.now_s, last_token_s=last_s
@@ -401,6 +414,17 @@ class SimExecutor:
         """Record an instance as the home of all its running requests."""
         for name in instance.runs:
             self._home[name] = instance
+
+
+def limit_of(executor: SimExecutor) -> Limit | None:
+    """Return the resource that the first waiting request lacks; None if no request waits."""
+    if not executor.queue:
+        return None
+    request = next(iter(executor.queue.values())).request
+    if all(instance.capacity_tokens < request.max_total_tokens for instance in executor.instances):
+        return Limit.DEGREE
+    full = all(len(instance.runs) >= instance.max_requests for instance in executor.instances)
+    return Limit.SLOTS if full else Limit.CACHE
 
 
 def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) -> None:

@@ -24,7 +24,7 @@ from serving.simulator.requests import RequestTable
 from serving.simulator.result import PolicyResult, collect
 from serving.simulator.router import make_router
 from serving.simulator.settings import SimulationConfig
-from serving.simulator.setups import make_setup
+from serving.simulator.setups import make_setups
 
 _URGENT_STREAM = 7
 
@@ -35,28 +35,47 @@ def request_table(config: SimulationConfig) -> RequestTable:
     context = config.max_model_len or (
         config.shape().max_position if calibration is None else calibration.max_model_len
     )
-    plan = plan_columns(config.workload, context)
+    plan = plan_columns(config.workload, context, shorten=False)
     outputs = np.maximum(plan.output_len, 1)
     allowed = outputs if config.max_tokens is None else np.maximum(outputs, config.max_tokens)
     inputs = np.maximum(plan.input_len, 1)
-    priority = plan.priorities
+    priority, slo = plan.priorities, config.slo
+    if unknown := set(slo.classes) - set(plan.kind_names):
+        raise SimulationError(
+            f"--slo has the class {min(unknown)[:100]!r}, but the classes of the requests are "
+            f"{', '.join(plan.kind_names[:20])}"
+        )
     if config.urgent_share:
         random = np.random.default_rng((config.seed, _URGENT_STREAM))
         priority = -(random.random(len(plan)) < config.urgent_share).astype(np.int64)
+    kinds, names = _divided_by_priority(plan.kinds, plan.kind_names, priority)
     return RequestTable(
         plan.arrival_s,
         inputs,
         outputs,
         np.maximum(np.minimum(allowed, context - inputs), outputs),
-        plan.kinds,
-        plan.kind_names,
+        kinds,
+        names,
         priority,
         None if config.deadline_s is None else np.full(len(plan), config.deadline_s),
-        plan.ttft_slo_s,
-        plan.tpot_slo_s,
+        slo.own("ttft", plan.kinds, plan.kind_names, plan.ttft_slo_s),
+        slo.own("tpot", plan.kinds, plan.kind_names, plan.tpot_slo_s),
         plan.prefix_blocks,
         plan.prefix_block_tokens,
+        context,
     )
+
+
+def _divided_by_priority(
+    kinds: np.ndarray, names: tuple[str, ...], priority: np.ndarray
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return classes and their names, so that all requests of a class have the same priority."""
+    if len(levels := np.unique(priority)) < 2:
+        return kinds, names
+    pairs, divided = np.unique(np.stack([kinds, priority]), axis=1, return_inverse=True)
+    one = len(levels) == pairs.shape[1] and len(np.unique(pairs[0])) == 1
+    texts = [f"priority {level}" if one else f"{names[kind]}, priority {level}" for kind, level in pairs.T.tolist()]
+    return divided.reshape(-1), tuple(texts)
 
 
 def simulate(
@@ -74,14 +93,14 @@ def simulate(
         queue_limit: maximum number of waiting requests of a scheduler. If more requests wait, the run stops early.
             None: no limit.
     """
-    setup = make_setup(config, policy)
+    setups = make_setups(config, policy)
     table = request_table(config) if requests is None else requests
-    num_hosts = config.num_devices // setup.host.num_devices
-    router = make_router(config.router, num_hosts, config.seed, len(table))
+    router = make_router(config.router, [setup.speed for setup in setups], config.seed, len(table))
     bin_s = max(table.span_s / 200, 0.5)
-    cluster = Cluster(setup.host, num_hosts, setup.make_policy, table, router, config.faults, bin_s)
+    pairs = [(setup.host, setup.make_policy) for setup in setups]
+    cluster = Cluster(pairs, table, router, config.faults, bin_s)
     cluster.run(LoopConfig(config.until_s, config.drain_s, queue_limit), progress)
-    return collect(policy, cluster, config.slo, config.num_devices)
+    return collect(policy, cluster, config.slo, config.num_devices, config.price_per_hour)
 
 
 def report(config: SimulationConfig, results: Mapping[str, PolicyResult]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Service-level objectives: latency limits of requests."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,8 +19,16 @@ class Slo:
     tpot_s: float = math.inf
     e2el_s: float = math.inf
     share: float = 0.99
+    classes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Limits of TTFT and TPOT by class of requests, which replace the limits above."""
 
     def __post_init__(self) -> None:
+        for kind, limits in self.classes.items():
+            for name, limit in limits.items():
+                if name not in _NAMES[:2] or not limit > 0:
+                    raise SimulationError(
+                        f"--slo {kind[:100]}:{name[:100]}:{limit:g} must be a limit of ttft or tpot, above 0 seconds"
+                    )
         for name in _NAMES:
             if not getattr(self, f"{name}_s") > 0:
                 raise SimulationError(f"--slo {name}:{getattr(self, f'{name}_s'):g} must be above 0 seconds")
@@ -29,17 +37,38 @@ class Slo:
 
     @classmethod
     def from_text(cls, texts: Sequence[str], share: float = 0.99) -> "Slo":
-        """Parse limits in seconds, such as `["ttft:10", "tpot:0.1"]`. Raises `SimulationError` for an invalid limit."""
+        """Parse limits in seconds, such as `["ttft:10", "tpot:0.1", "chat:ttft:2"]`; the last is a limit of the class
+        `chat`. Raises `SimulationError` for an invalid limit."""
         limits: dict[str, float] = {}
+        classes: dict[str, dict[str, float]] = {}
         for text in texts:
-            name, _, value = text.partition(":")
+            rest, _, value = text.rpartition(":")
+            kind, colon, name = rest.rpartition(":")
             if name not in _NAMES:
-                raise SimulationError(f"--slo {text!r}: the name must be one of {', '.join(_NAMES)}, as in ttft:10")
+                raise SimulationError(
+                    f"--slo {text[:200]!r}: the name must be one of {', '.join(_NAMES)}, as in ttft:10 or chat:ttft:2"
+                )
             try:
-                limits[f"{name}_s"] = float(value)
+                limit_s = float(value)
             except ValueError:
-                raise SimulationError(f"--slo {text!r}: {value!r} must be a number of seconds") from None
-        return cls(**limits, share=share)
+                raise SimulationError(f"--slo {text[:200]!r}: {value[:100]!r} must be a number of seconds") from None
+            if colon:
+                classes.setdefault(kind, {})[name] = limit_s
+            else:
+                limits[f"{name}_s"] = limit_s
+        return cls(**limits, share=share, classes=classes)
+
+    def own(self, name: str, kinds: np.ndarray, kind_names: Sequence[str], others_s: np.ndarray) -> np.ndarray:
+        """Return the limit of each request that replaces a limit of all requests; NaN: none.
+
+        Args:
+            name: `ttft` or `tpot`.
+            kinds: class of each request, as an index into `kind_names`.
+            kind_names: names of the classes.
+            others_s: limits that requests set themselves, which come first; NaN: none.
+        """
+        by_kind = np.array([self.classes.get(kind, {}).get(name, math.nan) for kind in kind_names])
+        return np.where(np.isnan(others_s), by_kind[kinds], others_s)
 
     @property
     def limits_s(self) -> dict[str, float]:
@@ -63,8 +92,8 @@ class Slo:
             own_ttft_s: TTFT limit of each request, which replaces `ttft_s` of this object; NaN: not replaced.
             own_tpot_s: TPOT limit of each request, which replaces `tpot_s` of this object; NaN: not replaced.
         """
-        tpot_kept = np.isnan(tpot_s) | (tpot_s <= _own(own_tpot_s, self.tpot_s))
-        return (ttft_s <= _own(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
+        tpot_kept = np.isnan(tpot_s) | (tpot_s <= own_limit(own_tpot_s, self.tpot_s))
+        return (ttft_s <= own_limit(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
 
     def latest_s(
         self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
@@ -80,9 +109,10 @@ class Slo:
         """
         more = np.maximum(output_len - 1, 0)
         with np.errstate(invalid="ignore"):  # Infinity times 0: no limit of TPOT, and no second token.
-            decoding_s = np.where(more > 0, more * _own(own_tpot_s, self.tpot_s), 0.0)
-        return np.minimum(_own(own_ttft_s, self.ttft_s) + decoding_s, self.e2el_s)
+            decoding_s = np.where(more > 0, more * own_limit(own_tpot_s, self.tpot_s), 0.0)
+        return np.minimum(own_limit(own_ttft_s, self.ttft_s) + decoding_s, self.e2el_s)
 
 
-def _own(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
+def own_limit(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
+    """Return the limit of each request: its own, or `default_s` if its own is NaN or there is no column."""
     return default_s if limits_s is None else np.where(np.isnan(limits_s), default_s, limits_s)

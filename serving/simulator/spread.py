@@ -127,21 +127,25 @@ class Spread:
             pricing: costs of a step on one device.
             shape: contents of the step.
             context: tokens of the decoding sequences.
-            pairs: pairs of the prompt chunks (`step_cost.prompt_pairs`).
+            pairs: pairs of the prompt chunks (`Pricing.pairs`).
             crowding: factor of the time on each device, because other instances compute there.
         """
         seconds = self.transitions * self.cost.hop_s(shape.decodes + shape.prompt_tokens)
         for homes, fixed, attention in self._groups:
             part = shape._replace(decodes=-(-shape.decodes // len(homes)))
             own_s = fixed * pricing.fixed_s(1, part)
-            own_s += attention * (pricing.context_s(1) * context / len(homes) + pricing.pair_s(1) * pairs)
+            attention_s = pricing.attention_s(1, shape.decodes / len(homes), context / len(homes))
+            own_s += attention * (attention_s + pricing.pair_s(1) * pairs)
             seconds += own_s * max(crowding.get(device, 1.0) for device in homes)
         return seconds
 
-    def slope_s(self, pricing: Pricing, decodes: int, crowding: Mapping[int, float]) -> float:
+    def slope_s(self, pricing: Pricing, decodes: int, context: float, crowding: Mapping[int, float]) -> float:
         """Return the seconds by which a decode step is longer than the step before. See `step_s` for the arguments."""
         return sum(
-            attention * pricing.context_s(1) * decodes / len(homes) * max(crowding.get(d, 1.0) for d in homes)
+            attention
+            * pricing.attention_slope_s(1, decodes, context)
+            / len(homes)
+            * max(crowding.get(device, 1.0) for device in homes)
             for homes, _, attention in self._groups
         )
 

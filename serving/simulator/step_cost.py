@@ -7,9 +7,12 @@ from serving.simulator.device_spec import DeviceSpec
 from serving.simulator.model_shape import Matrix, ModelShape
 from serving.simulator.operator_profile import OperatorProfile
 
-PROMPT_ATTENTION_SHARE = 0.6
-"""Operations per second of prompt attention, relative to matrix products. Fused kernels of causal attention reach 50%
-to 75% of the peak on A100 and H100 (benchmarks of FlashAttention-2 and -3)."""
+PROMPT_ATTENTION_SHARE = 0.53
+"""Operations per second of prompt attention, relative to matrix products. Measured on an H100: 362 TFLOP/s
+(docs/kernels.md)."""
+PROMPT_EXTRA_KEYS = 875
+"""Keys whose time each prompt token adds in each layer, because tiles of queries start and end. Measured on an H100:
+176 us for 2,048 tokens without a context (docs/kernels.md)."""
 
 
 class StepShape(NamedTuple):
@@ -45,87 +48,126 @@ class StepCost(Protocol):
         ...
 
 
-def prompt_pairs(start: int, length: int) -> float:
-    """Return the number of pairs (see `StepCost`) for a chunk of `length` tokens after `start` computed tokens."""
-    return length * start + length * (length + 1) / 2
+def prompt_pairs(start: int, length: int, window: int | None = None) -> float:
+    """Return the number of pairs (see `StepCost`) for a chunk of `length` tokens after `start` computed tokens.
+
+    `window`: each token attends to at most so many tokens. None: to all tokens before it.
+    """
+    full = length * start + length * (length + 1) / 2
+    if window is None or start + length <= window:
+        return full
+    short = min(max(window - start, 0), length)  # Tokens that attend to all tokens before them.
+    return short * start + short * (short + 1) / 2 + (length - short) * window
 
 
 @dataclass(frozen=True)
 class ModelStepCost:
     """Cost of a step as the sum of its operators, for a model on a device.
 
-    If `profile` has a matrix, it gives the time of the matrix product. If not, `roofline_s` gives the time. Tokens are
-    spread evenly over experts.
+    The host prepares a step while the device computes: the longer of both counts. An operator of the step's program
+    takes `DeviceSpec.kernel_s` and the time of its work. If `profile` has a matrix, it gives this time. If not,
+    `roofline_s` gives the time. Tokens are spread evenly over experts. Products run at the rate of bf16; quantized
+    weights are read in their size.
     """
 
     model: ModelShape
     device: DeviceSpec
     profile: OperatorProfile | None = None
-    overhead_s: float | None = None
-    """Seconds of host work in a step. None: `DeviceSpec.step_overhead_s`."""
 
-    def product_s(self, matrix: Matrix, degree: int, tokens: float) -> float:
-        """Return the seconds of one rank's part of a matrix product with `tokens` rows."""
-        inputs, outputs = matrix.at(degree)
-        if self.profile is not None and float(tokens).is_integer():
+    def product_s(self, matrix: Matrix, degree: int, tokens: float, weight_bytes: float | None = None) -> float:
+        """Return the seconds of one rank's part of a matrix product with `tokens` rows.
+
+        `weight_bytes`: bytes of a weight. None: the bytes of an activation.
+        """
+        (inputs, outputs), device = matrix.at(degree), self.device
+        item_bytes = self.model.item_bytes
+        plain = weight_bytes is None or weight_bytes == item_bytes
+        if self.profile is not None and plain and float(tokens).is_integer():
             measured = self.profile.seconds(inputs, outputs, int(tokens))
             if measured is not None:
-                return measured
-        return roofline_s(self.device, inputs, outputs, tokens, self.model.item_bytes)
+                return max(measured - device.launch_s, 0.0) + device.kernel_s
+        return device.kernel_s + roofline_s(device, inputs, outputs, tokens, item_bytes, weight_bytes)
 
     def layer_s(self, degree: int, tokens: int) -> float:
-        """Return the seconds of matrix products, norms and all-reduces of one layer."""
+        """Return the seconds of matrix products, norms and all-reduces of one layer: a mean, if layers differ."""
         model, device = self.model, self.device
-        seconds = sum(self.product_s(matrix, degree, tokens) for matrix in model.attention_matrices)
+        attention_bytes, ffn_bytes = model.attention_item_bytes, model.ffn_item_bytes
+        seconds = sum(self.product_s(matrix, degree, tokens, attention_bytes) for matrix in model.attention_matrices)
         if model.num_experts == 1:
-            seconds += sum(self.product_s(matrix, degree, tokens) for matrix in model.ffn_matrices)
+            seconds += sum(self.product_s(matrix, degree, tokens, ffn_bytes) for matrix in model.ffn_matrices())
         else:
-            seconds += self._experts_s(degree, tokens)
+            dense = model.num_dense_layers / model.num_layers
+            seconds += (1 - dense) * self._experts_s(degree, tokens)
+            if dense:
+                matrices = model.ffn_matrices(model.dense_ffn_size)
+                seconds += dense * sum(self.product_s(matrix, degree, tokens, ffn_bytes) for matrix in matrices)
         hidden_bytes = tokens * model.hidden_size * model.item_bytes
         # Two norms, the activation, rotary positions and two sums; each reads and writes the hidden states once.
-        seconds += 6 * (device.launch_s + 2 * hidden_bytes / (device.memory_bandwidth * device.memory_efficiency))
-        return seconds + 2 * device.all_reduce_s(hidden_bytes, degree)
+        seconds += 6 * (device.kernel_s + 2 * hidden_bytes / (device.memory_bandwidth * device.memory_efficiency))
+        return seconds + device.kernel_s + 2 * device.all_reduce_s(hidden_bytes, degree)
 
     def _experts_s(self, degree: int, tokens: int) -> float:
-        model = self.model
-        routed = tokens * model.experts_per_token
-        active = model.num_experts * (1 - (1 - 1 / model.num_experts) ** routed)
-        seconds = 0.0
-        for matrix in model.ffn_matrices:
-            inputs, outputs = matrix.at(degree)
-            seconds += roofline_s(self.device, inputs, outputs, routed, model.item_bytes, copies=active)
+        """Return the seconds of the experts that `tokens` tokens use, of the shared experts and of the router."""
+        model, device = self.model, self.device
+        active = model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** tokens)
+        seconds = self.product_s(Matrix("router", model.hidden_size, model.num_experts, "none"), degree, tokens)
+        for matrix in model.ffn_matrices():
+            sizes, routed = matrix.at(degree), tokens * model.experts_per_token
+            seconds += device.kernel_s
+            seconds += roofline_s(device, *sizes, routed, model.item_bytes, model.ffn_item_bytes, copies=active)
+        if model.shared_ffn_size:
+            shared = model.ffn_matrices(model.shared_ffn_size)
+            seconds += sum(self.product_s(matrix, degree, tokens, model.ffn_item_bytes) for matrix in shared)
         return seconds
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """See `StepCost.fixed_s`."""
-        tokens = shape.decodes + shape.prompt_tokens
-        overhead = self.device.step_overhead_s if self.overhead_s is None else self.overhead_s
-        rows = max(shape.decodes + shape.prompts, 1)
-        head = self.product_s(self.model.head_matrix, degree, rows)
-        return self.model.num_layers * self.layer_s(degree, max(tokens, 1)) + head + overhead
+        model, device = self.model, self.device
+        tokens, rows = max(shape.decodes + shape.prompt_tokens, 1), max(shape.decodes + shape.prompts, 1)
+        device_s = model.num_layers * self.layer_s(degree, tokens) + self.product_s(model.head_matrix, degree, rows)
+        extra_s = shape.prompt_tokens * PROMPT_EXTRA_KEYS * self.pair_s(degree)
+        return max(device_s + extra_s, device.host_s) + device.step_overhead_s
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`: a step reads the keys and values of each token once."""
-        rate = self.device.memory_bandwidth * self.device.attention_efficiency
-        return self.model.kv_token_bytes(degree) / rate
+        """See `StepCost.context_s`: a step reads the keys and values of each token once.
+
+        With latent attention, the products with the compressed vectors of all heads may take longer.
+        """
+        model, device = self.model, self.device
+        read_s = model.kv_token_bytes(degree) / (device.memory_bandwidth * device.attention_efficiency)
+        if model.latent is None:
+            return read_s
+        operations = 2 * model.num_layers * model.num_heads * (2 * model.latent.rank + model.latent.rope) / degree
+        return max(read_s, operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE))
 
     def pair_s(self, degree: int) -> float:
-        """See `StepCost.pair_s`: each query head computes two products of `head_dim` elements."""
+        """See `StepCost.pair_s`: each query head computes two products."""
         model, device = self.model, self.device
-        operations = 4 * model.num_layers * model.num_heads * model.head_dim / degree
+        operations = model.num_layers * model.pair_operations / degree
         return operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE)
 
 
 def roofline_s(
-    device: DeviceSpec, inputs: int, outputs: int, tokens: float, item_bytes: int, copies: float = 1.0
+    device: DeviceSpec,
+    inputs: int,
+    outputs: int,
+    tokens: float,
+    item_bytes: int,
+    weight_bytes: float | None = None,
+    copies: float = 1.0,
 ) -> float:
-    """Return the seconds of a matrix product with `tokens` rows: launch time plus the longer of compute and read time.
+    """Return the seconds of a matrix product with `tokens` rows, without its launch: the longer of compute and read
+    time.
 
-    `copies`: number of matrices (active experts) over which the rows are spread. Each matrix is read once.
+    Args:
+        item_bytes: bytes of an activation.
+        weight_bytes: bytes of a weight. None: `item_bytes`.
+        copies: number of matrices (active experts) over which the rows are spread. Each matrix is read once.
     """
     compute_s = 2 * tokens * inputs * outputs / (device.flops * device.flops_efficiency)
-    read = (copies * inputs * outputs + tokens * (inputs + outputs)) * item_bytes
-    return device.launch_s + max(compute_s, read / (device.memory_bandwidth * device.memory_efficiency))
+    weights = copies * inputs * outputs * (item_bytes if weight_bytes is None else weight_bytes)
+    read = weights + tokens * (inputs + outputs) * item_bytes
+    return max(compute_s, read / (device.memory_bandwidth * device.memory_efficiency))
 
 
 @dataclass(frozen=True)

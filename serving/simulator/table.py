@@ -1,6 +1,7 @@
 """Tables of results for the terminal."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -22,32 +23,72 @@ _COLUMNS = (
     ("merges", "merges", "d"),
     ("splits", "splits", "d"),
 )
+_PRICE = ("$/M tokens", "usd_per_million_tokens", ",.2f")
 
 
-def policies_table(results: Mapping[str, PolicyResult], title: str) -> Table:
+def policies_table(results: Mapping[str, PolicyResult], title: str, reasons: Mapping[str, str] | None = None) -> Table:
     """Return a table with a row for each policy. If there are several classes of requests, each policy also has a row
-    for each class."""
-    table = Table("policy", *(name for name, _, _ in _COLUMNS), title=title)
+    for each class.
+
+    `reasons`: reason why a policy was not simulated, by policy.
+    """
+    has_price = any(result.price_per_hour is not None for result in results.values())
+    columns = [*_COLUMNS, *([_PRICE] if has_price else [])]
+    table = Table("policy", *(name for name, _, _ in columns), title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, result in results.items():
         report = result.report()
-        table.add_row(name, *_cells(report))
+        table.add_row(name, *_cells(report, columns))
         for kind, part in report["classes"].items():
-            table.add_row(f"  {kind}", *_cells(part), style="dim")
+            table.add_row(f"  {kind}", *_cells(part, columns), style="dim")
+    for name in reasons or {}:
+        table.add_row(name, "not possible")
     return table
 
 
-def _cells(report: Mapping[str, Any]) -> list[str]:
-    values = [(report.get(key), form) for _, key, form in _COLUMNS]
+@dataclass(frozen=True)
+class SweepPoint:
+    """Results of all policies at one rate."""
+
+    rate: float
+    """Mean requests per second."""
+    results: Mapping[str, PolicyResult]
+
+
+def sweep_table(points: Sequence[SweepPoint], title: str) -> Table:
+    """Return a table of goodput (requests per second within the objectives), share, and price, by rate and policy."""
+    names = list(points[0].results)
+    table = Table("requests/s", *names, title=title)
+    for point in points:
+        cells = []
+        for result in point.results.values():
+            goodput = float(result.kept.sum()) / (result.duration_s or 1.0)
+            price = result.usd_per_million_tokens
+            cells.append(f"{goodput:.3g} ({result.kept_share:.1%}{'' if price is None else f', ${price:.2f}/M'})")
+        table.add_row(f"{point.rate:.3g}", *cells)
+    return table
+
+
+def _cells(report: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[str]:
+    values = [(report.get(key), form) for _, key, form in columns]
     return ["" if value is None else format(value, form) for value, form in values]
 
 
-def answers_table(answers: Sequence[Answer], what: str) -> Table:
-    """Return a table with the result of each search. `what`: heading of the column of values."""
-    table = Table("policy", what, "runs", "note")
+def answers_table(answers: Sequence[Answer], what: str, reasons: Mapping[str, str], price: float | None) -> Table:
+    """Return a table with the result of each search.
+
+    Args:
+        what: heading of the column of values: `devices` or `requests/s`.
+        reasons: reason why a policy was not simulated, by policy.
+        price: price of a device for an hour in USD; None: unknown.
+    """
+    priced = price is not None and what == "devices"
+    table = Table("policy", what, *(["$/hour"] if priced else []), "runs", "note")
     for answer in answers:
         value = "none" if answer.value is None else f"{answer.value:,.4g}"
-        note = "the search ended at its limit" if answer.at_limit else ""
-        table.add_row(answer.policy, value, str(len(answer.trials)), note)
+        costs = ["" if answer.value is None else f"{answer.value * price:,.2f}"] if price is not None and priced else []
+        table.add_row(answer.policy, value, *costs, str(len(answer.trials)), answer.note)
+    for name in reasons:
+        table.add_row(name, "not possible")
     return table

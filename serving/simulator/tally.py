@@ -6,7 +6,7 @@ A gap is the time from one token of a request to the next (ITL).
 import math
 from array import array
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import numpy as np
 
@@ -26,6 +26,17 @@ class Ending(IntEnum):
     NEVER_FITS = 2
     DEADLINE = 3
     QUEUE_FULL = 4
+
+
+class Limit(StrEnum):
+    """Resource that waiting requests lack."""
+
+    CACHE = "cache"
+    """Room in the KV cache of an instance."""
+    SLOTS = "slots"
+    """A further running request: all instances run as many as they may."""
+    DEGREE = "degree"
+    """An instance that can hold the request at all: a merge is needed."""
 
 
 class Records:
@@ -71,6 +82,8 @@ class Tally:
         """Time, old degree and new degree of each pause and resumption."""
         self.degrees: list[tuple[float, int, int]] = []
         """Time, degree, and change of the number of devices in instances of this degree."""
+        self.limited_s: dict[Limit, float] = {}
+        """Seconds in which requests of a host waited, summed over hosts, by the resource that they lacked."""
         self._gaps: dict[int, int] = {}
 
     def add_tokens(self, start_s: float, end_s: float, tokens: int) -> None:

@@ -112,7 +112,7 @@ def simulate(
     """Serve requests with a policy for some time. Raises `ForbiddenActionError`."""
     config = host_config(degrees, num_devices, shows_timing)
     faults = Faults(transformations=fail_transformations)
-    cluster = Cluster(config, 1, lambda: policy, table_of(arrivals), OneHost(), faults, keep_log=True)
+    cluster = Cluster([(config, lambda: policy)], table_of(arrivals), OneHost(), faults, keep_log=True)
     cluster.run(LoopConfig(until_s))
     return PolicyRun(cluster)
 

@@ -91,7 +91,7 @@ def fly(
     )
     table = table_of(asked)
     cluster = Cluster(
-        host, 1, lambda: policy or FlyingPolicy(config), table, make_router("round_robin", 1, 0, len(table)),
+        [(host, lambda: policy or FlyingPolicy(config))], table, make_router("round_robin", [1.0], 0, len(table)),
         keep_log=True,
     )  # fmt: skip
     cluster.run(LoopConfig(drain_s=600.0))

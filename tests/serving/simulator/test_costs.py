@@ -1,6 +1,8 @@
-"""Costs against arithmetic and measured profiles; sizes against published parameter counts."""
+"""Costs against arithmetic, measured profiles and measured steps."""
 
 import json
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,46 +22,8 @@ from serving.simulator.errors import SimulationError
 from serving.simulator.memory import MemoryPlan
 from serving.simulator.model_shape import ModelShape
 from serving.simulator.operator_profile import OperatorProfile, read_points
-from serving.simulator.step_cost import ModelStepCost, StepShape, prompt_pairs
+from serving.simulator.step_cost import PROMPT_EXTRA_KEYS, ModelStepCost, StepShape, prompt_pairs, roofline_s
 from serving.simulator.transformation_cost import InPlaceCost, count_moves
-
-PARAMETERS = {
-    "Qwen2.5-32B": 32_763_876_352,
-    "Qwen3-30B-A3B": 30_532_122_624,
-    "Llama-3.1-70B": 70_553_706_496,
-    "Llama-2-7B": 6_738_415_616,
-    "Mixtral-8x7B-v0.1": 46_702_792_704,
-    "gpt-oss-120b": 116_829_156_672,
-}
-"""As transformers counts them."""
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_sizes_are_those_of_the_published_configs(shared_data: Path, name: str):
-    shape = ModelShape.read(shared_data / "configs" / name)
-    assert shape.weight_bytes / shape.item_bytes == pytest.approx(PARAMETERS[name], rel=0.003)
-
-
-def test_kv_cache_of_a_token(shared_data: Path):
-    assert QWEN_32B.kv_token_bytes() == 262_144
-    assert QWEN_32B.kv_token_bytes(4) == 65_536
-    assert QWEN_32B.kv_token_bytes(16) == QWEN_32B.kv_token_bytes(8), "each KV head is stored twice"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": None}, "hidden_size=None in config.json must be a positive integer"),
-        ({"num_hidden_layers": -3}, "num_hidden_layers=-3 in config.json"),
-        ({"torch_dtype": "int3"}, "dtype='int3' in config.json is unknown"),
-    ],
-)
-def test_bad_configs_name_the_field(change: dict, message: str):
-    config = {
-        "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99,
-    }  # fmt: skip
-    with pytest.raises(SimulationError, match=message):
-        ModelShape.from_hf("m", config | change)
 
 
 def test_unknown_devices_and_bad_files_say_so(tmp_path: Path):
@@ -67,46 +31,73 @@ def test_unknown_devices_and_bad_files_say_so(tmp_path: Path):
         find_device("B9000")
     data = {name: getattr(find_device("H20"), name) for name in ("memory_bytes", "flops")}
     (tmp_path / "own.json").write_text(json.dumps({"name": "own", **data}))
-    with pytest.raises(SimulationError, match="a field of the device is missing"):
+    with pytest.raises(SimulationError, match="a field of the device is missing or invalid"):
         find_device(str(tmp_path / "own.json"))
     assert find_device("a100-80GB").memory_bytes == 80e9
 
 
 @pytest.mark.parametrize("name", device_names())
-def test_devices_have_sources_and_plausible_rates(name: str):
+def test_each_number_of_a_device_has_a_source_and_is_plausible(name: str):
     device = find_device(name)
-    assert len(device.sources) >= 2
+    numbers = {item.name for item in fields(device)} - {"name", "sources", "step_overhead_s"}
+    assert set(device.sources) == numbers
+    assert all(len(source) > 20 for source in device.sources.values())
+    assert device.step_overhead_s == 0.0, "the engine launches steps ahead"
     assert 100e12 < device.flops < 3e15
     assert device.memory_bandwidth / device.link_bandwidth > 3
+    times = [device.all_reduce_s(0.0, ranks) for ranks in range(2, 17)]
+    assert times == sorted(times)
+    assert times[0] > 0
 
 
-@pytest.mark.parametrize("device", ["a100", "h100"])
-def test_linear_operators_at_held_out_points(shared_data: Path, device: str):
+def test_latencies_that_fall_with_ranks_are_refused():
+    with pytest.raises(SimulationError, match="do not fall as ranks grow"):
+        replace(find_device("H100"), all_reduce_latency_s={2: 3e-5, 4: 2e-5})
+
+
+def test_names_of_vendors_are_aliases():
+    assert find_device("A100") is not None
+    assert find_device("A100") == find_device("a100-80GB") == find_device("A100-80")
+    assert find_device("A100-PCIe-80GB").link_bandwidth < 40e9
+
+
+PROFILES = [f"{device}_{model}_mlp.csv.gz" for device, model in (
+    ("a100", "CodeLlama-34b-Instruct-hf"), ("a100", "Llama-2-7b-hf"), ("a100", "Meta-Llama-3-8B"),
+    ("h100", "CodeLlama-34b-Instruct-hf"), ("h100", "Llama-2-7b-hf"),
+)]  # fmt: skip
+
+
+def test_all_profiles_are_checked(shared_data: Path):
+    assert sorted(file.name for file in (shared_data / "profiles").glob("*mlp.csv.gz")) == PROFILES
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_linear_operators_at_held_out_points(shared_data: Path, name: str):
     """A fifth of the token counts is held out: median error at most 5%, 90th percentile at most 10%."""
-    files = sorted((shared_data / "profiles").glob(f"{device}*mlp.csv.gz"))
-    errors = []
-    for file in files:
-        points = read_points(file)
-        counts = sorted({point.tokens for point in points})
-        held = set(np.random.default_rng(0).choice(counts[1:-1], len(counts) // 5, replace=False).tolist())
-        profile = OperatorProfile(point for point in points if point.tokens not in held)
-        for point in points:
-            if point.tokens in held:
-                seconds = profile.seconds(point.inputs, point.outputs, point.tokens)
-                assert seconds is not None
-                errors.append(abs(seconds / point.seconds - 1))
+    points = read_points(shared_data / "profiles" / name)
+    counts = sorted({point.tokens for point in points})
+    held = set(np.random.default_rng(0).choice(counts[1:-1], len(counts) // 5, replace=False).tolist())
+    profile = OperatorProfile(point for point in points if point.tokens not in held)
+    errors = [
+        abs((profile.seconds(point.inputs, point.outputs, point.tokens) or math.inf) / point.seconds - 1)
+        for point in points
+        if point.tokens in held
+    ]
+    assert len(errors) > 100
     assert np.median(errors) <= 0.05
     assert np.percentile(errors, 90) <= 0.10
 
 
-def test_roofline_stands_in_for_matrices_that_were_not_measured(shared_data: Path):
+@pytest.mark.parametrize("name", PROFILES)
+def test_roofline_stands_in_for_matrices_that_were_not_measured(shared_data: Path, name: str):
     """The efficiencies were fitted to these profiles; the error is larger than that of interpolation."""
-    points = read_points(shared_data / "profiles" / "a100_Llama-2-7b-hf_mlp.csv.gz")
-    from serving.simulator.step_cost import roofline_s
-
-    device = find_device("A100-80")
-    errors = [abs(roofline_s(device, p.inputs, p.outputs, p.tokens, 2) / p.seconds - 1) for p in points]
-    assert np.median(errors) < 0.10
+    device = find_device({"a100": "A100-80", "h100": "H100"}[name[:4]])
+    ratios = [
+        (device.launch_s + roofline_s(device, p.inputs, p.outputs, p.tokens, 2)) / p.seconds
+        for p in read_points(shared_data / "profiles" / name)
+    ]
+    assert np.median(np.abs(np.array(ratios) - 1)) < 0.12
+    assert np.median(ratios) == pytest.approx(1, abs=0.1), "neither too slow nor too fast"
 
 
 def test_bad_profiles_name_the_column_or_the_line(tmp_path: Path):
@@ -116,14 +107,67 @@ def test_bad_profiles_name_the_column_or_the_line(tmp_path: Path):
         read_points(file)
 
 
-def test_a_decode_step_takes_at_least_the_reading_of_all_weights():
-    device = find_device("H20")
+def test_a_decode_step_at_batch_1_is_the_one_measured_on_an_h100(shared_data: Path):
+    """docs/performance.md: 6.56 ms for Qwen3-8B with a context of 128."""
+    model = ModelShape.read(shared_data / "configs" / "Qwen3-8B")
+    cost = ModelStepCost(model, find_device("H100"))
+    assert cost.fixed_s(1, StepShape(1)) + 128 * cost.context_s(1) == pytest.approx(6.56e-3, rel=0.15)
+
+
+EIGHT_KV_HEADS = replace(QWEN_32B, num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+
+
+@pytest.mark.parametrize(("sequences", "tokens", "measured_us"), [(64, 4096, 429), (256, 1024, 443), (8, 32_768, 424)])
+def test_decode_attention_is_the_one_measured_on_an_h100(sequences: int, tokens: int, measured_us: float):
+    """docs/kernels.md, 32 query heads and 8 KV heads of size 128."""
+    cost = ModelStepCost(EIGHT_KV_HEADS, find_device("H100"))
+    assert cost.context_s(1) * sequences * tokens == pytest.approx(measured_us * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(("context", "measured_us"), [(0, 176), (32_768, 3214)])
+def test_prompt_attention_is_the_one_measured_on_an_h100(context: int, measured_us: float):
+    """docs/kernels.md, a chunk of 2,048 tokens."""
+    cost = ModelStepCost(EIGHT_KV_HEADS, find_device("H100"))
+    pairs = prompt_pairs(context, 2048) + 2048 * PROMPT_EXTRA_KEYS
+    assert cost.pair_s(1) * pairs == pytest.approx(measured_us * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_a_decode_step_reads_all_weights_and_little_else(name: str):
+    """Between the time of the weights at the full bandwidth, and twice this time with 20 us for each layer."""
+    device = find_device(name)
     cost = ModelStepCost(QWEN_32B, device)
-    for degree in (1, 2, 4):
+    for degree in (1, 2, 4, 8):
         least_s = QWEN_32B.weight_bytes / degree / device.memory_bandwidth
-        assert cost.fixed_s(degree, StepShape(1)) > 0.9 * least_s
+        assert least_s < cost.fixed_s(degree, StepShape(1)) < 1.5 * least_s + 64 * 110e-6
     prompt_s = cost.fixed_s(1, StepShape(0, 1, 2048, 2048))
-    assert prompt_s > 2 * 2048 * 32e9 / device.flops
+    assert 2 * 2048 * 32e9 / device.flops < prompt_s < 4 * 2048 * 32e9 / device.flops
+
+
+def test_most_of_a_step_shrinks_with_the_degree(shared_data: Path):
+    """Llama-3.1-70B at TP8: 6 ms of reads, and at most as much for launches and all-reduces."""
+    model = ModelShape.read(shared_data / "configs" / "Llama-3.1-70B")
+    device = find_device("H100")
+    read_s = model.weight_bytes / 8 / (device.memory_bandwidth * device.memory_efficiency)
+    assert read_s < ModelStepCost(model, device).fixed_s(8, StepShape(1)) < 2 * read_s
+
+
+def test_host_work_overlaps_with_the_device():
+    quick, slow = find_device("H100"), replace(find_device("H100"), host_s=0.02)
+    fixed = [ModelStepCost(QWEN_32B, device).fixed_s(1, StepShape(1)) for device in (quick, slow)]
+    assert fixed[0] == ModelStepCost(QWEN_32B, replace(quick, host_s=0.0)).fixed_s(1, StepShape(1)), "hidden"
+    assert fixed[1] == max(fixed[0], 0.02), "the longer of both"
+
+
+def test_a_profile_gives_the_time_of_the_work_and_not_of_the_launch(shared_data: Path):
+    """A step is one captured program: each operator costs `kernel_s`, not the launch that the profile contains."""
+    profile = OperatorProfile.read([shared_data / "profiles" / "h100_Llama-2-7b-hf_mlp.csv.gz"])
+    device, model = find_device("H100"), ModelShape.read(shared_data / "configs" / "Llama-2-7B")
+    matrix = model.ffn_matrices()[0]
+    measured_s = profile.seconds(*matrix.at(1), 1)
+    assert measured_s is not None
+    expected_s = measured_s - device.launch_s + device.kernel_s
+    assert ModelStepCost(model, device, profile).product_s(matrix, 1, 1) == pytest.approx(expected_s)
 
 
 def test_pairs_of_chunks_are_those_of_the_whole_prompt():
@@ -168,7 +212,7 @@ def test_capacity_is_what_weights_and_activations_leave():
     static = MemoryPlan(QWEN_32B, device, 1.0, 14.3e9, changes_degree=False)
     assert static.capacity_tokens(1) == plan.capacity_tokens(1)
     assert static.capacity_tokens(4) > plan.capacity_tokens(4), "attention weights are whole where degrees change"
-    with pytest.raises(SimulationError, match=r"Qwen2.5-32B fits at no degree: at TP1 weights"):
+    with pytest.raises(SimulationError, match=r"Qwen2.5-32B fits at no degree: at TP1 the weights"):
         MemoryPlan(QWEN_32B, find_device("A100-40")).limits((1,), 8)
 
 

@@ -33,7 +33,7 @@ def serve(
         1, (DegreeLimits(1, 4096, 8),), Pricing(DECODES, TokenBudget(64), latency_s=latency_s), FixedTransformation(),
         (1,), launches_ahead=ahead,
     )  # fmt: skip
-    cluster = Cluster(host, 1, StaticPolicy, table, OneHost())
+    cluster = Cluster([(host, StaticPolicy)], table, OneHost())
     cluster.run()
     return cluster
 

@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self, script: dict[float, list[Action]], requests: RequestTable | None = None, **fields):
         self.policy = Scripted(script)
-        self.cluster = Cluster(host(**fields), 1, lambda: self.policy, requests or table(), OneHost(), keep_log=True)
+        self.cluster = Cluster([(host(**fields), lambda: self.policy)], requests or table(), OneHost(), keep_log=True)
         self.cluster.run(LoopConfig(drain_s=600))
 
     @property
@@ -239,7 +239,7 @@ def test_offloaded_requests_continue_without_recomputation():
 def test_device_failure_loses_no_request():
     policy = Scripted({2.0: [Replicate(0, (0, 20), 1)]})
     faults = Faults(devices=(DeviceFault(1, 8.0, 1.0), DeviceFault(2, 9.0, 1.0)))
-    cluster = Cluster(host(1), 1, lambda: policy, table(), OneHost(), faults)
+    cluster = Cluster([(host(1), lambda: policy)], table(), OneHost(), faults)
     cluster.run(LoopConfig(drain_s=600))
     assert all(ending == Ending.COMPLETED for ending in cluster.records.ending)
     assert any(cluster.records.preemptions), "those that ran at the first failure; device 2 is empty"
@@ -308,7 +308,7 @@ def wave(**fields):
 def test_square_wave_causes_few_changes_at_its_edges_and_none_between():
     """A phase has 120 s. Each rise needs up to three further instances, each fall ends them."""
     setup, requests = make_setup(wave(), "cocoserve"), request_table(wave())
-    cluster = Cluster(setup.host, 1, setup.make_policy, requests, OneHost(), keep_log=True)
+    cluster = Cluster([(setup.host, setup.make_policy)], requests, OneHost(), keep_log=True)
     cluster.run(LoopConfig(drain_s=600))
     log = [(at_s, a) for at_s, a in cluster.hosts[0].executor.log if not isinstance(a, Dispatch)]
     assert {type(a) for _, a in log} == {ScaleOut, ScaleIn}
@@ -338,7 +338,7 @@ def test_the_host_refuses_nothing_that_the_policy_requests(seed: int):
     settings = config(load, num_devices=4, instances_at_start=start, policy_config=slos, cocoserve_config=cocoserve)
     setup, requests = make_setup(settings, "cocoserve"), request_table(settings)
     made = dataclasses.replace(setup.host, strict=True)
-    cluster = Cluster(made, 1, setup.make_policy, requests, OneHost(), keep_log=True)
+    cluster = Cluster([(made, setup.make_policy)], requests, OneHost(), keep_log=True)
     cluster.run(LoopConfig(drain_s=1500))
     assert all(ending == Ending.COMPLETED for ending in cluster.records.ending)
     assert {type(a) for _, a in cluster.hosts[0].executor.log} - {Dispatch}, "something changed"
@@ -349,7 +349,7 @@ def test_constant_overload_ends_in_a_state_without_changes():
     load = {"dataset_name": "random", "duration_s": 400.0, "request_rate": 4.0, "random_output_len": 300}
     settings = config(load, num_devices=2, device="H200", policy_config=AmoebaConfig(tpot_slo_s=1e-3))
     setup, requests = make_setup(settings, "cocoserve"), request_table(settings)
-    cluster = Cluster(setup.host, 1, setup.make_policy, requests, OneHost(), keep_log=True)
+    cluster = Cluster([(setup.host, setup.make_policy)], requests, OneHost(), keep_log=True)
     cluster.run(LoopConfig(drain_s=600))
     times = [at_s for at_s, a in cluster.hosts[0].executor.log if not isinstance(a, Dispatch | Offload)]
     assert 1 <= len(times) <= 8
@@ -363,7 +363,7 @@ def test_replicas_leave_before_a_long_request_merges_their_devices():
     placed = Replicate(0, (0, 20), 1), Migrate(1, (60, 64), 0)
     made = dataclasses.replace(setup.host, placed_at_start=placed)
     one = RequestTable(*(np.array([value]) for value in (1.0, capacity * 2, 50, 50)), np.zeros(1, int))
-    cluster = Cluster(made, 1, setup.make_policy, one, OneHost(), keep_log=True)
+    cluster = Cluster([(made, setup.make_policy)], one, OneHost(), keep_log=True)
     cluster.run(LoopConfig(drain_s=600))
     assert cluster.records.ending[0] == Ending.COMPLETED
     log = [a for _, a in cluster.hosts[0].executor.log]

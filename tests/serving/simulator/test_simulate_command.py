@@ -60,7 +60,7 @@ def test_own_trace_becomes_a_table_json_a_plot_and_reasons(model: Path, tmp_path
     assert found["policies"]["amoeba"]["completed"] == 60
     assert found["policies"]["amoeba"]["merges"] == 1
     assert found["policies"]["static-tp1"]["rejected_never_fits"] == 1
-    assert found["settings"]["slo"] == {"ttft_s": 20.0, "tpot_s": 0.5, "e2el_s": "inf", "share": 0.99}
+    assert found["settings"]["slo"] == {"ttft_s": 20.0, "tpot_s": 0.5, "e2el_s": "inf", "share": 0.99, "classes": {}}
     assert "<svg" in plot.read_text()
     first = out.read_bytes()
     run(*arguments, *more)

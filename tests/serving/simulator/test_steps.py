@@ -50,7 +50,7 @@ def run(
     )  # fmt: skip
     limits = (DegreeLimits(1, capacity, slots),)
     host = HostConfig(1, limits, Pricing(Linear(), TokenBudget(BUDGET)), FixedTransformation(), (1,))
-    cluster = Cluster(host, 1, StaticPolicy, table, OneHost())
+    cluster = Cluster([(host, StaticPolicy)], table, OneHost())
     cluster.run()
     return cluster
 
