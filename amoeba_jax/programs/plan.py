@@ -211,7 +211,7 @@ class EnginePlan:
         """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(
-            group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange, segment.module, segment.embeds
+            group.device_indices, segment.kinds, shape, extent_pages, *sizes, exchange, segment.module, segment.embeds
         )
         return specs.step(key, segment, group)
 
@@ -232,7 +232,7 @@ class EnginePlan:
         logits_of: LogitsOf = "last",
     ) -> Iterator[ProgramSpec]:
         """Yield the specs of all programs of a step on one group, each once: the segments and the head."""
-        for segment in {segment.windows: segment for segment in self.segments}.values():
+        for segment in {segment.kinds: segment for segment in self.segments}.values():
             yield self.layers_spec(specs, group, segment, shape, extent_pages)
         yield self.head_spec(specs, group, shape, logits_of)
 

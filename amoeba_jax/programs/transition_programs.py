@@ -142,7 +142,7 @@ class TransitionPrograms:
         There is one program for each combination of a shape of a segment, a number of layers whose pages move, and a
         kind of phase: a general phase, or a phase with a distance other than 0 (`kvcache.migration.Phase`).
         """
-        pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
+        pairs = {(one.kinds, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
         return [
             self._step_with_exchange(segment, self.shape, num_layers, distance)
