@@ -108,7 +108,7 @@ def main() -> None:
     config = ModelConfig.from_hf(read_json_object(options.config))
     dims = ModelDims(config, TP, 16, "bfloat16")
     group = SubMeshPool(tuple(topology.devices), TP).group(0, TP)
-    plan = SegmentPlan(0, config.sliding_windows[: options.layers])
+    plan = SegmentPlan(0, config.kinds[: options.layers])
     shape = BatchShape(((options.rows, 1),), options.context // dims.page_size)
     extents = (options.pages, *[options.pages // 4] * 3)
     table = Table("distance", "pages sent (MiB)", "matrix products meanwhile", "other kernels", "temporaries (MiB)",
@@ -116,9 +116,7 @@ def main() -> None:
     idle = False
     for distance in (None, *range(1, TP)):
         exchange = PageExchange(options.layers, extents, options.phase_pages, distance)
-        key = StepKey(
-            group.device_indices, plan.windows, shape, extents, TP * options.rows, TP * options.rows, exchange
-        )
+        key = StepKey(group.device_indices, plan.kinds, shape, extents, TP * options.rows, TP * options.rows, exchange)
         compiled = step_program(dims, plan, key).compile(group)
         text, memory = compiled.as_text() or "", compiled.memory_analysis()
         if options.hlo:

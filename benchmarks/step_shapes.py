@@ -165,7 +165,7 @@ def measure(llm: LLM, repeats: int) -> list[Result]:
                 runner.run(steps)
                 taken.append(perf_counter() - start)
         programs = sum(case.kept(key.batch) for key in keys)
-        kinds = len({segment.windows for segment in llm._engine.cluster.plan.segments})
+        kinds = len({segment.kinds for segment in llm._engine.cluster.plan.segments})
         mappings = round(programs * runner.mappings[runner.instance.buckets.step(*case.steps[0])] / kinds)
         results.append(Result(case.name, programs, mappings, *map(median, times)))
     return results

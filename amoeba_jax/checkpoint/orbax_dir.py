@@ -17,7 +17,7 @@ from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.params import ParamSpec
 
-FORMAT = 3
+FORMAT = 4
 SHARDS = "shards"
 """Name of the subdirectory with the shards."""
 

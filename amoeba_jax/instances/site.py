@@ -62,7 +62,7 @@ class Site:
         found: dict[tuple[object, ...], jax.stages.Compiled] = {}
         programs = []
         for segment in segments:
-            kind = segment.windows, segment.module, segment.embeds
+            kind = segment.kinds, segment.module, segment.embeds
             if kind not in found:
                 spec = self._plan.layers_spec(self._executables.specs, self.group, segment, shape, self.extent_pages)
                 found[kind] = self._executables.get(spec)

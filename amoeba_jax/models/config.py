@@ -1,55 +1,29 @@
 """Model configs, read from Hugging Face's config.json."""
 
 import copy
-import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from amoeba_jax.errors import CheckpointError
+from amoeba_jax.models.families import FAMILIES, refusal
+from amoeba_jax.models.families.fields import positive
+from amoeba_jax.models.kinds import ExpertConfig, LayerKind
+from amoeba_jax.models.rope import RopeConfig, read_rope
 
-# All families are pre-norm decoders with rotary positions and a gated SiLU FFN. They differ in a few switches.
-_QKV_BIAS = {"llama": None, "mistral": False, "qwen2": True, "qwen3": None}  # None: `attention_bias` says
-SUPPORTED_FAMILIES = tuple(_QKV_BIAS)
+__all__ = ["SUPPORTED_FAMILIES", "ModelConfig", "RopeConfig"]
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: base `theta`, and scaling of the frequencies.
-
-    `rope_type` selects the scaling: `default` (none), `linear` or `llama3` (Llama 3.1). The other fields are its
-    parameters, named as in `config.json`.
-    """
-
-    theta: float
-    rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: float = 8192
-
-    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """Return the scaled angular frequencies, f32 `[head_dim / 2]`, in radians per position."""
-        base = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-        if self.rope_type == "linear":
-            base = base / self.factor
-        elif self.rope_type == "llama3":
-            wavelength = 2 * np.pi / base
-            low = self.original_max_position_embeddings / self.low_freq_factor
-            high = self.original_max_position_embeddings / self.high_freq_factor
-            smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            blended = (1 - smooth) * base / self.factor + smooth * base
-            base = np.where(wavelength > low, base / self.factor, np.where(wavelength < high, base, blended))
-        return base.astype(np.float32)
+SUPPORTED_FAMILIES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of a decoder, from its `config.json`. Sizes are without padding."""
+    """Sizes and options of a decoder, from its `config.json`. Sizes are without padding.
+
+    All families are decoders with rotary positions and gated FFNs. The options say where they differ.
+    """
 
     family: str
     hidden_size: int
@@ -58,22 +32,47 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    """Inner features of a dense FFN."""
     vocab_size: int
     max_position: int
     norm_eps: float
     rope: RopeConfig
     tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    sliding_windows: tuple[int | None, ...]
     dtype: str
+    sliding_windows: tuple[int | None, ...]
+    """Sliding window of each layer in tokens, or None for a layer with full attention."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    experts: ExpertConfig | None = None
+    dense_layers: tuple[int, ...] = ()
+    """Layers with a dense FFN in a model with experts."""
+    local_rope: RopeConfig | None = None
+    """Rotary embedding of layers with a sliding window. None: `rope`."""
+    activation: str = "silu"
+    """Activation of the FFN (`layers.ACTIVATIONS`)."""
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer."""
+        return tuple(
+            LayerKind(
+                window,
+                local_rope=window is not None and self.local_rope is not None,
+                has_experts=self.experts is not None and layer not in self.dense_layers,
+            )
+            for layer, window in enumerate(self.sliding_windows)
+        )
 
     @property
     def longest_context(self) -> int:
-        """Longest context in tokens: `max_position`, times the factor of linear scaling."""
-        stretch = self.rope.factor if self.rope.rope_type == "linear" else 1.0
-        return int(self.max_position * max(stretch, 1.0))
+        """Longest context in tokens: `max_position`, or the length to which the rotary embedding is scaled."""
+        rope = self.rope
+        scaled = {
+            "linear": self.max_position * rope.factor,
+            "yarn": rope.original_max_position_embeddings * rope.factor,
+        }
+        return int(max(self.max_position, scaled.get(rope.rope_type, 0)))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
@@ -81,50 +80,45 @@ class ModelConfig:
 
         Raises `CheckpointError`, with the name of the field, for a value that is not supported.
         """
-        family = config.get("model_type")
-        if family not in SUPPORTED_FAMILIES:
-            raise CheckpointError(
-                f"model_type={family!r} is not supported: supported families are {', '.join(SUPPORTED_FAMILIES)}"
-            )
-        hf = _completed(family, config)
-        for field, value in (("hidden_act", "silu"), ("mlp_bias", False)):
-            if hf.get(field, value) != value:
-                raise CheckpointError(f"{field}={hf[field]!r} is not supported for {family}: it must be {value!r}")
+        name = config.get("model_type")
+        if name not in FAMILIES:
+            raise CheckpointError(refusal(name))
+        family, hf = FAMILIES[name], _completed(name, config)
         if quantization := hf.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise CheckpointError(f"quantization_config: {method!r} is not supported: weights must not be quantized")
-        heads = _positive(hf, "num_attention_heads")
-        kv_heads = _positive(hf, "num_key_value_heads") if hf.get("num_key_value_heads") else heads
+            if method not in family.quantizations:
+                raise CheckpointError(
+                    f"quantization_config: {method!r} is not supported: weights must not be quantized"
+                )
+        heads = positive(hf, "num_attention_heads")
+        kv_heads = positive(hf, "num_key_value_heads") if hf.get("num_key_value_heads") else heads
         if heads % kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
             )
-        bias = _QKV_BIAS[family]
-        if bias is None:
-            bias = bool(hf.get("attention_bias", False))
-        num_layers = _positive(hf, "num_hidden_layers")
-        head_dim = _positive(hf, "head_dim") if hf.get("head_dim") else _positive(hf, "hidden_size") // heads
+        head_dim = positive(hf, "head_dim") if hf.get("head_dim") else positive(hf, "hidden_size") // heads
         if head_dim % 2:
             raise CheckpointError(f"head_dim={head_dim} must be even for rotary embeddings")
-        return cls(
-            family=family,
-            hidden_size=_positive(hf, "hidden_size"),
-            num_layers=num_layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn_size=_positive(hf, "intermediate_size"),
-            vocab_size=_positive(hf, "vocab_size"),
-            max_position=_positive(hf, "max_position_embeddings"),
-            norm_eps=float(hf["rms_norm_eps"]),
-            rope=_rope(hf),
-            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            qkv_bias=bias,
-            output_bias=family in ("llama", "qwen3") and bias,
-            qk_norm=family == "qwen3",
-            sliding_windows=_sliding_windows(family, hf, num_layers),
-            dtype=_dtype_name(hf),
-        )
+        max_position, num_layers = positive(hf, "max_position_embeddings"), positive(hf, "num_hidden_layers")
+        common = {
+            "family": name,
+            "hidden_size": positive(hf, "hidden_size"),
+            "num_layers": num_layers,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "ffn_size": positive(hf, "intermediate_size"),
+            "vocab_size": positive(hf, "vocab_size"),
+            "max_position": max_position,
+            "norm_eps": float(hf["rms_norm_eps"]),
+            "tied_embeddings": bool(hf.get("tie_word_embeddings", False)),
+            "dtype": _dtype_name(hf),
+            "sliding_windows": (None,) * num_layers,
+        }
+        own = family.fields(hf)
+        if "rope" not in own:
+            own["rope"] = read_rope(hf.get("rope_parameters") or {}, max_position)
+        return cls(**common | own)
 
 
 def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -142,56 +136,6 @@ def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
         return completed.to_dict()
     except Exception as error:  # transformers raises many types for bad values
         raise CheckpointError(f"config.json cannot be read as {family}: {error}") from error
-
-
-def _positive(hf: dict[str, Any], field: str) -> int:
-    value = hf.get(field)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {field}={value!r} must be a positive integer")
-    return value
-
-
-def _rope(hf: dict[str, Any]) -> RopeConfig:
-    """Return the rotary settings of a config from `_completed`, which has them in `rope_parameters`."""
-    rope = hf.get("rope_parameters") or {}
-    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-        raise CheckpointError(
-            f"rope_parameters of their own for {', '.join(nested)} are not supported: all layers must share them"
-        )
-    rope_type = rope.get("rope_type")
-    if (rotated := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"partial_rotary_factor={rotated!r} is not supported: it must be 1.0")
-    fields = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if rope_type not in fields:
-        raise CheckpointError(f"rope_type={rope_type!r} is not supported: it must be default, linear or llama3")
-    values = [_positive_number(rope, field) for field in ("rope_theta", *fields[rope_type])]
-    return RopeConfig(values[0], rope_type, *values[1:])
-
-
-def _positive_number(rope: dict[str, Any], field: str) -> float:
-    value = rope.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {field}={value!r} of the rotary embedding must be a positive number")
-    return float(value)
-
-
-def _sliding_windows(family: str, hf: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer in tokens, or None for a layer with full attention."""
-    if hf.get("sliding_window") is None or family == "llama":
-        return (None,) * num_layers
-    if family == "mistral":  # ignores `layer_types`, as in `transformers`
-        return (_positive(hf, "sliding_window"),) * num_layers
-    if not hf.get("use_sliding_window"):
-        return (None,) * num_layers
-    windows = {"sliding_attention": _positive(hf, "sliding_window"), "full_attention": None}
-    kinds = hf.get("layer_types") or ["sliding_attention"] * num_layers
-    if unknown := sorted(set(kinds) - windows.keys()):
-        raise CheckpointError(f"layer_types: {unknown[0]!r} is not supported: it must be one of {', '.join(windows)}")
-    return tuple(windows[kind] for kind in kinds)
 
 
 def _dtype_name(hf: dict[str, Any]) -> str:

@@ -35,15 +35,14 @@ class StepContext(NamedTuple):
     The `N` tokens of a step are ordered by group. Hidden states are feature-major, `[D, N]`: see `matmul`.
 
     Attributes:
-        cos, sin: rotary factors, `[N, h/2]`.
+        rotary: cosines and sines, `[N, h/2]` each, of `ModelConfig.rope` and, if present, `ModelConfig.local_rope`.
         page_ids: page for the key and value of each token, `[N]`; -1 for padding. Ids count over all extents of
             the layer (`kvcache.extents`).
         page_offsets: index of each token in its page, `[N]`.
         groups: query groups of the step.
     """
 
-    cos: Float[Array, "N half"]
-    sin: Float[Array, "N half"]
+    rotary: tuple[tuple[Float[Array, "N half"], Float[Array, "N half"]], ...]
     page_ids: Int32[Array, " N"]
     page_offsets: Int32[Array, " N"]
     groups: tuple[QueryGroup, ...]
@@ -107,7 +106,8 @@ class Attention(nnx.Module):
     """Grouped-query attention over the paged cache. Heads are split over the ranks."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
-        self.dims, self.tp, self.window = dims, tp, dims.config.sliding_windows[layer]
+        kind = dims.config.kinds[layer]
+        self.dims, self.tp, self.window, self.rope = dims, tp, kind.window, int(kind.local_rope)
         config, heads, max_tp = dims.config, dims.heads, dims.max_tp
         hf = f"model.layers.{layer}.self_attn"
         hidden, head_dim = config.hidden_size, config.head_dim
@@ -153,7 +153,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm[...], config.norm_eps)
             k = rms_norm(k, self.k_norm[...], config.norm_eps)
-        q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+        cos, sin = context.rotary[self.rope]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         pages = [extent.reshape(-1, *geometry.sub_page_shape(tp)) for extent in extents]
         starts = extent_starts(page.shape[0] for page in pages)
         pages = append_kv(pages, starts, k, v, context.page_ids, context.page_offsets)

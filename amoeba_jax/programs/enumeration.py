@@ -102,9 +102,9 @@ def placement_programs(plan: EnginePlan, executables: Executables) -> list[Progr
 
 def _segment_kinds(plan: EnginePlan) -> Iterator[SegmentPlan]:
     """Yield one segment of each kind that `SegmentCutter` can return, with and without the embedding."""
-    whole = {segment.windows: segment.layers for segment in plan.segments}.values()
-    windows = plan.dims.config.sliding_windows
-    single = {window: range(layer, layer + 1) for layer, window in enumerate(windows)}.values()
+    whole = {segment.kinds: segment.layers for segment in plan.segments}.values()
+    kinds = plan.dims.config.kinds
+    single = {kind: range(layer, layer + 1) for layer, kind in enumerate(kinds)}.values()
     modules: tuple[tuple[ModuleKind, Collection[range]], ...] = (
         ("layer", [*whole, *single]),
         ("attention", single),

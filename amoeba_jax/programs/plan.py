@@ -215,7 +215,7 @@ class EnginePlan:
         """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(
-            group.device_indices, segment.windows, shape, extent_pages, *sizes, exchange, segment.module, segment.embeds
+            group.device_indices, segment.kinds, shape, extent_pages, *sizes, exchange, segment.module, segment.embeds
         )
         return specs.step(key, segment, group)
 
@@ -239,7 +239,7 @@ class EnginePlan:
 
         Each program occurs once.
         """
-        for segment in {segment.windows: segment for segment in self.segments}.values():
+        for segment in {segment.kinds: segment for segment in self.segments}.values():
             yield self.layers_spec(specs, group, segment, shape, extent_pages)
         yield self.head_spec(specs, group, shape, logits_of)
 

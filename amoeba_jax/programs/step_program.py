@@ -14,7 +14,9 @@ from jaxtyping import Array, Float, Int32
 from amoeba_jax.cpu_cache import Options
 from amoeba_jax.models.decoder import DecoderLayer, Segment, SegmentPlan, head_plan, is_sharded, leaf_variables
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.kinds import LayerKind
 from amoeba_jax.models.layers import QueryGroup, StepContext
+from amoeba_jax.models.rope import RopeConfig
 from amoeba_jax.programs.batch import BatchShape, row_fields, unpack
 from amoeba_jax.sampling.sampler import argmax, for_host
 from kvcache.exchange import exchange_pieces
@@ -49,7 +51,7 @@ class StepKey:
 
     Attributes:
         devices: indices of the group's devices in the pool.
-        windows: attention windows of the segment's layers; see `SegmentPlan`.
+        kinds: kinds of the segment's layers.
         batch: shape of the step.
         extent_pages: number of pages of each KV extent of a layer, the same for all layers.
         num_slots: number of entries of `last_tokens`; see `StepProgram`.
@@ -60,7 +62,7 @@ class StepKey:
     """
 
     devices: tuple[int, ...]
-    windows: tuple[int | None, ...]
+    kinds: tuple[LayerKind, ...]
     batch: BatchShape
     extent_pages: tuple[int, ...]
     num_slots: int
@@ -73,11 +75,11 @@ class StepKey:
     def family(self) -> Hashable:
         """Key without device indices."""
         sizes = self.batch, self.extent_pages, self.num_slots, self.hidden_tokens
-        return len(self.devices), self.windows, *sizes, self.exchange, self.module, self.embeds
+        return len(self.devices), self.kinds, *sizes, self.exchange, self.module, self.embeds
 
     def __str__(self) -> str:
         suffix = "" if self.exchange is None else f", with an exchange of pages of {self.exchange.num_layers} others"
-        what = "embedding" if self.module == "embedding" else f"{len(self.windows)} layers"
+        what = "embedding" if self.module == "embedding" else f"{len(self.kinds)} layers"
         what += f" ({self.module})" if self.module in ("attention", "ffn") else ""
         return f"TP{len(self.devices)}{list(self.devices)} {self.batch} {what}{suffix}"
 
@@ -189,7 +191,7 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
     graph, state = nnx.split(segment)
     variables, treedef = leaf_variables(segment), jax.tree.structure(state)
     # Layers of the same kind share a function, which is traced and lowered once and inlined by XLA.
-    calls = {window: _layer_call(layer) for window, layer in zip(plan.windows, segment.layers, strict=True)}
+    calls = {kind: _layer_call(layer) for kind, layer in zip(plan.kinds, segment.layers, strict=True)}
 
     def step(
         weights: list[jax.Array],
@@ -206,8 +208,8 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
             if last_tokens is not None and first is not None:
                 x = _embedded(model, fields, last_tokens, x, first)
             context = _context(dims, shape, tp, key.extent_pages, fields) if plan.layers else None
-        for window, layer, extents in zip(plan.windows, model.layers, kv or [[]] * len(plan.layers), strict=True):
-            x, extents = calls[window](jax.tree.leaves(nnx.state(layer)), x, extents, context)
+        for kind, layer, extents in zip(plan.kinds, model.layers, kv or [[]] * len(plan.layers), strict=True):
+            x, extents = calls[kind](jax.tree.leaves(nnx.state(layer)), x, extents, context)
             new_kv.append(extents)
         return new_kv if kv else [], jax.lax.dynamic_update_slice(hidden, x, (0, 0))
 
@@ -325,7 +327,7 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
     """Return the bytes of extents and hidden states that a step program updates in place on each rank."""
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
-    num_pages = 0 if key.module == "ffn" else sum(key.extent_pages) * len(key.windows)
+    num_pages = 0 if key.module == "ffn" else sum(key.extent_pages) * len(key.kinds)
     if key.exchange is not None:
         num_pages += sum(key.exchange.extent_pages) * key.exchange.num_layers
     return hidden + num_pages * dims.pages.page_elems * itemsize
@@ -354,8 +356,8 @@ def _context(
 ) -> StepContext:
     """Return the inputs that all layers of a program share: rotary factors, pages to write, and tables by extent."""
     positions = fields["positions"]
-    frequencies = jnp.asarray(dims.config.rope.inverse_frequencies(dims.config.head_dim))
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    ropes = [rope for rope in (dims.config.rope, dims.config.local_rope) if rope is not None]
+    rotary = tuple(_rotary(rope, positions, dims.config.head_dim) for rope in ropes)
     starts = [0]
     for pages in extent_pages:
         starts.append(starts[-1] + pages * tp)
@@ -370,4 +372,12 @@ def _context(
     row = jnp.concatenate(token_rows)
     page = fields["tables"][row, jnp.maximum(positions, 0) // dims.page_size]
     page = jnp.where(positions >= 0, page, -1)
-    return StepContext(jnp.cos(angles), jnp.sin(angles), page, positions % dims.page_size, tuple(groups))
+    return StepContext(rotary, page, positions % dims.page_size, tuple(groups))
+
+
+def _rotary(rope: RopeConfig, positions: Int32[Array, " N"], head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines, `[N, h/2]` each."""
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies(head_dim))
+    if rope.attention_factor == 1.0:
+        return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor

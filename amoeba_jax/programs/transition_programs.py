@@ -142,7 +142,7 @@ class TransitionPrograms:
         A program is determined by the shape of its segment, the number of layers whose pages move, and the kind of the
         phase. A phase is general, or has a distance other than 0 (`kvcache.migration.Phase`).
         """
-        pairs = {(one.windows, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
+        pairs = {(one.kinds, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
         return [
             self._step_with_exchange(segment, self.shape, num_layers, distance)

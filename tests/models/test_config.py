@@ -14,6 +14,7 @@ from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.config import SUPPORTED_FAMILIES, ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import num_parameters
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.rope import read_rope
 
 SUPPORTED = (
     "Llama-2-7B",
@@ -111,6 +112,11 @@ ROPES = {
     "tiny llama3": (16, RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 64)),
     "linear": (64, RopeConfig(10000.0, "linear", 2.5)),
     "qwen": (128, RopeConfig(1000000.0)),
+    "yarn": (64, RopeConfig(150000.0, "yarn", 4.0, original_max_position_embeddings=4096)),
+    "yarn of gpt-oss": (
+        64,
+        RopeConfig(150000.0, "yarn", 32.0, original_max_position_embeddings=4096, truncate=False),
+    ),
 }
 
 
@@ -129,6 +135,9 @@ def test_inverse_frequencies_are_those_of_transformers(name):
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_position_embeddings,
         }
+    if rope.rope_type == "yarn":
+        parameters |= {"original_max_position_embeddings": rope.original_max_position_embeddings}
+        parameters |= {"truncate": rope.truncate}
     if rope.rope_type == "default":
         expected = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).double() / head_dim)
     else:
@@ -140,7 +149,10 @@ def test_inverse_frequencies_are_those_of_transformers(name):
             max_position_embeddings=131072,
         )
         expected, attention_factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))
-        assert attention_factor == 1.0
+        if rope.rope_type == "yarn":
+            assert attention_factor == read_rope(parameters, 131072).attention_factor > 1
+        else:
+            assert attention_factor == 1.0
     np.testing.assert_allclose(rope.inverse_frequencies(head_dim), expected.numpy(), rtol=2e-6)
 
 
@@ -160,6 +172,8 @@ def test_inverse_frequencies_one_by_one(name):
         frequency = rope.theta ** (-2 * i / head_dim)
         if rope.rope_type == "linear":
             frequency /= rope.factor
+        elif rope.rope_type == "yarn":
+            frequency = yarn_frequency(rope, head_dim, i)
         elif rope.rope_type == "llama3":
             context = rope.original_max_position_embeddings
             rotations = context * frequency / (2 * math.pi)
@@ -169,6 +183,20 @@ def test_inverse_frequencies_one_by_one(name):
                 share = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
                 frequency *= (1 - share) / rope.factor + share
         assert got[i] == pytest.approx(frequency, rel=1e-6)
+
+
+def yarn_frequency(rope: RopeConfig, head_dim: int, pair: int) -> float:
+    """Frequency of a pair after equation 23 of the YaRN paper, between pairs that turn 32 times and once."""
+    plain = rope.theta ** (-2 * pair / head_dim)
+
+    def pair_of(turns: int) -> float:
+        return head_dim / 2 * math.log(rope.original_max_position_embeddings / (2 * math.pi * turns), rope.theta)
+
+    first, last = pair_of(32), pair_of(1)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    slowed = min(max((pair - first) / (last - first), 0), 1)
+    return plain * (1 - slowed) + plain / rope.factor * slowed
 
 
 def test_llama3_scaling_spares_fast_pairs_and_slows_slow_ones():
@@ -270,11 +298,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         ("llama2", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("llama2", {"torch_dtype": "float64"}, "dtype='float64' is not supported"),
         ("llama2", {"torch_dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' is not supported"),
-        (
-            "llama2",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_type='yarn' is not supported",
-        ),
+        ("llama2", {"rope_scaling": {"rope_type": "yarn", "factor": 0.0}}, "factor"),
         ("llama2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ("llama2", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ("llama2", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),

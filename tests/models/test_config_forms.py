@@ -108,7 +108,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "null factor": ("llama", {"rope_scaling": {"type": "linear", "factor": None}}, "factor"),
     "unknown type": ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type='su'"),
     "mrope": ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, "rope_type='mrope'"),
-    "yarn": ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+    "YaRN without a factor": ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+    "YaRN of DeepSeek": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "mscale_all_dim of YaRN is not supported",
+    ),
     "some dimensions in parameters": (
         "qwen2",
         {"rope_parameters": {"rope_theta": 777.0, "partial_rotary_factor": 0.5}},

@@ -1,0 +1,29 @@
+"""Model families by `model_type`: one file for each. See docs/adding_a_model.md."""
+
+from amoeba_jax.models.families.fields import Family
+from amoeba_jax.models.families.llama import LLAMA
+from amoeba_jax.models.families.mistral import MISTRAL
+from amoeba_jax.models.families.qwen2 import QWEN2
+from amoeba_jax.models.families.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
+
+_REASONS = {
+    "deepseek_v2": "its multi-head latent attention is not implemented",
+    "deepseek_v3": "its multi-head latent attention is not implemented",
+    "gemma3": "its vision tower is not implemented; gemma3_text is",
+    "gemma": "its normalization is not implemented",
+    "llama4": "its chunked attention is not implemented",
+    "qwen3_next": "its linear attention is not implemented",
+}
+
+
+def refusal(model_type: object) -> str:
+    """Return the error message for a `model_type` that is not supported."""
+    reason = f" ({_REASONS[model_type]})" if isinstance(model_type, str) and model_type in _REASONS else ""
+    return f"model_type={model_type!r} is not supported{reason}: supported families are {', '.join(FAMILIES)}"

@@ -1,0 +1,74 @@
+"""Model families: what a family's file says, and helpers to read `config.json`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from amoeba_jax.errors import CheckpointError
+
+HfConfig = dict[str, Any]
+"""Content of a config.json, with the defaults of `transformers` for missing fields."""
+
+Fields = dict[str, Any]
+"""Fields of `ModelConfig` by name."""
+
+Split = Callable[[str, np.ndarray], dict[str, np.ndarray] | None]
+"""Function `(name, tensor)` that returns the tensors of the model within a stored tensor, by name. They are views of
+`tensor`. None: the tensor is stored under its own name."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Family of models with the same `model_type`.
+
+    Attributes:
+        fields: function that reads the fields of `ModelConfig` that not all families read in the same way. Raises
+            `CheckpointError` for a value that is not supported.
+        split: function that names the tensors within each stored tensor (`Split`), made for a config. None: all tensors
+            are stored under the names of `ParamSpec.sources`.
+        quantizations: values of `quant_method` that `split` can read.
+    """
+
+    fields: Callable[[HfConfig], Fields]
+    split: Callable[[HfConfig], Split] | None = None
+    quantizations: tuple[str, ...] = ()
+
+
+def positive(hf: HfConfig, field: str) -> int:
+    """Return a positive integer of the config. Raises `CheckpointError` for any other value."""
+    value = hf.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {field}={value!r} must be a positive integer")
+    return value
+
+
+def require(hf: HfConfig, **values: Any) -> None:
+    """Raise `CheckpointError` for the first field that is present and has another value than the given one."""
+    for field, value in values.items():
+        if hf.get(field, value) != value:
+            family = hf.get("model_type")
+            raise CheckpointError(f"{field}={hf[field]!r} is not supported for {family}: it must be {value!r}")
+
+
+def same_window(hf: HfConfig) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer if all layers have `sliding_window`."""
+    window = None if hf.get("sliding_window") is None else positive(hf, "sliding_window")
+    return (window,) * positive(hf, "num_hidden_layers")
+
+
+def windows_by_type(hf: HfConfig) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer from `layer_types`. Without types, all layers have the window."""
+    windows = {"sliding_attention": positive(hf, "sliding_window"), "full_attention": None}
+    kinds = hf.get("layer_types") or ["sliding_attention"] * positive(hf, "num_hidden_layers")
+    if unknown := sorted(set(kinds) - windows.keys()):
+        raise CheckpointError(f"layer_types: {unknown[0]!r} is not supported: it must be one of {', '.join(windows)}")
+    return tuple(windows[kind] for kind in kinds)
+
+
+def qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer of a Qwen model, where `use_sliding_window` switches windows on."""
+    if hf.get("sliding_window") is None or not hf.get("use_sliding_window"):
+        return (None,) * positive(hf, "num_hidden_layers")
+    return windows_by_type(hf)

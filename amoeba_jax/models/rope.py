@@ -1,0 +1,107 @@
+"""Rotary position embeddings: settings, read from Hugging Face's config.json, and frequencies."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from amoeba_jax.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: base `theta`, and scaling of the frequencies.
+
+    `rope_type` selects the scaling: `default` (none), `linear`, `llama3` (Llama 3.1) or `yarn`. The other fields are
+    its parameters, named as in `config.json`.
+    """
+
+    theta: float
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: float = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Factor on sines and cosines, which makes scores larger by its square."""
+
+    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
+        """Return the scaled angular frequencies, f32 `[head_dim / 2]`, in radians per position."""
+        base = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.rope_type == "linear":
+            base = base / self.factor
+        elif self.rope_type == "llama3":
+            wavelength = 2 * np.pi / base
+            low = self.original_max_position_embeddings / self.low_freq_factor
+            high = self.original_max_position_embeddings / self.high_freq_factor
+            smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            blended = (1 - smooth) * base / self.factor + smooth * base
+            base = np.where(wavelength > low, base / self.factor, np.where(wavelength < high, base, blended))
+        elif self.rope_type == "yarn":
+            low, high = (self._pair(turns, head_dim) for turns in (self.beta_fast, self.beta_slow))
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            span = high - low if high != low else 0.001
+            interpolated = np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
+            base = base / self.factor * interpolated + base * (1 - interpolated)
+        return base.astype(np.float32)
+
+    def _pair(self, turns: float, head_dim: int) -> float:
+        """Return the index of the pair that turns `turns` times within the original context. It may be a fraction."""
+        wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+
+
+def read_rope(rope: dict[str, Any], max_position: int) -> RopeConfig:
+    """Return the rotary settings from `rope_parameters`, in the form of `transformers` 5.
+
+    `max_position` is `max_position_embeddings`: the original context if YaRN's settings name none. Raises
+    `CheckpointError` for a value that is not supported.
+    """
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise CheckpointError(
+            f"rope_parameters of their own for {', '.join(nested)} are not supported: all layers must share them"
+        )
+    rope_type = rope.get("rope_type")
+    if (rotated := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(f"partial_rotary_factor={rotated!r} is not supported: it must be 1.0")
+    if rope_type not in _FIELDS:
+        raise CheckpointError(f"rope_type={rope_type!r} is not supported: it must be one of {', '.join(_FIELDS)}")
+    values = {name: _positive_number(rope, name) for name in ("rope_theta", *_FIELDS[rope_type])}
+    settings = {"theta": values.pop("rope_theta"), "rope_type": rope_type, **values}
+    return RopeConfig(**settings, **(_yarn(rope, max_position) if rope_type == "yarn" else {}))
+
+
+def _yarn(rope: dict[str, Any], max_position: int) -> dict[str, Any]:
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        raise CheckpointError("mscale_all_dim of YaRN is not supported: only DeepSeek's models have it")
+    factor = _positive_number(rope, "factor")
+    settings = {
+        "attention_factor": 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1,
+        "original_max_position_embeddings": float(max_position),
+        "truncate": bool(rope.get("truncate", True)),
+    }
+    named = ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings")
+    return settings | {name: _positive_number(rope, name) for name in named if rope.get(name) is not None}
+
+
+def _positive_number(rope: dict[str, Any], field: str) -> float:
+    value = rope.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {field}={value!r} of the rotary embedding must be a positive number")
+    return float(value)
