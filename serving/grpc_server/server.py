@@ -55,9 +55,7 @@ class Server:
     def __init__(self, config: ServerConfig, tracing: "Tracing | None" = None):
         self.config = config
         self.metrics = ServerMetrics()
-        if tracing is not None:
-            self.metrics.on_transformed = tracing.transformed
-            self.metrics.on_not_transformed = tracing.not_transformed
+        self.metrics.observer = tracing
         callers = Callers(config.api_tokens, config.admin_token)
         self.request_handler = RequestHandler(config.limits, self.metrics, tracing, callers)
         self.request_handler.on_draining = self._show_readiness

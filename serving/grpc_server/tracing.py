@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests and transformations. Needs the extra `otel`."""
+"""OpenTelemetry spans of requests, transformations and changes of placements. Needs the extra `otel`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import amoeba_jax
 from amoeba_jax.address import is_local, read_url
-from amoeba_jax.transform.report import TransformReport
+from amoeba_jax.transform.report import PlacementReport, TransformReport
 from serving.grpc_server.calls import Call
 from serving.grpc_server.statuses import code_of
 from serving.runtime.metrics import RequestRecord
@@ -106,13 +106,30 @@ class Tracing:
                 (group.step_overhead for group in report.groups if group.step_overhead is not None), default=None
             ),
         }
-        started_ns = now_ns - round(report.seconds * 1e9)
-        self._tracer.start_span("transformation", attributes=_given(attributes), start_time=started_ns).end(now_ns)
+        self._record("transformation", attributes, report.seconds, now_ns)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
         """Record a span of a transformation that was refused or has failed. `result` is `refused` or `failed`."""
-        attributes = {"amoeba.transform.kind": kind, "amoeba.transform.variant": variant}
-        span = self._tracer.start_span("transformation", attributes=attributes)
+        self._record_error(
+            "transformation", {"amoeba.transform.kind": kind, "amoeba.transform.variant": variant}, result
+        )
+
+    def scaled(self, report: PlacementReport) -> None:
+        """Record a span of a change of a placement that ends now."""
+        names = ("kind", "instance", "device", "layers", "copied_bytes", "shared_bytes", "kv_moved_bytes", "steps")
+        attributes = {f"amoeba.placement.{name}": getattr(report, name) for name in names}
+        self._record("placement_change", attributes, report.seconds, time.time_ns())
+
+    def not_scaled(self, kind: str, result: str) -> None:
+        """Record a span of a change of a placement that was refused or has failed, as `not_transformed`."""
+        self._record_error("placement_change", {"amoeba.placement.kind": kind}, result)
+
+    def _record(self, name: str, attributes: Mapping[str, Attribute | None], seconds: float, now_ns: int) -> None:
+        started_ns = now_ns - round(seconds * 1e9)
+        self._tracer.start_span(name, attributes=_given(attributes), start_time=started_ns).end(now_ns)
+
+    def _record_error(self, name: str, attributes: Mapping[str, Attribute], result: str) -> None:
+        span = self._tracer.start_span(name, attributes=attributes)
         span.set_status(Status(StatusCode.ERROR, result))
         span.end()
 

@@ -2,8 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from typing import get_args
+from collections.abc import Iterable
+from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -25,6 +25,18 @@ _REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30,
 FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 
+class ChangeObserver(Protocol):
+    """Receiver of the ends of transformations and changes of placements. Any thread may call the methods."""
+
+    def transformed(self, report: TransformReport) -> None: ...
+
+    def not_transformed(self, kind: str, variant: str, result: str) -> None: ...
+
+    def scaled(self, report: PlacementReport) -> None: ...
+
+    def not_scaled(self, kind: str, result: str) -> None: ...
+
+
 class ServerMetrics:
     """All metrics of one server, in a registry of their own.
 
@@ -43,10 +55,8 @@ class ServerMetrics:
         """Numbers of the scheduler's decisions. None: no scheduler."""
         self.monitor: Monitor | None = None
         """Averages of vacancy and SLO violations. None: no scheduler."""
-        self.on_transformed: Callable[[TransformReport], None] = lambda report: None
-        """Function that gets the report of each transformation. Any thread may call it."""
-        self.on_not_transformed: Callable[[str, str, str], None] = lambda kind, variant, result: None
-        """Function for refused and failed transformations. It has the arguments of `not_transformed`."""
+        self.observer: ChangeObserver | None = None
+        """Object whose methods are called with the arguments of the same methods of this object."""
         registry = self.registry
         self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
@@ -133,7 +143,8 @@ class ServerMetrics:
 
     def transformed(self, report: TransformReport) -> None:
         """Count a successful transformation."""
-        self.on_transformed(report)
+        if self.observer is not None:
+            self.observer.transformed(report)
         for group in report.groups:
             kind = "scale_up" if group.to_degree > group.from_degree else "scale_down"
             self.transformations.labels(kind, str(report.variant), "done").inc()
@@ -150,11 +161,14 @@ class ServerMetrics:
             variant: name of the `TransformVariant`.
             result: `refused` or `failed`.
         """
-        self.on_not_transformed(kind, variant, result)
+        if self.observer is not None:
+            self.observer.not_transformed(kind, variant, result)
         self.transformations.labels(kind, variant, result).inc()
 
     def scaled(self, report: PlacementReport) -> None:
         """Count a successful change of a placement."""
+        if self.observer is not None:
+            self.observer.scaled(report)
         self.scaling.labels(report.kind, "done").inc()
         self.scaling_s.labels(report.kind).observe(report.seconds)
 
@@ -163,6 +177,8 @@ class ServerMetrics:
 
         `kind` is a `PlacementKind`; `result` is `refused` or `failed`.
         """
+        if self.observer is not None:
+            self.observer.not_scaled(kind, result)
         self.scaling.labels(kind, result).inc()
 
 

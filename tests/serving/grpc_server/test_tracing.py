@@ -127,6 +127,21 @@ def test_refused_transformation_has_a_span(traced: Live, spans: InMemorySpanExpo
     assert attributes(span) == {"amoeba.transform.kind": "scale_up", "amoeba.transform.variant": "in_place_overlapped"}
 
 
+def test_change_of_a_placement_has_a_span(traced: Live, spans: InMemorySpanExporter):
+    layers = pb.LayerRange(first=0, end=1)
+    report = traced.admin.Replicate(pb.ReplicateRequest(layers=layers, device=1), timeout=TIMEOUT_S)
+    traced.admin.Evict(pb.EvictRequest(layers=layers, device=1), timeout=TIMEOUT_S)
+    replicated, evicted = finished(spans, 2)
+    assert {span.name for span in (replicated, evicted)} == {"placement_change"}
+    values = attributes(replicated)
+    assert (values["amoeba.placement.kind"], values["amoeba.placement.device"]) == ("replicate", 1)
+    assert values["amoeba.placement.layers"] == (0, 1)
+    assert values["amoeba.placement.shared_bytes"] == report.shared_bytes > 0
+    code_and_text(lambda: traced.admin.Evict(pb.EvictRequest(layers=layers, device=1), timeout=TIMEOUT_S))
+    (span,) = finished(spans, 1)
+    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "refused")
+
+
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes spans by OTLP."""
 
