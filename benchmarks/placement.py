@@ -159,7 +159,7 @@ def main() -> None:
             "num_devices": 2,
             "placement": placement,
             "kv_cache_tokens": 8192,
-            "max_num_seqs": options.batch,
+            "max_num_seqs": 32,
             "max_model_len": 1024,
             "prefix_caching": False,
             "progress": False,

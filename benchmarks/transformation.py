@@ -1,6 +1,7 @@
 """Time and memory of a merge of 4 x TP1 into TP4 and of the split back while requests run, by method.
 
-    python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--brief] [--json results.json]
+    python benchmarks/transformation.py [--models SmolLM2-135M Deep-48] [--repeats 3] [--brief | --orders]
+        [--json results.json]
 
 The methods are
 
@@ -10,7 +11,8 @@ The methods are
 
 Requests decode greedily on all instances, and their prompts (`--prompt`) fill the KV cache. For each method, the table
 has the time and memory of the change, the number of steps and tokens during the change, and the longest wait of a
-request for a token. The lines below the table compare the methods, steps with and without the switch of a layer,
+request for a token. With `--orders`, the table has only the two orders of a change (`order` of `LLM.transform`), one
+layer in a step, in turn. The lines below the table compare the methods, steps with and without the switch of a layer,
 changes without requests, and FFNs with and without padding.
 
 The time of a step is the time between two results. So it includes all programs that were launched after the previous
@@ -225,10 +227,12 @@ def merge_and_split(
     return result
 
 
-def transform(llm: LLM, degree: int, variant: str, layers_per_step: int | Literal["auto"] = "auto") -> TransformReport:
+def transform(
+    llm: LLM, degree: int, variant: str, layers_per_step: int | Literal["auto"] = "auto", order: str = "layer"
+) -> TransformReport:
     """Transform all devices in place, or with a baseline."""
     if variant not in MOVERS:
-        return llm.transform(degree, variant=variant, layers_per_step=layers_per_step)
+        return llm.transform(degree, variant=variant, layers_per_step=layers_per_step, order=order)
     with baseline(variant):
         return llm.transform(degree, variant="in_place", layers_per_step=layers_per_step)
 
@@ -342,12 +346,20 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             **settings,
         )
         with open_llm() as llm:
-            idle = idle_times(llm, 4 + 4 * options.repeats)
-            local_s = [local_copy(llm)]
             random = np.random.default_rng(0)
             size = (options.requests, options.prompt)
             prompts = random.integers(0, llm.dims.config.vocab_size, size).tolist()
-            layers = llm.dims.config.num_layers
+            layers, memory = llm.dims.config.num_layers, llm._engine.cluster.memory_plan
+            sizes = {"model": name, "layers": layers, "kv_bytes": memory.num_pages * memory.page_bytes * layers}
+            if options.orders:
+                ways = [
+                    {"variant": "in_place_overlapped", "layers_per_step": 1, "order": order}
+                    for order in ("layer", "memory_first")
+                ]
+                trips = in_turn(llm, prompts, ways, options.repeats)
+                return sizes | {"ways": [way | {"trips": found} for way, found in zip(ways, trips, strict=True)]}
+            idle = idle_times(llm, 4 + 4 * options.repeats)
+            local_s = [local_copy(llm)]
             ways = [
                 {"variant": variant, "layers_per_step": n}
                 for variant in (*IN_PLACE, *MOVERS)
@@ -375,13 +387,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                     switches += trip["switches"]
             log(f"{name}: {len(switches)} switches beside plain steps")
             local_s.append(local_copy(llm))
-            cluster = llm._engine.cluster
-            kv_bytes = cluster.memory_plan.num_pages * cluster.memory_plan.page_bytes * layers
-            result = {
-                "model": name,
-                "layers": layers,
-                "kv_bytes": kv_bytes,
-                "staging_bytes": cluster.memory_plan.staging_bytes,
+            result = sizes | {
+                "staging_bytes": memory.staging_bytes,
                 "ways": results,
                 "switches": switches,
                 "idle": idle,
@@ -417,6 +424,7 @@ def main() -> None:
     parser.add_argument(
         "--brief", action="store_true", help="only the measurements that the lines below the table compare"
     )
+    parser.add_argument("--orders", action="store_true", help="only the two orders of a change, in turn")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = [measure(name, options) for name in options.models]

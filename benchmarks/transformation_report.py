@@ -17,9 +17,9 @@ def print_model(console: Console, result: dict[str, Any]) -> None:
         title=f"{result['model']}, {result['layers']} layers, {format_bytes(result['kv_bytes'])} of KV cache a device "
         f"{use:.0%} full when merging; medians, ms"
     )
-    columns = ("variant", "layers/step", "", "all", "steps", "tokens", "plan", "KV", "weights", "longest wait")
+    columns = ("variant", "order", "layers/step", "", "all", "steps", "tokens", "plan", "KV", "weights", "longest wait")
     for column in (*columns, "TP1 step", "TP4 step", "moved", "extra a device"):
-        table.add_column(column, justify="left" if column in ("variant", "") else "right")
+        table.add_column(column, justify="left" if column in ("variant", "order", "") else "right")
     for way in result["ways"]:
         for direction in ("up", "down"):
             values = [trip[direction] for trip in way["trips"]]
@@ -29,6 +29,7 @@ def print_model(console: Console, result: dict[str, Any]) -> None:
 
             table.add_row(
                 way["variant"],
+                way.get("order", ""),
                 str(way.get("layers_per_step", "")),
                 direction,
                 ms("seconds"),
@@ -45,7 +46,7 @@ def print_model(console: Console, result: dict[str, Any]) -> None:
             )
     console.print(table)
     console.print("plan, KV and weights: what they took, or, of in_place_overlapped, what launching them took.")
-    for line in summary(result):
+    for line in summary(result) if "switches" in result else ():
         console.print(f"  {line}")
 
 
