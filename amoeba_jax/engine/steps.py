@@ -24,7 +24,6 @@ from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.sampling.rows import (
     NO_ALLOWED_TOKEN,
     NO_TOKEN,
-    SAMPLER_KINDS,
     SamplerKind,
     unpack_logprobs,
     unpack_result,
@@ -190,8 +189,8 @@ class Steps:
 
         Sequences differ in their sampler programs. So reject the sequence with the rarest sampler, the last in order.
         """
-        sequences = (row.sequence for row in plan.rows)
-        sequence = max(sequences, key=lambda s: (SAMPLER_KINDS.index(s.sampling.kind), s.order))
+        kinds = ("greedy", "sample", "full")
+        sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
         cause = error.__cause__
         if isinstance(cause, MemoryBudgetError):
             cause = RequestError(str(cause))
