@@ -72,6 +72,8 @@ class Steps:
         changes, relocations, change = self._transformations, self._relocations, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance) or relocations.holds(instance):
             return False
+        if change is not None and _all_await_tokens(instance):
+            return False  # switch the next layers before the next step, not before its tokens
         num_preempted = self._reserve_next_tokens(instance)
         if isinstance(change, Relocation):
             if not relocations.switch_layers(instance, num_preempted):
@@ -348,3 +350,9 @@ class Steps:
                 logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
             gc.collect()  # the frames of the error may have held the missing memory
         self._cluster.take_back(instances)
+
+
+def _all_await_tokens(instance: Instance) -> bool:
+    """Return whether no sequence can run before a token in flight arrives. False if no token is in flight."""
+    running = instance.running
+    return any(s.awaits_token for s in running) and not any(s.num_uncomputed_tokens for s in running)

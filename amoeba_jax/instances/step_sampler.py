@@ -14,6 +14,7 @@ from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.sampling.rows import (
     NO_SLOT,
+    Masks,
     SamplerKind,
     StepRow,
     bad_word_pairs,
@@ -73,7 +74,7 @@ class SampleCall(NamedTuple):
 
     program: jax.stages.Compiled
     packed: np.ndarray
-    masks: np.ndarray | jax.Array | None
+    masks: np.ndarray | None
 
 
 def sampler_kind(plan: StepPlan) -> SamplerKind:
@@ -95,7 +96,6 @@ class StepSampler:
     def __init__(self, group: SubMesh, state: SamplingState, executables: Executables):
         self.state, self.num_slots = state, state.flags.shape[0]
         self._group, self._executables = group, executables
-        self._no_masks: dict[int, jax.Array] = {}  # by the number of rows
 
     def remember(self, sequence: Sequence, slot: int) -> None:
         """Write a sequence's row of the state, if its settings need one.
@@ -151,21 +151,8 @@ class StepSampler:
             pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
             rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
         packed = pack(rows, num_rows, full=full)
-        masks = self._masks(sampled, num_rows) if full else None
+        masks = _masks(sampled, num_rows, self.state.flags.shape[1]) if full else None
         return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, masks)
-
-    def _masks(self, sampled: list[Row], num_rows: int) -> np.ndarray | jax.Array:
-        """Return the allowed tokens of all rows of a step. If no row is constrained, they are already on the device."""
-        shape = num_rows, mask_words(self.state.flags.shape[1])
-        constrained = [(row.place, row.sequence.matcher) for row in sampled if row.sequence.matcher is not None]
-        if not constrained:
-            if num_rows not in self._no_masks:
-                self._no_masks[num_rows] = jnp.zeros(shape, jnp.int32, device=self._group.devices[0])
-            return self._no_masks[num_rows]
-        masks = np.zeros(shape, np.int32)
-        for place, matcher in constrained:
-            masks[place] = matcher.mask
-        return masks
 
     def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sample the next tokens. Return the new last tokens of all slots, and the result array for the host.
@@ -179,3 +166,12 @@ class StepSampler:
         else:
             tokens, result = sample.program(logits, tokens, sample.packed)
         return tokens, result
+
+
+def _masks(sampled: list[Row], num_rows: int, vocab_size: int) -> Masks:
+    """Return the allowed tokens of the constrained rows of a step. All bits of other rows are 0."""
+    masks = np.zeros((num_rows, mask_words(vocab_size)), np.int32)
+    for row in sampled:
+        if row.sequence.matcher is not None:
+            masks[row.place] = row.sequence.matcher.mask
+    return masks

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import engine_of, in_dispatcher, registry_of
 from pausing_cases import done, expected_of, outputs, steps, submit
 from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
-from structured_cases import PERSON, TABLE
+from structured_cases import PERSON, TABLE, random_schema, valid_against
 
 from amoeba_jax import LLM, SamplingParams, StructuredOutput
 from amoeba_jax.errors import RequestError
@@ -54,6 +55,22 @@ def test_every_complete_text_matches_its_constraint(llm: LLM):
         else:
             assert output.finish_reason == "length", (structured, answer.error)
     assert complete >= 0.8 * len(asked)
+
+
+@pytest.mark.slow
+def test_500_schemas_lead_to_valid_texts(llm: LLM):
+    random = np.random.default_rng(1)
+    schemas = [random_schema(random) for _ in range(500)]
+    params = [drawn(StructuredOutput(json_schema=it), seed=i, max_tokens=200) for i, it in enumerate(schemas)]
+    answers = llm.generate([PROMPT] * 500, params)
+    complete = 0
+    for schema, answer in zip(schemas, answers, strict=True):
+        (output,) = answer.outputs
+        assert output.finish_reason in ("stop", "length"), (schema, answer.error)
+        if output.finish_reason == "stop":
+            complete += 1
+            valid_against(schema)(output.text)
+    assert complete >= 475
 
 
 def test_a_cut_text_is_the_beginning_of_a_match(llm: LLM):
