@@ -121,8 +121,6 @@ class GrammarCompiler:
             return matcher.copy()
 
     def _compile(self, structured: StructuredOutput) -> Matcher:
-        if not self._eos_token_ids:
-            raise RequestError("structured output needs an end-of-sequence token, and the model has none")
         grammar = _grammar(structured)
         if message := _trial(grammar):
             raise RequestError(f"structured.{structured.kind} cannot be used: {message}")
@@ -136,8 +134,8 @@ class GrammarCompiler:
         with self._tokens_lock:
             if self._tokens is None:
                 size = max(self._vocab_size, self._tokenizer.vocab_size)
-                ends = sorted(self._eos_token_ids)
-                self._tokens = LLTokenizer(self._tokenizer.to_json(), n_vocab=size, eos_token=ends)
+                ends = sorted(self._eos_token_ids) or [size]  # an end-of-sequence token that has no logits
+                self._tokens = LLTokenizer(self._tokenizer.to_json(), n_vocab=size + 1, eos_token=ends)
             return self._tokens
 
 
