@@ -134,9 +134,19 @@ class GrammarCompiler:
         with self._tokens_lock:
             if self._tokens is None:
                 size = max(self._vocab_size, self._tokenizer.vocab_size)
-                ends = sorted(self._eos_token_ids) or [size]  # an end-of-sequence token that has no logits
-                self._tokens = LLTokenizer(self._tokenizer.to_json(), n_vocab=size + 1, eos_token=ends)
+                ends, rules = sorted(self._eos_token_ids), self._tokenizer.to_json()
+                if not ends:
+                    ends, rules, size = [size], _with_end(rules, size), size + 1
+                self._tokens = LLTokenizer(rules, n_vocab=size, eos_token=ends)
             return self._tokens
+
+
+def _with_end(rules: str, token: int) -> str:
+    """Return the rules of a tokenizer with an end-of-sequence token, which llguidance needs and the model lacks."""
+    values = json.loads(rules)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"].append({"id": token, "content": "<|end of the text|>", "special": True, **flags})
+    return json.dumps(values)
 
 
 def _grammar(structured: StructuredOutput) -> str:
