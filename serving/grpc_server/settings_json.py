@@ -32,7 +32,7 @@ _NUMBERS = frozenset(
 )
 _FLAGS = frozenset({"include_stop_str_in_output", "ignore_eos", "skip_special_tokens"})
 _OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"})
-# Both have the keys of vLLM: `guided_decoding` is the older name.
+# Names of one setting, with the keys of vLLM. vLLM used the second name first.
 _STRUCTURED = ("structured_outputs", "guided_decoding")
 _STRUCTURED_KEYS = {
     "json": "json_schema",
