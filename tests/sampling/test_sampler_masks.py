@@ -37,7 +37,7 @@ def choose(logits: np.ndarray, cases: list[Case], allowed: np.ndarray):
 
 
 @given(data=st.data(), vocab_size=st.sampled_from([1, 31, 32, 33, 100]))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_packed_bits_are_the_allowed_tokens(data: st.DataObject, vocab_size: int):
     allowed = data.draw(hnp.arrays(bool, (3, vocab_size)))
     masks = packed_masks(allowed)
@@ -47,7 +47,7 @@ def test_packed_bits_are_the_allowed_tokens(data: st.DataObject, vocab_size: int
 
 
 @given(seed=st.integers(0, 2**32 - 1), share=st.sampled_from([0.02, 0.3, 0.9]))
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_constrained_rows_choose_among_their_tokens(seed: int, share: float):
     """Beside rows without a constraint. Some draw, some have penalties, banned words or minimum lengths."""
     random = np.random.default_rng(seed)
