@@ -109,7 +109,7 @@ _DIRECT = (
 
 
 async def read_body(request: Request, kind: type[M]) -> M:
-    """Return the body of a request. Raise `RequestError` for JSON that is invalid, does not have the form `kind`, or is
+    """Return the body of a request. Raise `RequestError` for JSON that is invalid, has another form than `kind`, or is
     nested deeper than 200 levels (a limit of pydantic)."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Web pages of other sites can send other types without asking the browser.
@@ -124,7 +124,7 @@ async def read_body(request: Request, kind: type[M]) -> M:
 def refuse_unsupported(body: BaseModel, unsupported: dict[str, tuple[Any, ...]]) -> None:
     """Raise `FieldError` for a field that is set to a value that this server cannot honour.
 
-    `unsupported`: for each field, the values that have no effect, besides null.
+    `unsupported`: values without an effect, by field. Null never has an effect.
     """
     for name, harmless in unsupported.items():
         value = getattr(body, name)
