@@ -86,7 +86,7 @@ def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller)
     if len(constraints) > 1:
         raise RequestError(f"{' and '.join(constraints)} are two names of one setting: send one of them")
     for name in constraints:
-        given["structured"] = _structured(name, given.pop(name))
+        given["structured"] = read_structured(name, given.pop(name))
     return checked_params(given, limits, caller)
 
 
@@ -98,8 +98,9 @@ def decode_utf8(name: str, data: bytes) -> str:
         raise RequestError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _structured(name: str, value: Any) -> StructuredOutput:
-    """Return the constraint in an object with the keys of vLLM, or in the JSON text of such an object."""
+def read_structured(name: str, value: Any) -> StructuredOutput:
+    """Return the constraint in an object with the keys of vLLM, or in the JSON text of such an object. Raise
+    `RequestError` for other values."""
     if isinstance(value, str):
         value = _parse_object(name, value)
     if not isinstance(value, dict):
