@@ -19,6 +19,7 @@ from amoeba_jax.outputs import RequestDelta, RequestOutput
 from amoeba_jax.prompts import Prompt, as_prompts, check_tokens, failed_output, one_each
 from amoeba_jax.request import Delivery, Request
 from amoeba_jax.request_registry import RequestRegistry
+from amoeba_jax.sampling.structured import COMPILE_THREADS
 from amoeba_jax.sampling_params import SamplingParams
 
 Message = dict[str, Any]
@@ -202,6 +203,8 @@ class LLM(EngineHandle):
             client=client,
             arrival=arrival,
         )
+        if params is not None and params.structured is not None:
+            await loop.run_in_executor(COMPILE_THREADS, self._registry.matcher, params)  # `make` finds it compiled
         # Checks and tokenization of long prompts would block the event loop.
         request = await loop.run_in_executor(None, make)
         self._registry.register(request)

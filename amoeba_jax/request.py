@@ -159,11 +159,11 @@ class Request:
 
     def _add_tokens(self, completion: _Completion, update: Update) -> None:
         sequence = update.sequence
-        ended_by_token = update.finished and sequence.finish_reason == "stop"
+        stopped = update.finished and sequence.finish_reason == "stop"
         completion.num_tokens += len(update.tokens)
         completion.tokens += update.tokens
         for token in update.tokens:
-            if ended_by_token and not sequence.params.include_stop_str_in_output:
+            if stopped and sequence.is_stop_token(token) and not sequence.params.include_stop_str_in_output:
                 continue  # a stop token is not text
             completion.text.append(completion.text_stream.push(token))
         if update.logprobs is not None:

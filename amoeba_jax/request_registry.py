@@ -15,6 +15,7 @@ from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.prompts import Prompt, check_tokens
 from amoeba_jax.request import Delivery, Request
 from amoeba_jax.sampling.rows import bad_word_ids, sample_seed, sampling_row
+from amoeba_jax.sampling.structured import GrammarCompiler, Matcher
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
 from amoeba_jax.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class RequestRegistry:
         self._engine, self._dispatcher = engine, dispatcher
         self._tokenizer, self._eos_token_ids, self._seed = tokenizer, eos_token_ids, seed
         self._vocab_size = engine.dims.config.vocab_size
+        self._grammars: GrammarCompiler | None = None
         self._numbers = itertools.count()
         # Makes generated ids different from ids of callers and of other processes.
         self._id_suffix = secrets.token_hex(4)
@@ -86,8 +88,6 @@ class RequestRegistry:
         """
         arrival = time.monotonic() if arrival is None else arrival
         params = params or SamplingParams()
-        if params.structured is not None:
-            raise RequestError("structured output is not available")
         for name, given in (("request_id", request_id), ("cache_salt", cache_salt)):
             check_unicode(given or "", name)
         text = prompt if isinstance(prompt, str) else None
@@ -98,6 +98,7 @@ class RequestRegistry:
         bad_words = bad_word_ids(params.bad_words, self.need_tokenizer("bad_words")) if params.bad_words else ()
         if params.stop:
             self.need_tokenizer("stop")
+        matcher = self.matcher(params)
         sampling = sampling_row(params, 0, self._vocab_size, self._eos_token_ids, bad_words)
         number, outputs = next(self._numbers), self._dispatcher.outputs
 
@@ -123,12 +124,26 @@ class RequestRegistry:
                     leader=sequences[0] if sequences else None,
                     deadline=deadline,
                     client=client,
+                    matcher=None if matcher is None else matcher.copy(),
                     arrival=arrival,
                 )
             )
         sequences[0].siblings = sequences[1:]
         request = Request(text, sequences, self._tokenizer, deliver, every_token)
         return request
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """Return a matcher at the start of its text for settings with a constraint. Raises `RequestError`.
+
+        A new grammar takes up to some seconds. The matcher of a known grammar takes microseconds.
+        """
+        if params.structured is None:
+            return None
+        tokenizer = self.need_tokenizer("structured output")
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._grammars.compile(params.structured)
 
     def register(self, request: Request) -> None:
         """Register a request by its id. Raise `RequestError` if the id is taken."""

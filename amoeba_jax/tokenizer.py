@@ -93,6 +93,10 @@ class Tokenizer:
         """Number of tokens, including added tokens. The embedding table of the model may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """Return the rules of the tokenizer, in the form of `tokenizer.json`."""
+        return self._backend.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template, as instruction-tuned models have."""

@@ -42,7 +42,8 @@ ENOUGH_TOKENS = 512
 
 
 class Engine:
-    """Everything behind the API. All methods run in the dispatcher thread, except `check_request`.
+    """Everything behind the API. All methods run in the dispatcher thread, except `check_request` and
+    `default_max_tokens`.
 
     The constructor loads the weights. Meanwhile, background threads compile the programs of the degrees
     `compile_first`. `on_load(name)` is called after each parameter.
@@ -182,20 +183,7 @@ class Engine:
         Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
         this.
         """
-        capacities = [self.transformations.capacity_to_come(it) for it in self.instances]
-        if self.scheduler_hook is not None:
-            capacities += map(self.capacity_tokens, self.cluster.plan.degrees)
-        free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it in capacities) or [1]
-        return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
-
-    def default_max_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the number of tokens that a request may generate if its caller sets no limit: what the smallest
-        instances leave free.
-
-        Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
-        this.
-        """
-        capacities = [self.transformations.capacity_to_come(it) for it in self.instances]
+        capacities = [self.transformations.capacity_to_come(it)[0] for it in self.instances]
         if self.scheduler_hook is not None:
             capacities += map(self.capacity_tokens, self.cluster.plan.degrees)
         free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it in capacities) or [1]

@@ -21,7 +21,14 @@ from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, clear_in_flight
 from amoeba_jax.instances.step_sampler import StateLostError
-from amoeba_jax.sampling.rows import NO_TOKEN, SamplerKind, unpack_logprobs, unpack_result
+from amoeba_jax.sampling.rows import (
+    NO_ALLOWED_TOKEN,
+    NO_TOKEN,
+    SAMPLER_KINDS,
+    SamplerKind,
+    unpack_logprobs,
+    unpack_result,
+)
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform.relocation import Relocation
 from amoeba_jax.transform.relocations import Relocations
@@ -183,8 +190,8 @@ class Steps:
 
         Sequences differ in their sampler programs. So reject the sequence with the rarest sampler, the last in order.
         """
-        kinds = ("greedy", "sample", "full")
-        sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
+        sequences = (row.sequence for row in plan.rows)
+        sequence = max(sequences, key=lambda s: (SAMPLER_KINDS.index(s.sampling.kind), s.order))
         cause = error.__cause__
         if isinstance(cause, MemoryBudgetError):
             cause = RequestError(str(cause))
@@ -215,6 +222,9 @@ class Steps:
             token = int(result.tokens[row.place])
             if token == NO_TOKEN:
                 self._reject_nan(instance, sequence)
+                continue
+            if token == NO_ALLOWED_TOKEN:
+                self._reject_no_token(sequence)
                 continue
             entries = None
             if sequence.params.logprobs is not None:
@@ -264,6 +274,15 @@ class Steps:
         if sequence.page_keys is not None:
             for lane in instance.lanes:
                 lane.cache.forget(sequence.page_keys.keys)
+
+    def _reject_no_token(self, sequence: Sequence) -> None:
+        self._sequences.reject(
+            sequence,
+            RequestError(
+                f"structured output leaves no token to generate after {len(sequence.output)} tokens, together with "
+                "allowed_token_ids, bad_words and min_tokens"
+            ),
+        )
 
     # Failures
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.offloaded import HostPages
 from amoeba_jax.outputs import FinishReason, Logprob
 from amoeba_jax.sampling.rows import SamplingRow, TokenLogprobs, logprob_entry
+from amoeba_jax.sampling.structured import Matcher
 from amoeba_jax.sampling_params import SamplingParams
 from kvcache.pages import SequencePages
 from kvcache.prefix_cache import PageKeys
@@ -80,6 +82,7 @@ class Sequence:
         leader: sample that shares its prompt with this one.
         deadline: latest time to start.
         client: client that its slot and pages count for; see `mark_beyond_share`.
+        matcher: state of its grammar after the known tokens. None: its text is not constrained.
         arrival: time at which the request arrived, before tokenization.
         waiting_since: now minus `queued_s`, while it waits; set again by a preemption.
         queued_s: total seconds in the queue, up to the latest start.
@@ -106,6 +109,7 @@ class Sequence:
     leader: "Sequence | None" = None
     deadline: float | None = None
     client: str = ""
+    matcher: Matcher | None = None
 
     arrival: float = field(default_factory=time.monotonic)
     waiting_since: float = field(init=False)
@@ -188,8 +192,11 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled."""
-        if self.num_generated >= self.params.max_tokens:
+        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled.
+
+        It is also 0 while a constrained sequence waits for its matcher, which needs the token in flight.
+        """
+        if self.num_generated >= self.params.max_tokens or (self.matcher is not None and self.num_in_flight):
             return 0
         return self.num_tokens - self.num_computed
 
@@ -209,17 +216,35 @@ class Sequence:
         return [*prompt, *self.output[max(start - len(self.prompt), 0) : max(stop - len(self.prompt), 0)]]
 
     def append(self, token: int) -> None:
-        """Append a token that was in flight, and finish if it is the last one."""
+        """Append a token that was in flight, and finish if it is the last one.
+
+        If the grammar of the sequence fails, mark the sequence as failed.
+        """
         if not self.output:
             self.first_token_at = time.monotonic()
         self.output.append(token)
         self.num_in_flight -= 1
+        ends_at_eos = self.matcher is not None or not self.params.ignore_eos
         if token in self.sampling.stop_ids:
             self.finish("stop", token)
-        elif token in self.eos_token_ids and not self.params.ignore_eos:
+        elif (token in self.eos_token_ids and ends_at_eos) or self._completes_text(token):
             self.finish("stop")
-        elif len(self.output) >= self.params.max_tokens:
+        elif self.error is None and len(self.output) >= self.params.max_tokens:
             self.finish("length")
+
+    def _completes_text(self, token: int) -> bool:
+        """Advance the matcher, if there is one. Return whether its grammar allows no further text."""
+        if self.matcher is None:
+            return False
+        try:
+            self.matcher.advance(token)
+        except RequestError as error:
+            self.fail(error)
+        return self.error is None and self.matcher.is_complete
+
+    def is_stop_token(self, token: int) -> bool:
+        """Return whether a token ends the sequence and is not text."""
+        return token in self.sampling.stop_ids or token in self.eos_token_ids
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Mark it as finished. The caller reports the end."""

@@ -4,7 +4,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float, Int32
@@ -21,9 +21,11 @@ ANY_TOKEN = -1
 """First token of a pair (see `Pairs`) whose second token is banned after every token."""
 NO_TOKEN = -1
 """Token of rows whose largest logit is not finite."""
+NO_ALLOWED_TOKEN = -2
+"""Token of constrained rows if their masks, biases and bad words together leave no token."""
 
 # Bits of a row's `options`.
-USES_STATE, BELOW_MIN_TOKENS, LOGPROBS = 1, 2, 4
+USES_STATE, BELOW_MIN_TOKENS, LOGPROBS, CONSTRAINED = 1, 2, 4, 8
 # Bits of a token's entry in `flags`. The bits from `ONE_OUTPUT` up count how often the token was generated.
 IN_PROMPT, STOPS, ONE_OUTPUT = 1, 2, 4
 
@@ -59,7 +61,13 @@ tokens but the last two, and the last two tokens."""
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
 
-SamplerKind = Literal["greedy", "sample", "full"]
+SamplerKind = Literal["greedy", "sample", "full", "structured"]
+SAMPLER_KINDS: tuple[SamplerKind, ...] = get_args(SamplerKind)
+"""Kinds of samplers. Each serves also the rows of the kinds before it."""
+STATE_KINDS: frozenset[SamplerKind] = frozenset(("full", "structured"))
+"""Kinds of samplers that read and write the sampling state of the slots."""
+Masks = Int32[np.ndarray, "R words"]
+"""Allowed tokens of the rows of a step, packed: bit `i` of word `w` is token `32 * w + i`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +77,8 @@ class SamplingRow:
     Attributes:
         params: settings of the request.
         vocab_size: number of tokens with logits.
-        kind: cheapest sufficient sampler: "greedy" (argmax), "sample" (program `sample`) or "full" (program
-            `sample_full`).
+        kind: cheapest sufficient sampler: "greedy" (argmax), "sample" (program `sample`), "full" (program
+            `sample_full`) or "structured" (program `sample_structured`: `sample_full` with masks).
         uses_state: whether the sequence needs its rows of `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
         held_back: stop tokens and end-of-sequence tokens, which are banned for the first `min_tokens` tokens.
@@ -184,13 +192,16 @@ def sampling_row(
     masked = params.logit_bias or params.allowed_token_ids is not None or banned or params.min_tokens > 0
     uses_state = bool(masked) or penalties != (1, 0, 0)
     wants_logprobs = params.logprobs is not None
-    if uses_state or longer or wants_logprobs:
+    constrained = params.structured is not None
+    if constrained:
+        kind = "structured"
+    elif uses_state or longer or wants_logprobs:
         kind = "full"
     else:
         kind = "sample" if params.temperature > 0 else "greedy"
     # Greedy sampling ignores filters. Neutral values save time on the device.
     top_k, top_p, min_p = (params.top_k, params.top_p, params.min_p) if params.temperature > 0 else (0, 1, 0)
-    options = USES_STATE * uses_state | LOGPROBS * wants_logprobs
+    options = USES_STATE * uses_state | LOGPROBS * wants_logprobs | CONSTRAINED * constrained
     integers = np.array([options, _bits(seed), top_k], np.int32)
     floats = np.array([params.temperature, top_p, min_p, *penalties], np.float32)
     stops = {*params.stop_token_ids, *eos_token_ids}
@@ -335,8 +346,8 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
     """Pack the settings of a step into one i32 array: each field for all rows, then the pairs.
 
     Floats are stored as their bits. The rows after `rows` are padding, whose tokens are not recorded. Pairs are
-    included only if `full` is true, for `sample_full`. The shape of the pairs is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
-    Each row uses its first `num_pairs` pairs.
+    included only if `full` is true, for `sample_full` and `sample_structured`. The shape of the pairs is
+    `[2, num_rows, MAX_BAD_WORD_PAIRS]`. Each row uses its first `num_pairs` pairs.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)
@@ -356,8 +367,13 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
     return packed
 
 
+def mask_words(vocab_size: int) -> int:
+    """Return the number of words in the mask of a row."""
+    return -(-vocab_size // 32)
+
+
 def unpack_result(result: Int32[np.ndarray, "R columns"]) -> SamplingResult:
-    """Unpack the result of `sample` or `sample_full` on the host."""
+    """Unpack the result of a sampler on the host."""
     return SamplingResult(result[:, 0], unpack_logprobs(result[:, 1:]) if result.shape[1] > 1 else None)
 
 

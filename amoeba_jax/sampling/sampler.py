@@ -1,9 +1,9 @@
 """Choice of the next tokens on the device, in the order of vLLM's sampler.
 
-First masks (allowed tokens, bad words, stop tokens before `min_tokens`), biases and penalties change the logits. With
-temperature 0, the most probable token is then taken. At any other temperature, the temperature, min-p, top-k and top-p
-are applied in this order, and a token is drawn. A filter also keeps all tokens that are exactly as probable as the last
-token that the filter must keep.
+First masks (allowed tokens, grammars, bad words, stop tokens before `min_tokens`), biases and penalties change the
+logits. With temperature 0, the most probable token is then taken. At any other temperature, the temperature, min-p,
+top-k and top-p are applied in this order, and a token is drawn. A filter also keeps all tokens that are exactly as
+probable as the last token that the filter must keep.
 
 The token of a row depends only on the row's logits, settings and state, never on other rows. The noise of a row comes
 from the key `fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
@@ -21,15 +21,17 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from amoeba_jax.sampling.rows import (
     ANY_TOKEN,
     BELOW_MIN_TOKENS,
+    CONSTRAINED,
     FIELDS,
     FLOATS,
     IN_PROMPT,
     LOGPROBS,
+    NO_ALLOWED_TOKEN,
     NO_TOKEN,
     ONE_OUTPUT,
     STOPS,
@@ -76,16 +78,21 @@ def sample_full(
     flags: Int32[Array, "slots V"],
     bias: Float[Array, "slots V"],
     packed: Int32[Array, " size"],
+    masks: Int32[Array, "R words"] | None = None,
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
     """Choose the tokens of rows of any kind, with log-probabilities. Returns updated `(last_tokens, flags, result)`.
 
     Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
-    `logits` before any masks. If a row's masks, biases and bad words together leave no token, the row's logits are not
-    changed.
+    `logits` before any masks. If an unconstrained row's masks, biases and bad words together leave no token, the row's
+    logits are not changed. The host gets `NO_ALLOWED_TOKEN` if they leave no token in a constrained row.
+
+    Args:
+        masks: allowed tokens (see `rows.Masks`), with all bits set in unconstrained rows. None: no row is constrained.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
-    slots, uses_state = fields["slot"], fields["options"] & USES_STATE > 0
+    slots, options = fields["slot"], fields["options"]
+    uses_state, constrained = options & USES_STATE > 0, options & CONSTRAINED > 0
     required, banned = pairs
     last = last_tokens.at[slots].get(mode="clip")[:, None]
     used = jnp.arange(pairs.shape[2]) < fields["num_pairs"][:, None]
@@ -96,14 +103,20 @@ def sample_full(
         # Unused pairs point out of range.
         columns = jnp.where(matches, jnp.arange(rows)[:, None], rows)
         processed = processed.at[banned, columns].set(-jnp.inf)
+        if masks is not None:
+            processed = jnp.where(allowed_tokens(masks, len(logits)), processed, -jnp.inf)
         # Masks and limits must not hide logits that are not finite.
-        as_given = (processed.max(axis=0) == -jnp.inf) | ~jnp.isfinite(logits.max(axis=0))
+        as_given = (processed.max(axis=0) == -jnp.inf) & ~constrained | ~jnp.isfinite(logits.max(axis=0))
         return jnp.where(as_given, logits, processed)
 
-    processed = lax.cond(uses_state.any() | matches.any(), process, lambda: logits)
+    processed = lax.cond((uses_state | constrained).any() | matches.any(), process, lambda: logits)
     tokens, max_logit = _choose(processed, fields)
+    host_tokens = for_host(tokens, max_logit)
+    if masks is not None:
+        none_left = constrained & (max_logit == -jnp.inf) & (logits.max(axis=0) > -jnp.inf)
+        host_tokens = jnp.where(none_left, NO_ALLOWED_TOKEN, host_tokens)
 
-    wants_logprobs = fields["options"] & LOGPROBS > 0
+    wants_logprobs = options & LOGPROBS > 0
     columns = lax.cond(
         wants_logprobs.any(),
         lambda: jnp.where(wants_logprobs[:, None], token_logprobs(logits, tokens), 0),
@@ -112,8 +125,14 @@ def sample_full(
     return (
         last_tokens.at[slots].set(tokens),
         flags.at[slots, tokens].add(jnp.where(uses_state, ONE_OUTPUT, 0)),
-        jnp.concatenate([for_host(tokens, max_logit)[:, None], columns], axis=1),
+        jnp.concatenate([host_tokens[:, None], columns], axis=1),
     )
+
+
+def allowed_tokens(masks: Int32[Array, "R words"], vocab_size: int) -> Bool[Array, "V R"]:
+    """Return whether each token is allowed in each row, from packed masks (see `Masks`)."""
+    bits = (masks.T[:, None] >> jnp.arange(32, dtype=jnp.int32)[:, None]) & 1
+    return bits.reshape(-1, len(masks))[:vocab_size] > 0
 
 
 def token_logprobs(

@@ -101,7 +101,7 @@ def chat_routes(handler: RequestHandler) -> APIRouter:
     return routes
 
 
-def template_settings(body: TemplateFields, effort: str | None) -> dict[str, Any]:
+def template_settings(body: Any, effort: str | None) -> dict[str, Any]:
     """Return arguments of `Tokenizer.apply_chat_template`. Raise `FieldError` for values that are not allowed."""
     arguments = dict(body.chat_template_kwargs or {})
     if len(arguments) > _MAX_TEMPLATE_ARGUMENTS:
@@ -171,7 +171,7 @@ class _ChatCompletion:
     """One request of `/v1/chat/completions`."""
 
     def __init__(self, handler: RequestHandler, body: ChatRequest, request: Request):
-        handler.check_model(body.model or "")
+        handler.check_model(body.model)
         limits = handler.limits
         check_names(body, limits)
         refuse_unsupported(body, _UNSUPPORTED_HERE)

@@ -78,7 +78,7 @@ class _Completion:
     """One request of `/v1/completions`, with its calls: one call for each prompt."""
 
     def __init__(self, handler: RequestHandler, body: CompletionRequest, request: Request):
-        handler.check_model(body.model or "")
+        handler.check_model(body.model)
         limits = handler.limits
         check_names(body, limits)
         refuse_unsupported(body, {**UNSUPPORTED, "suffix": ("",), "best_of": (body.n or 1,)})

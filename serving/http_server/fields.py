@@ -51,7 +51,7 @@ class Sampling(Body):
     supported, is refused by `refuse_unsupported`.
     """
 
-    model: str | None = None
+    model: str
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -109,7 +109,8 @@ _DIRECT = (
 
 
 async def read_body(request: Request, kind: type[M]) -> M:
-    """Return the body of a request. Raise `RequestError` for JSON that is invalid or does not have the form `kind`."""
+    """Return the body of a request. Raise `RequestError` for JSON that is invalid, does not have the form `kind`, or is
+    nested deeper than 200 levels (a limit of pydantic)."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Web pages of other sites can send other types without asking the browser.
     if media_type != "application/json":
@@ -159,9 +160,7 @@ def sampling_params(body: Any, limits: Limits, caller: Caller, **more: Any) -> S
             grammar=given.grammar,
             choice=given.choice,
         )
-    for name, value in more.items():
-        if value is not None:
-            values[name] = value
+    values |= {name: value for name, value in more.items() if value is not None}
     return checked_params(values, limits, caller)
 
 

@@ -24,8 +24,8 @@ class Family:
         anchor: text that starts an answer.
         content: region of the content. Empty: all text outside of other regions.
         reasoning: region of the reasoning.
-        calls: regions of tool calls. Their text is read by `read_calls`, or is the arguments of a call if the region has
-            a capture `name`.
+        calls: regions of tool calls. `read_calls` reads their text. If the region has a capture `name`, the text is the
+            arguments of the call.
         call_marks: text before and after tool calls, for calls that cannot be read.
         uses_special_tokens: whether the format has special tokens, which the text must keep.
     """

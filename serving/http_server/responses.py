@@ -103,7 +103,7 @@ class _Response:
     """One request of `/v1/responses`."""
 
     def __init__(self, handler: RequestHandler, body: ResponseRequest, request: Request):
-        handler.check_model(body.model or "")
+        handler.check_model(body.model)
         check_names(body, handler.limits)
         refuse_unsupported(body, _UNSUPPORTED_HERE)
         self._handler, self._body = handler, body
@@ -216,7 +216,7 @@ class _Response:
             "model": self._handler.backend.name,
             "previous_response_id": None,
             "instructions": body.instructions,
-            "output": self._items.items,
+            "output": self._items.copy(),
             "error": self._error,
             "tools": [_shown_tool(tool) for tool in body.tools or ()],
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,

@@ -15,6 +15,9 @@ from serving.http_server.page import page_routes
 
 # Connections at the same time. Further connections get the status 503.
 _MAX_CONNECTIONS = 4096
+# Bytes of a reply in the kernel, for each connection. Without a limit, Linux keeps up to 4 MB for a client that does
+# not read.
+_SEND_BUFFER_BYTES = 256 * 2**10
 # Seconds that `stop` waits for running requests.
 _SHUTDOWN_GRACE_S = 2
 
@@ -63,6 +66,7 @@ class HttpServer:
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             listener = socket.create_server(address[:2], family=family, backlog=2048)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         except OSError as error:
             raise binding_error(host, port, "--http-port") from error
         self.port = listener.getsockname()[1]

@@ -8,7 +8,7 @@ from amoeba_jax.errors import RequestError
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.calls import Chat, Prompt
 from serving.grpc_server.request_handler import RequestHandler
-from serving.http_server.chat import TemplateFields, template_settings
+from serving.http_server.chat import template_settings
 from serving.http_server.conversation import for_template, read_messages, read_tools
 from serving.http_server.errors import FieldError, json_response
 from serving.http_server.fields import Body, read_body, refuse_unsupported
@@ -52,9 +52,7 @@ def token_routes(handler: RequestHandler) -> APIRouter:
             tools = read_tools(body.tools, None, None, handler.limits)
             template = handler.tokenizer().chat_template
             messages = for_template(read_messages(body.messages), tools, template)
-            fields = body.model_dump(include=set(TemplateFields.model_fields))
-            settings = template_settings(TemplateFields(**fields), None)
-            prompt = Chat(messages, tools.functions, settings)
+            prompt = Chat(messages, tools.functions, template_settings(body, None))
         else:
             prompt = body.prompt
         async with handler.admitted(request.scope["caller"], 0, handler.limits.max_http_s):

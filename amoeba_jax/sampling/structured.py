@@ -1,0 +1,179 @@
+"""Grammars of constrained requests: compilation with limits, and the state of each sequence."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from jaxtyping import Int32
+from llguidance import LLMatcher, LLTokenizer
+
+from amoeba_jax.errors import RequestError
+from amoeba_jax.sampling import grammar_check
+from amoeba_jax.sampling.rows import mask_words
+from amoeba_jax.structured_output import StructuredOutput
+from amoeba_jax.tokenizer import Tokenizer
+
+MAX_COMPILE_S = 5.0
+"""Limit for the trial compilation of a grammar on a busy machine, in seconds. Its processor time is limited to 1 s."""
+MAX_GRAMMARS = 64
+"""Compiled grammars that are kept for later requests."""
+
+COMPILE_THREADS = ThreadPoolExecutor(2, thread_name_prefix="amoeba-grammar")
+"""Threads for calls of `GrammarCompiler.compile` by event loops. Slow grammars then occupy no other threads."""
+
+# A matcher may spend this much processor time: seconds at once, and in the long run seconds per token.
+_BURST_S, _TOKEN_S = 0.25, 0.005
+# White space in JSON: a space, or a line break with indentation. Without a limit, models may generate it endlessly.
+_WHITE_SPACE = r"( |\n[ \t]{0,64})"
+
+
+class Matcher:
+    """State of a constrained sequence: the tokens that its grammar allows next.
+
+    Attributes:
+        mask: allowed tokens as packed bits (see `rows.Masks`). Nothing writes to it.
+        is_complete: whether the text matches the grammar, and no further text is allowed.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int):
+        """Compute the first mask. Raises `RequestError` if the grammar allows no text, or needs too much time."""
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._spent_s, self._num_tokens = 0.0, 0
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise RequestError("structured output allows no text at all: its grammar cannot be satisfied")
+        self.mask: Int32[np.ndarray, " words"] = self._next_mask()
+        self.is_complete = False
+
+    def copy(self) -> "Matcher":
+        """Return a matcher in the same state that advances on its own."""
+        copy = object.__new__(Matcher)
+        copy.__dict__.update(self.__dict__)
+        copy._matcher = self._matcher.deep_copy()
+        return copy
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the text, and compute the mask of the token after it.
+
+        Raises `RequestError` if the grammar does not allow the token, or needs too much time or memory.
+        """
+        start = time.thread_time()
+        self._matcher.consume_token(token)
+        self._check()
+        self._num_tokens += 1
+        self.is_complete = self._matcher.is_stopped()
+        if not self.is_complete:
+            self.mask = self._next_mask()
+        self._spent_s += time.thread_time() - start
+        if self._spent_s > _BURST_S + _TOKEN_S * self._num_tokens:
+            raise RequestError(
+                f"the grammar of the structured output is too slow: it took {self._spent_s:.2f} s for "
+                f"{self._num_tokens} tokens, over the limit of {_BURST_S} s and {_TOKEN_S} s per token"
+            )
+
+    def _next_mask(self) -> Int32[np.ndarray, " words"]:
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        return np.frombuffer(bits, np.int32)[: mask_words(self._vocab_size)]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"structured output failed: {_on_one_line(self._matcher.get_error())}")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Methods may be called from any thread.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        vocab_size: number of tokens with logits. Tokens that the tokenizer does not know are never allowed.
+        eos_token_ids: end-of-sequence tokens, allowed if the text so far matches the grammar.
+
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._tokens: LLTokenizer | None = None
+        self._matchers: OrderedDict[StructuredOutput, Matcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tokens_lock = threading.Lock()
+
+    def compile(self, structured: StructuredOutput) -> Matcher:
+        """Return a matcher at the start of its text. A grammar is compiled once, as long as it is kept.
+
+        Raises `RequestError`, with the reason, if the grammar is invalid, not supported, or over a limit.
+        """
+        with self._lock:
+            matcher = self._matchers.get(structured)
+            if matcher is not None:
+                self._matchers.move_to_end(structured)
+                return matcher.copy()
+        matcher = self._compile(structured)
+        with self._lock:
+            self._matchers[structured] = matcher
+            while len(self._matchers) > MAX_GRAMMARS:
+                self._matchers.popitem(last=False)
+            return matcher.copy()
+
+    def _compile(self, structured: StructuredOutput) -> Matcher:
+        if not self._eos_token_ids:
+            raise RequestError("structured output needs an end-of-sequence token, and the model has none")
+        grammar = _grammar(structured)
+        if message := _trial(grammar):
+            raise RequestError(f"structured.{structured.kind} cannot be used: {message}")
+        matcher = LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0, limits=grammar_check.limits())
+        if matcher.is_error():
+            raise RequestError(f"structured.{structured.kind} cannot be used: {_on_one_line(matcher.get_error())}")
+        return Matcher(matcher, self._vocab_size)
+
+    def _llguidance_tokenizer(self) -> LLTokenizer:
+        """Return the vocabulary as llguidance needs it. The first use takes 0.2 to 0.8 s for 49,152 tokens."""
+        with self._tokens_lock:
+            if self._tokens is None:
+                size = max(self._vocab_size, self._tokenizer.vocab_size)
+                ends = sorted(self._eos_token_ids)
+                self._tokens = LLTokenizer(self._tokenizer.to_json(), n_vocab=size, eos_token=ends)
+            return self._tokens
+
+
+def _grammar(structured: StructuredOutput) -> str:
+    """Return a grammar in the form of llguidance. Its errors show when it is compiled."""
+    if structured.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _WHITE_SPACE})
+    if structured.json_schema is not None:
+        schema = str(structured.json_schema)
+        if schema == "false":
+            raise RequestError("structured.json_schema=false allows no text at all")
+        return LLMatcher.grammar_from_json_schema(
+            "{}" if schema == "true" else schema, defaults={"whitespace_pattern": _WHITE_SPACE}
+        )
+    if structured.regex is not None:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.grammar is not None:
+        return LLMatcher.grammar_from_lark(structured.grammar)
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice or ())))
+
+
+def _trial(grammar: str) -> str:
+    """Compile a grammar in another process (see `grammar_check`). Return the error, or "" if there is none."""
+    command = [sys.executable, "-S", "-P", grammar_check.__file__]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(
+            command, input=grammar.encode(), capture_output=True, timeout=MAX_COMPILE_S, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"its compilation took more than {MAX_COMPILE_S:g} s"
+    if done.returncode:
+        return "it is too complex: its compilation exceeded the limits on time, memory or nesting"
+    return _on_one_line(json.loads(done.stdout)[0])
+
+
+def _on_one_line(message: str) -> str:
+    text = " ".join(message.split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

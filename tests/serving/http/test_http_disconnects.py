@@ -1,0 +1,83 @@
+"""Clients that leave, and clients that do not read."""
+
+import asyncio
+import json
+import random
+import socket
+from typing import Any
+
+import httpx2
+import pytest
+from live_server import TIMEOUT_S, wait_until
+
+from amoeba_jax import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+LONG: Any = {"model": "tiny-chat", "prompt": "hello", "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+
+
+def request(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    return f"{head}\r\n\r\n".encode() + data
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_client_that_leaves_frees_its_pages(http, streams: bool):
+    with socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S) as connection:
+        connection.sendall(request(LONG | {"stream": streams}))
+        wait_until(lambda: any(view.running for view in http.llm.instances))
+        if streams:
+            assert connection.recv(1).startswith(b"H")
+    http.check_idle()
+    text = http.llm.generate("hello", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text
+    assert http.client.completions.create(**{**_plain(LONG), "max_tokens": 4}).choices[0].text == text
+
+
+def _plain(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != "ignore_eos"}
+
+
+def test_client_that_does_not_read_is_cut_off(start_http):
+    """The buffers of a connection hold some 100 events with 20 log-probabilities each."""
+    with start_http(max_buffered_tokens=16) as http:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", http.http.port))
+            connection.sendall(request(LONG | {"stream": True, "logprobs": 20}))
+            wait_until(lambda: any(view.running for view in http.llm.instances))
+            http.check_idle()
+        assert http.server.metrics.requests.labels("abort")._value.get() == 1
+
+
+@pytest.mark.slow
+def test_two_hundred_cut_streams_leave_nothing(http):
+    """Each stream is cut after a random number of bytes, then all prompts are asked again at once."""
+    numbers = random.Random(0)
+    prompts = [f"prompt {index}" for index in range(200)]
+    settings = {"model": "tiny-chat", "temperature": 0, "max_tokens": 40, "stream": True, "ignore_eos": True}
+    expected = http.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+
+    async def run() -> list[str]:
+        async with httpx2.AsyncClient(timeout=TIMEOUT_S, limits=httpx2.Limits(max_connections=None)) as client:
+
+            async def cut(prompt: str) -> None:
+                left = numbers.randrange(4000)
+                body = settings | {"prompt": prompt}
+                async with client.stream("POST", f"{http.url}/v1/completions", json=body) as response:
+                    async for data in response.aiter_bytes():
+                        left -= len(data)
+                        if left <= 0:
+                            return
+
+            async def whole(prompt: str) -> str:
+                body = settings | {"prompt": prompt, "stream": False}
+                response = await client.post(f"{http.url}/v1/completions", json=body)
+                return response.json()["choices"][0]["text"]
+
+            await asyncio.gather(*map(cut, prompts))
+            return list(await asyncio.gather(*map(whole, prompts)))
+
+    assert asyncio.run(run()) == [output.outputs[0].text for output in expected]
+    http.check_idle()

@@ -1,0 +1,189 @@
+"""What the HTTP server refuses, and in what form."""
+
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from live_server import TIMEOUT_S
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CHAT = {"model": "tiny-chat", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+def post(http: Any, path: str, body: Any, **headers: str) -> httpx2.Response:
+    data = body if isinstance(body, bytes | str) else json.dumps(body)
+    return httpx2.post(
+        http.url + path, content=data, headers={"content-type": "application/json", **headers}, timeout=TIMEOUT_S
+    )
+
+
+def check_error(response: httpx2.Response, status: int) -> dict[str, Any]:
+    """An error in OpenAI's form, that tells nothing about this machine."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert len(error["message"]) <= 1000
+    assert "/tmp" not in response.text
+    assert "site-packages" not in response.text
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": "tiny-chat"',
+        b"\xff\xfe",
+        b'{"model": "tiny-chat", "messages": ' + b"[" * 100_000,
+        b'{"a":' * 100_000,
+        json.dumps(CHAT | {"stop": ["x"] * 17}),
+        json.dumps(CHAT | {"stop": [["x"]]}),
+        json.dumps(CHAT | {"stop_token_ids": [1] * 100_000}),
+        json.dumps(CHAT | {"logit_bias": {str(index): 1 for index in range(5000)}}),
+        json.dumps(CHAT | {"messages": CHAT["messages"] * 1025}),
+        json.dumps(CHAT | {"messages": [{"role": "user", "content": "x" * 2_000_000}]}),
+        json.dumps(CHAT | {"max_tokens": 10**30}),
+        json.dumps(CHAT | {"n": 10**6}),
+        json.dumps(CHAT | {"request_id": "x" * 200}),
+        json.dumps(CHAT | {"temperature": float("nan")}),
+        json.dumps(CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}),
+    ],
+    ids=str,
+)
+def test_bad_bodies_are_refused(http, body: Any):
+    check_error(post(http, "/v1/chat/completions", body), 400)
+    http.check_idle()
+
+
+def test_error_names_its_field(http):
+    error = check_error(post(http, "/v1/chat/completions", CHAT | {"surprise": 1}), 400)
+    assert (error["param"], error["type"]) == ("surprise", "invalid_request_error")
+    error = check_error(post(http, "/v1/chat/completions", {"messages": CHAT["messages"]}), 400)
+    assert error["param"] == "model"
+
+
+def test_unknown_model_and_path_are_not_found(http):
+    error = check_error(post(http, "/v1/chat/completions", CHAT | {"model": "other"}), 404)
+    assert "other" in error["message"]
+    check_error(post(http, "/v1/nothing", CHAT), 404)
+    check_error(httpx2.get(f"{http.url}/v1/models/other", timeout=TIMEOUT_S), 404)
+    check_error(httpx2.get(f"{http.url}/v1/chat/completions", timeout=TIMEOUT_S), 405)
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        check_error(httpx2.get(http.url + path, timeout=TIMEOUT_S), 404)
+
+
+def test_other_content_types_are_refused(http):
+    """A page of another site could send them without a question of the browser."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        check_error(post(http, "/v1/chat/completions", CHAT, **{"content-type": kind}), 400)
+
+
+def test_long_bodies_are_refused(start_http):
+    with start_http(max_message_bytes=100_000) as http:
+        body = CHAT | {"messages": [{"role": "user", "content": "x" * 2**20}]}
+        error = check_error(post(http, "/v1/chat/completions", body), 413)
+        assert "100000" in error["message"]
+
+        def pieces():
+            for _ in range(20):
+                yield b" " * 10_000
+
+        # Without a length, in pieces. The server may close the connection before it has read all of them.
+        try:
+            response = httpx2.post(
+                f"{http.url}/v1/chat/completions",
+                content=pieces(),
+                headers={"content-type": "application/json"},
+                timeout=TIMEOUT_S,
+            )
+        except httpx2.TransportError:
+            pass
+        else:
+            check_error(response, 413)
+        http.check_idle()
+
+
+def test_tokens_are_needed_for_generation_only(start_http):
+    with start_http(api_token="secret", admin_token="admin") as http:
+        for token in (None, "wrong"):
+            headers = {} if token is None else {"authorization": f"Bearer {token}"}
+            error = check_error(post(http, "/v1/chat/completions", CHAT, **headers), 401)
+            assert error["code"] == "invalid_api_key"
+            check_error(post(http, "/tokenize", {"prompt": "x"}, **headers), 401)
+            check_error(httpx2.get(f"{http.url}/v1/models", headers=headers, timeout=TIMEOUT_S), 401)
+        for token in ("secret", "admin"):
+            assert post(http, "/v1/chat/completions", CHAT, authorization=f"Bearer {token}").status_code == 200
+        for path in ("/health", "/ping", "/version", "/metrics"):
+            assert httpx2.get(http.url + path, timeout=TIMEOUT_S).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            http.client.models.list()
+
+
+def test_full_server_says_when_to_come_again(start_http):
+    with start_http(max_requests_per_client=1) as http, http.client as client:
+        stream = client.chat.completions.create(
+            model="tiny-chat", messages=CHAT["messages"], max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        response = post(http, "/v1/chat/completions", CHAT)
+        error = check_error(response, 429)
+        assert (error["type"], response.headers["retry-after"]) == ("rate_limit_error", "1")
+        stream.close()
+        http.check_idle()
+        assert post(http, "/v1/chat/completions", CHAT).status_code == 200
+
+
+def test_server_without_a_model_is_unavailable(loop):
+    from serving.grpc_server.config import ServerConfig
+    from serving.grpc_server.server import Server
+    from serving.http_server.server import HttpServer
+
+    config = ServerConfig(port=0, metrics_port=None)
+
+    async def begin() -> tuple[Server, HttpServer]:
+        server = Server(config)
+        http = HttpServer(config, server.request_handler)
+        await http.start(0)
+        return server, http
+
+    server, http = loop.run(begin())
+    try:
+        url = f"http://127.0.0.1:{http.port}"
+        assert httpx2.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 503
+        assert httpx2.get(f"{url}/version", timeout=TIMEOUT_S).status_code == 200
+        for path, body in (("chat/completions", CHAT), ("completions", {"model": "m", "prompt": "x"})):
+            response = httpx2.post(f"{url}/v1/{path}", json=body, timeout=TIMEOUT_S)
+            assert check_error(response, 503)["type"] == "service_unavailable_error"
+        assert httpx2.get(f"{url}/v1/models", timeout=TIMEOUT_S).status_code == 503
+    finally:
+        loop.run(http.stop())
+        loop.run(server.stop())
+
+
+def test_tokenize_and_detokenize(http):
+    answer = post(http, "/tokenize", {"prompt": "hello", "return_token_strs": True}).json()
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (http.llm.tokenizer.encode("hello"), 5, 4096)
+    assert "".join(answer["token_strs"]) == "hello"
+    assert post(http, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hello"}
+    chat = post(http, "/tokenize", {"model": "tiny-chat", "messages": CHAT["messages"]}).json()
+    assert http.llm.tokenizer.decode(chat["tokens"]) == "<user> x\n<assistant>"
+    check_error(post(http, "/tokenize", {}), 400)
+    check_error(post(http, "/detokenize", {"tokens": [256]}), 400)
+    check_error(post(http, "/detokenize", {"tokens": [0] * 5000}), 400)
+
+
+def test_metrics_count_http_requests(http):
+    def prompt_tokens() -> float:
+        text = httpx2.get(f"{http.url}/metrics", timeout=TIMEOUT_S).text
+        (line,) = [it for it in text.splitlines() if it.startswith("amoeba:prompt_tokens_total")]
+        return float(line.split()[-1])
+
+    before = prompt_tokens()
+    assert post(http, "/v1/completions", {"model": "tiny-chat", "prompt": "hello"}).status_code == 200
+    assert prompt_tokens() == before + 5
