@@ -14,9 +14,9 @@ Every token crosses two actors (the replica and Ray's proxy). A test version got
 
 import argparse
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 
 from amoeba_jax import LLM
@@ -27,55 +27,48 @@ from serving.http_server.app import create_app, with_gate
 from serving.runtime.scheduling import Scheduling
 from serving.runtime.scheduling_config import SchedulingConfig
 
-ingress = FastAPI()
+# Seconds that running requests may take after a replica is told to stop.
+DRAIN_S = 60.0
 
 
 @serve.deployment(
     health_check_period_s=2,
-    health_check_timeout_s=10,
-    # As long as running requests may take after a replica is told to stop.
-    graceful_shutdown_timeout_s=60,
+    graceful_shutdown_timeout_s=DRAIN_S + 10,
     # The engine batches and queues requests. Ray must not hold them back.
     max_ongoing_requests=1024,
 )
-@serve.ingress(ingress)
+@serve.ingress()
 class Amoeba:
     """A replica: an engine with its scheduler, and OpenAI's API in the event loop of the replica."""
 
-    def __init__(self, settings: dict[str, Any]):
-        self._settings = settings
-        self._server: Server | None = None
-        self._starting: asyncio.Task[None] | None = None
+    async def __init__(self, settings: dict[str, Any]) -> None:
+        """Load the model. The replica gets requests afterwards.
 
-    async def _start(self) -> None:
-        """Load the model and mount the API. gRPC listens on a free port of the loopback interface."""
-        server = Server(ServerConfig(port=0, metrics_port=None))
-        await server.start()
-        llm = await asyncio.to_thread(lambda: LLM(**self._settings, warmup=[1], progress=False))
-        scheduling = Scheduling(llm, SchedulingConfig(), server.metrics)
-        await server.attach(llm, scheduling=scheduling)
-        handler = server.request_handler
-        ingress.mount("/", with_gate(create_app(handler), handler))
-        self._llm, self._scheduling, self._server = llm, scheduling, server
-
-    async def check_health(self) -> None:
-        """Load the model at the first call, and raise an exception if the engine has failed.
-
-        A replica gets requests after its first successful check.
+        Args:
+            settings: arguments of `LLM`.
         """
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
-        await asyncio.shield(self._starting)
-        if self._server is not None and self._server.request_handler.state is State.DEAD:
+        # The server binds no port: it only connects the engine, the metrics and the request handler.
+        self._server = Server(ServerConfig(metrics_port=None))
+        self._llm = await asyncio.to_thread(lambda: LLM(**settings, warmup=[1], progress=False))
+        self._scheduling = Scheduling(self._llm, SchedulingConfig(), self._server.metrics)
+        await self._server.attach(self._llm, scheduling=self._scheduling)
+
+    def __serve_build_asgi_app__(self) -> Callable[..., Any]:
+        """Return the application. Ray calls this after the constructor."""
+        handler = self._server.request_handler
+        return with_gate(create_app(handler), handler)
+
+    def check_health(self) -> None:
+        """Raise an exception if the engine has failed. Ray then replaces the replica."""
+        if self._server.request_handler.state is State.DEAD:
             raise RuntimeError("the engine has failed")
 
     async def __del__(self) -> None:
         """End running requests, and free the devices."""
-        if self._server is not None:
-            await self._server.drain(30.0)
-            await self._server.stop()
-            await asyncio.to_thread(self._scheduling.close)
-            await asyncio.to_thread(self._llm.close)
+        await self._server.drain(DRAIN_S)
+        await self._server.stop()
+        self._scheduling.close()
+        await asyncio.to_thread(self._llm.close)
 
 
 def main() -> None:
