@@ -22,6 +22,7 @@ from serving.http_server.fields import (
     Penalties,
     Sampling,
     check_names,
+    check_stream,
     read_body,
     refuse_unsupported,
     sampling_params,
@@ -174,6 +175,7 @@ class _ChatCompletion:
         handler.check_model(body.model)
         limits = handler.limits
         check_names(body, limits)
+        check_stream(body)
         refuse_unsupported(body, _UNSUPPORTED_HERE)
         self._handler, self._body = handler, body
         self.id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"

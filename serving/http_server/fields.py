@@ -174,3 +174,9 @@ def check_names(body: Any, limits: Limits) -> None:
     """Raise `RequestError` if the id or the salt of a request is too long."""
     for name, limit in (("request_id", "max_id_chars"), ("cache_salt", "max_salt_chars")):
         check_length(name, len(getattr(body, name) or ""), limit, limits, "characters")
+
+
+def check_stream(body: Any) -> None:
+    """Raise `FieldError` for options of a stream if the answer is no stream."""
+    if body.stream_options is not None and not body.stream:
+        raise FieldError("stream_options", "needs stream=true")

@@ -168,6 +168,7 @@ def image(kind: str) -> list[Any]:
         ({"seed": 2**64}, "seed"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
         ({"tools": [WEATHER] * 129}, "tools"),
