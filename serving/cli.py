@@ -366,6 +366,22 @@ def demo(
 
 
 @app.command()
+def gateway(
+    workers: Annotated[list[str], typer.Option("--worker", help="URL of the HTTP port of a server; repeatable.")],
+    more: Annotated[list[str] | None, typer.Argument(help="Further arguments of smg, after --.")] = None,
+    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the gateway.")] = 30000,
+    metrics_port: Annotated[int, typer.Option(help="Port of its Prometheus metrics, on 127.0.0.1.")] = 29000,
+    prints: Annotated[bool, typer.Option("--print", help="Command line of smg: print it and exit.")] = False,
+) -> None:
+    """Start the gateway smg in front of several servers. Needs the extra gateway."""
+    with clean_exit():
+        from serving.commands.gateway import gateway_command, run_gateway
+
+        run_gateway(gateway_command(workers, host, port, metrics_port, more or ()), prints)
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON output.")] = False,
 ) -> None:
