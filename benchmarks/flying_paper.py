@@ -22,7 +22,7 @@ MAX_NUM_SEQS, PHASE_S = 64, 30.0
 
 64 requests are enough for static TP's peak in Table 1: 2,530 tokens/s at 22 ms for each token need 56 running requests.
 """
-BURSTS, PRIORITIES, LONGEST = (1600, 100), (1024, 600), (7900, 200)
+BURSTS, PRIORITIES, LONGEST = (1850, 115), (1024, 600), (7900, 200)
 """Mean prompt tokens and mean output tokens of three loads.
 
 Lengths vary from 0.5 to 1.5 times the mean; the paper does not state the ranges (6.1.3). The means of `BURSTS` are

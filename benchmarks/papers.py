@@ -483,14 +483,14 @@ def main() -> None:
         runs = (options.rates, options.outputs, options.seeds, options.duration)
         stated = sweep(baselines, *runs)
         tabled = sweep(baselines, *runs, TABLE_1)
-        systems = sweep(("amoeba", "kunserve", "loongserve"), *runs)
-        served += rows_of_sweeps(stated, systems)
+        systems = sweep(("amoeba", "kunserve", "loongserve"), *runs, TABLE_1)
+        served += rows_of_sweeps(tabled, systems)
         print_rows(served, console)
         content["rows"] += [asdict(row) | {"ratio": row.ratio} for row in served]
         for title, points in (
             (f"AMOEBA Figures 12, 13, {ACTIVATION_GB} GB of activations", stated),
             ("AMOEBA Figures 12, 13, capacities of Table 1", tabled),
-            ("AMOEBA Figure 14", systems),
+            ("AMOEBA Figure 14, capacities of Table 1", systems),
         ):
             print_points(points, f"{title}: tokens/s, 95% interval, share within TTFT 10 s and TPOT 0.1 s", console)
             content[title] = [asdict(point) for point in points]
