@@ -7,8 +7,8 @@ or migrates its first layers to device 1, which is empty. Beside it are the seco
 same weights, and of making KV caches of the same size. The second table has the step time with replicated layers on two
 virtual devices, and the speed-up that Equation 4 predicts from the measured cost of a transfer. Virtual devices share
 the processor's cores, so the speed-up is real only if the machine has a free core for each device. The last line has
-the times of scaling out to an empty device, and of a new engine on one device, from its start to its first token with all
-programs in the compile cache.
+the times of scaling out to an empty device, and of a new engine on one device, from its start to its first token with
+all programs in the compile cache.
 """
 
 import argparse
