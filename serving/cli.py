@@ -145,7 +145,7 @@ def serve(
         typer.Option(help="Programs to compile before the server is ready: of its first layout (start), or all."),
     ] = WaitFor.START,
 ) -> None:
-    """Serve a model over gRPC until SIGTERM or Ctrl-C."""
+    """Serve a model over gRPC, and over HTTP with --http-port, until SIGTERM or Ctrl-C."""
     with clean_exit():
         from serving.commands.serve import run_server
         from serving.commands.serve_config import merge_settings, serve_settings

@@ -152,7 +152,9 @@ def _token_id(text: str) -> int:
 
 
 def check_names(body: Any, limits: Limits) -> None:
-    """Raise `RequestError` if the id or the salt of a request is too long."""
+    """Raise `RequestError` if the id or the salt of a request is too long, or if the id cannot be in a header."""
+    if body.request_id and not (body.request_id.isascii() and body.request_id.isprintable()):
+        raise FieldError("request_id", f"must have printable ASCII characters only, got {shorten(body.request_id)}")
     for name, limit in (("request_id", "max_id_chars"), ("cache_salt", "max_salt_chars")):
         check_length(name, len(getattr(body, name) or ""), limit, limits, "characters")
 
