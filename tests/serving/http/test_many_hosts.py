@@ -123,17 +123,27 @@ def ask(topic: str, question: str) -> list[dict[str, str]]:
 
 def test_conversations_stay_with_their_host_and_a_host_may_die(hosts: Hosts):
     conversations = [ask(topic, "What happens then?") for topic in TOPICS]
-    homes = [hosts.say(messages)[0] for messages in conversations]
+    # The first answers overlap: a new conversation goes to the host with fewer running requests.
+    streams, homes = [], []
+    for messages in conversations:
+        before = {port: count(port, "prompt_tokens_total") for port in hosts.ports}
+        streams.append(Stream(hosts, messages, 1000))
+        streams[-1].started.wait(TIMEOUT_S)
+        homes += [port for port in hosts.ports if count(port, "prompt_tokens_total") > before[port]]
+    assert len(homes) == len(TOPICS)
     assert set(homes) == set(hosts.ports)
+    for stream in streams:
+        stream.thread.join(TIMEOUT_S)
+        assert stream.completed, stream.end
     for messages, home in zip(conversations, homes, strict=True):
-        known = sum(len(message["content"]) for message in messages)
-        messages.append({"role": "user", "content": "And after that?"})
+        known = len(messages[0]["content"])
+        messages += [{"role": "assistant", "content": "..."}, {"role": "user", "content": "And after that?"}]
         host, hits = hosts.say(messages)
         assert host == home
         assert hits > 0.8 * known  # a token is a byte
 
     # One host dies while it answers.
-    streams = [Stream(hosts, messages) for messages in conversations]
+    streams = [Stream(hosts, messages, 3000) for messages in conversations]
     for stream in streams:
         stream.started.wait(TIMEOUT_S)
     dead = homes[0]
@@ -167,10 +177,10 @@ class Stream:
         end: last part of the stream.
     """
 
-    def __init__(self, hosts: Hosts, messages: list[dict[str, str]]):
+    def __init__(self, hosts: Hosts, messages: list[dict[str, str]], max_tokens: int):
         self.started, self.completed, self.end = threading.Event(), False, ""
         self._open: Callable[[], http.client.HTTPResponse] = lambda: hosts.post(
-            messages, max_tokens=2000, ignore_eos=True, stream=True
+            messages, max_tokens=max_tokens, ignore_eos=True, stream=True
         )
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
