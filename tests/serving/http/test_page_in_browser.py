@@ -85,8 +85,10 @@ def test_a_merge_is_visible_soon_and_goes_through_the_layers(browser: Any, start
         page.evaluate("""() => {
             window.seen = [];
             const list = document.getElementById("changes");
-            new MutationObserver(() => window.seen.push([performance.now(), list.textContent])).observe(list, {childList: true});
-            document.getElementById("transform").addEventListener("submit", () => { window.pressed = performance.now(); }, true);
+            const note = () => window.seen.push([performance.now(), list.textContent]);
+            new MutationObserver(note).observe(list, {childList: true});
+            const press = () => { window.pressed = performance.now(); };
+            document.getElementById("transform").addEventListener("submit", press, true);
         }""")
         generating = threading.Thread(target=lambda: list(llm.stream("on and on", LONG)))
         generating.start()
