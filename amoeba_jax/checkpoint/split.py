@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors have other names than the tensors of the model, or hold several of them."""
+"""Checkpoints that store tensors under other names, or several tensors of the model together."""
 
 from pathlib import Path
 from typing import Any

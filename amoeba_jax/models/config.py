@@ -91,7 +91,7 @@ class ModelConfig:
     def for_context(self, tokens: int | None) -> "ModelConfig":
         """Return the config for requests of up to `tokens` tokens. None: for requests of any length.
 
-        LongRoPE has frequencies for the original context and others for longer contexts. `transformers` chooses anew at
+        LongRoPE has frequencies for the original context and others for longer contexts. `transformers` chooses again at
         each step, which would change the meaning of cached keys.
         """
         long = tokens is None or tokens > self.rope.original_max_position_embeddings
@@ -123,7 +123,7 @@ class ModelConfig:
         if head_dim % 2:
             raise CheckpointError(f"head_dim={head_dim} must be even for rotary embeddings")
         max_position, num_layers = positive(hf, "max_position_embeddings"), positive(hf, "num_hidden_layers")
-        common = {
+        common: dict[str, Any] = {
             "family": name,
             "hidden_size": positive(hf, "hidden_size"),
             "num_layers": num_layers,

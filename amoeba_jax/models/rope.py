@@ -90,7 +90,7 @@ def read_rope(rope: dict[str, Any], max_position: int, head_dim: int) -> RopeCon
     if rope_type not in _FIELDS:
         raise CheckpointError(f"rope_type={rope_type!r} is not supported: it must be one of {', '.join(_FIELDS)}")
     values = {name: _positive_number(rope, name) for name in ("rope_theta", *_FIELDS[rope_type])}
-    settings = {"theta": values.pop("rope_theta"), "rope_type": rope_type, **values}
+    settings: dict[str, Any] = {"theta": values.pop("rope_theta"), "rope_type": rope_type, **values}
     if rope_type == "yarn":
         settings |= _yarn(rope, max_position)
     if rope_type == "longrope":

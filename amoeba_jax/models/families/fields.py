@@ -1,4 +1,4 @@
-"""Model families: what a family's file says, and helpers to read `config.json`."""
+"""Description of a model family, and helpers to read `config.json`."""
 
 import math
 from collections.abc import Callable
