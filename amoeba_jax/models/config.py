@@ -91,8 +91,8 @@ class ModelConfig:
     def for_context(self, tokens: int | None) -> "ModelConfig":
         """Return the config for requests of up to `tokens` tokens. None: for requests of any length.
 
-        LongRoPE has frequencies for the original context and others for longer contexts. `transformers` chooses again at
-        each step, which would change the meaning of cached keys.
+        LongRoPE has frequencies for the original context and others for longer contexts. `transformers` chooses again
+        at each step, which would change the meaning of cached keys.
         """
         long = tokens is None or tokens > self.rope.original_max_position_embeddings
         return replace(self, rope=replace(self.rope, long=long)) if self.rope.rope_type == "longrope" else self
