@@ -192,7 +192,7 @@ def test_inverse_frequencies_are_those_of_transformers(name):
         )
         expected, attention_factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))
         if rope.rope_type == "yarn":
-            assert attention_factor == read_rope(parameters, 131072).attention_factor > 1
+            assert attention_factor == read_rope(parameters, 131072, head_dim).attention_factor > 1
         else:
             assert attention_factor == 1.0
     np.testing.assert_allclose(rope.inverse_frequencies(head_dim), expected.numpy(), rtol=2e-6)
