@@ -18,7 +18,6 @@ from sharding.params import ParamSpec, Source, deal_rows
 MOST_BLOCK_TOKENS = 64
 _FEW_BLOCK_TOKENS = 4
 
-
 Expert = Callable[[jax.Array, Sequence[jax.Array]], jax.Array]
 """Function of hidden states and the parameters of one expert."""
 
@@ -101,7 +100,7 @@ class MixtureOfExperts(nnx.Module):
 
     def route(self, x: Float[Array, "D N"]) -> tuple[Int32[Array, "k N"], Float[Array, "k N"]]:
         """Return the experts that compute each token, and the weights of their results."""
-        logits = matmul(self.router[...], x)
+        logits = lax.optimization_barrier(matmul(self.router[...], x))  # see `Attention._project`
         if self.router_bias is not None:
             logits = logits + self.router_bias[...][:, None]
         scores = jax.nn.softmax(logits, axis=0)
