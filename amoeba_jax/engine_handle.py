@@ -116,7 +116,9 @@ class EngineHandle:
     @property
     def stats(self) -> EngineStats:
         """Totals since the start, such as steps, tokens, preemptions and compiled programs."""
-        stats = self._dispatcher.call(engine_stats, self._engine).result()
+        return self._with_outputs(self._dispatcher.call(engine_stats, self._engine).result())
+
+    def _with_outputs(self, stats: EngineStats) -> EngineStats:
         return replace(stats, output_backlog=self._dispatcher.outputs.backlog, output_stalls=self._dispatcher.num_held)
 
     @property
@@ -143,6 +145,15 @@ class EngineHandle:
     def memory(self) -> MemoryReport:
         """Return the bytes of weights, KV cache and other buffers on each device. Notebooks draw the report."""
         return self._dispatcher.call(memory_report, self._engine).result()
+
+    def snapshot(self) -> tuple[tuple[InstanceStatus, ...], MemoryReport, EngineStats]:
+        """Return `instances`, `memory()` and `stats` of the same moment between two steps."""
+
+        def read() -> tuple[tuple[InstanceStatus, ...], MemoryReport, EngineStats]:
+            return instance_views(self._engine), memory_report(self._engine), engine_stats(self._engine)
+
+        instances, memory, stats = self._dispatcher.call(read).result()
+        return instances, memory, self._with_outputs(stats)
 
     def transform(
         self,

@@ -12,7 +12,7 @@ Each row names the origin of the simulated number:
 import argparse
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,14 @@ from rich.table import Table
 from serving.bench.workload import WorkloadConfig
 from serving.simulator.comparators import HostMemoryCost
 from serving.simulator.device_spec import find_device
+from serving.simulator.event_loop import Cluster, LoopConfig
 from serving.simulator.memory import MemoryPlan
 from serving.simulator.model_shape import ModelShape
+from serving.simulator.requests import RequestTable
+from serving.simulator.result import PolicyResult, collect
+from serving.simulator.router import OneHost
 from serving.simulator.settings import SimulationConfig
-from serving.simulator.setups import REGROUP_S
+from serving.simulator.setups import REGROUP_S, make_setup
 from serving.simulator.simulate import request_table, simulate
 from serving.simulator.slo import Slo
 from serving.simulator.step_cost import ModelStepCost, StepShape
@@ -92,11 +96,11 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
     """Return the tokens per second at `degree`, from a cost model that is fitted to two `known` degrees.
 
     The shipped cost model gives the time of a decode step of a batch with contexts of 1K tokens. The fitted values are
-    the batch size, and a factor of the time of launches and of the latency of all-reduces.
+    the batch size, and a factor of the latency of all-reduces.
     """
     device = find_device("H20")
     ranks = dict.fromkeys((2, 4), 0.0)
-    alone = ModelStepCost(QWEN, replace(device, kernel_s=0.0, host_s=0.0, all_reduce_latency_s=ranks))
+    alone = ModelStepCost(QWEN, replace(device, all_reduce_latency_s=ranks))
     cost = ModelStepCost(QWEN, device)
     (p, one), (q, two) = sorted(known.items())
 
@@ -122,24 +126,18 @@ def table_1() -> Iterable[Row]:
 
     The table has TP1, TP2 and TP4. The row of each degree is predicted from the rows of the two other degrees.
     """
-    for title, values, fit in (
-        ("context (K tokens)", CONTEXTS, fit_context),
-        ("tokens/s", THROUGHPUTS, fit_throughput),
+    for title, values, fit, fitted in (
+        ("context (K tokens)", CONTEXTS, fit_context, "memory"),
+        ("tokens/s", THROUGHPUTS, fit_throughput, "batch, all-reduce latency"),
     ):
         for degree, value in values.items():
             known = {tp: other for tp, other in values.items() if tp != degree}
-            yield Row(
-                "AMOEBA Table 1", f"TP{degree} {title}, from the two others", value, fit(known, degree), CALIBRATED
-            )
+            how = f"fitted to the two others: {fitted}"
+            yield Row("AMOEBA Table 1", f"TP{degree} {title}, from the two others", value, fit(known, degree), how)
     plan = MemoryPlan(QWEN, find_device("H20"), 1.0, 14.3e9)
     for degree, value in CONTEXTS.items():
-        yield Row(
-            "AMOEBA Table 1",
-            f"TP{degree} pool of the sizes that 2.3 states",
-            value,
-            plan.capacity_tokens(degree) / KILO,
-            EXACT,
-        )
+        tokens = plan.capacity_tokens(degree) / KILO
+        yield Row("AMOEBA Table 1", f"TP{degree} pool of the sizes that 2.3 states", value, tokens, EXACT)
 
 
 def tables_2_and_3() -> Iterable[Row]:
@@ -184,13 +182,9 @@ def figures_9_to_11() -> Iterable[Row]:
     )
     base = ModelStepCost(QWEN, device)
     step_s = base.fixed_s(4, StepShape(32)) + base.context_s(4) * tokens
-    yield Row(
-        "AMOEBA Figure 11",
-        "step longer by one layer's switch (%), at most 1",
-        1.0,
-        100 * change.layer_s / step_s,
-        PREDICTED,
-    )
+    for layers in (1, 4, 16, 64):
+        what = f"step longer by the switch of {layers} layers (%), at most 1"
+        yield Row("AMOEBA Figure 11", what, 1.0, 100 * layers * change.layer_s / step_s, PREDICTED)
 
 
 def flying() -> Iterable[Row]:
@@ -212,10 +206,11 @@ def flying() -> Iterable[Row]:
 def flying_served(seeds: int) -> Iterable[Row]:
     """Return rows of policies under the loads of Flying Serving.
 
-    The lengths of requests are fitted to the paper's rows of static policies.
+    The lengths of requests are fitted to the paper's rows of static policies, and the host work to static DP's TPOT.
     """
     for where, what, paper, twin, fitted in flying_paper.figures(LLAMA_70B, seeds):
-        yield Row(where, what, paper, twin, "calibrated on static rows" if fitted else PREDICTED)
+        how = "lengths calibrated on this row" if fitted else "predicted; lengths and host work fitted to static rows"
+        yield Row(where, what, paper, twin, how)
     yield Row("Flying Table 2", "live switch (ms)", 15.0, REGROUP_S * 1e3, "set: views of buffers change")
 
 
@@ -274,6 +269,10 @@ class Point:
         means: tokens per second, averaged over seeds.
         halves: half the width of the 95% interval of each mean.
         slo_shares: share of requests that meet the latency objectives, averaged over seeds.
+        ttft_ms: mean TTFT of completed requests, averaged over seeds.
+        tpot_ms: mean TPOT, likewise.
+        merges: number of merges, likewise.
+        lows: tokens per second in the slowest tenth of the time over the mean (Figure 13), likewise.
     """
 
     short_per_minute: float
@@ -281,45 +280,116 @@ class Point:
     means: dict[str, float]
     halves: dict[str, float]
     slo_shares: dict[str, float]
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    merges: dict[str, float]
+    lows: dict[str, float]
+
+
+ACTIVATION_GB = 14.3
+"""Temporaries of each device, as AMOEBA 2.3 states them."""
+TABLE_1 = {degree: int(KILO * tokens) // 16 * 16 for degree, tokens in CONTEXTS.items()}
+"""Capacities in tokens by degree, if the contexts of Table 1 are capacities."""
+FIXED = ("static-tp1", "static-tp2", "static-tp4", "static-mixed")
 
 
 def sweep(
-    policies: tuple[str, ...], rates: Iterable[float], outputs: Iterable[int], seeds: int, duration_s: float
+    policies: tuple[str, ...],
+    rates: Iterable[float],
+    outputs: Iterable[int],
+    seeds: int,
+    duration_s: float,
+    capacities: dict[int, int] | None = None,
 ) -> list[Point]:
-    """Simulate the mix of AMOEBA 4.2.4 on 8 H20, for each rate and each output length.
+    """Simulate the mix of AMOEBA 4.2.4 on 8 H20, for each rate and each output length. Nothing is fitted.
 
-    Each device is assumed to need 26 GB for activations, so that capacities equal the contexts of Table 1. With the
-    paper's 14.3 GB, policies differ less: see docs/simulation.md.
+    `capacities`: tokens of an instance by degree (`TABLE_1`). None: the sizes that the paper states.
     """
     points = []
     for output in outputs:
         for rate in rates:
-            values: dict[str, list[float]] = {name: [] for name in policies}
-            shares: dict[str, list[float]] = {name: [] for name in policies}
+            found: dict[str, list[PolicyResult]] = {name: [] for name in policies}
             for seed in range(seeds):
                 load = WorkloadConfig(
                     dataset_name="mix", duration_s=duration_s, short_per_minute=rate, short_output_len=output,
                     long_output_len=output, seed=seed,
                 )  # fmt: skip
                 config = SimulationConfig(
-                    QWEN, load, device="H20", memory_utilization=1.0, activation_gb=26.0, until_s=duration_s,
-                    slo=Slo(10.0, 0.1),
+                    QWEN, load, device="H20", memory_utilization=1.0, activation_gb=ACTIVATION_GB, until_s=duration_s,
+                    slo=Slo(10.0, 0.1), max_num_seqs=64,
                 )  # fmt: skip
                 requests = request_table(config)
                 for name in policies:
-                    result = simulate(config, name, requests)
-                    values[name].append(result.tally.generated_tokens / max(result.duration_s, 1.0))
-                    shares[name].append(result.kept_share)
-            points.append(
-                Point(
-                    rate,
-                    output,
-                    {name: float(np.mean(v)) for name, v in values.items()},
-                    {name: _half(v) for name, v in values.items()},
-                    {name: float(np.mean(v)) for name, v in shares.items()},
-                )
-            )
+                    found[name].append(serve(config, name, requests, capacities))
+            points.append(_point(rate, output, found))
     return points
+
+
+def serve(
+    config: SimulationConfig, name: str, requests: RequestTable, capacities: dict[int, int] | None
+) -> PolicyResult:
+    """Simulate one policy. If `capacities` is given, these are the capacities of its degrees."""
+    if capacities is None:
+        return simulate(config, name, requests)
+    setup = make_setup(config, name)
+    limits = tuple(
+        replace(limit, capacity_tokens=capacities[limit.degree])
+        for limit in setup.host.limits
+        if limit.degree in capacities
+    )
+    host = replace(setup.host, limits=limits)
+    cluster = Cluster([(host, setup.make_policy)], requests, OneHost(), bin_s=1.0)
+    cluster.run(LoopConfig(config.until_s))
+    return collect(name, cluster, config.slo, config.num_devices)
+
+
+def _point(rate: float, output: int, found: dict[str, list[PolicyResult]]) -> Point:
+    def mean(of: Callable[[PolicyResult], float]) -> dict[str, float]:
+        return {name: float(np.nanmean([of(result) for result in results])) for name, results in found.items()}
+
+    def tokens(result: PolicyResult) -> float:
+        return result.tally.generated_tokens / max(result.duration_s, 1.0)
+
+    def low(result: PolicyResult) -> float:
+        bins = np.array(result.tally.tokens_per_bin[:-1])
+        return float(np.percentile(bins, 10) / max(bins.mean(), 1e-9))
+
+    def worst(values: np.ndarray) -> float:
+        return float(np.nanmean(values)) * 1e3 if (~np.isnan(values)).any() else math.nan
+
+    return Point(
+        rate,
+        output,
+        mean(tokens),
+        {name: _half([tokens(result) for result in results]) for name, results in found.items()},
+        mean(lambda result: result.kept_share),
+        mean(lambda result: worst(result.ttft_s)),
+        mean(lambda result: worst(result.tpot_s)),
+        mean(lambda result: float(result.counters["scale_ups"])),
+        mean(low),
+    )
+
+
+def rows_of_sweeps(strategies: list[Point], systems: list[Point]) -> Iterable[Row]:
+    """Return rows of AMOEBA's Figures 13 and 14 from points of Figures 12 and 14."""
+    for point in strategies:
+        where = f"{point.short_per_minute:g} short/min, {point.output_len} out"
+        worst = min(point.lows[name] for name in ("round_robin", "least_load_first"))
+        yield Row(
+            "AMOEBA Figure 13", f"{where}: slowest tenth over mean, amoeba over RR and LLF; above 1", None,
+            point.lows["amoeba"] / max(worst, 1e-9), PREDICTED,
+        )  # fmt: skip
+        merges = max(point.merges[name] for name in ("round_robin", "least_load_first"))
+        yield Row(
+            "AMOEBA Figure 13", f"{where}: merges of RR or LLF over amoeba's; above 1", None,
+            merges / max(point.merges["amoeba"], 1e-9), PREDICTED,
+        )  # fmt: skip
+    for name, saved in (("ttft_ms", 53.0), ("tpot_ms", 74.0)):
+        best = max(
+            100 * (1 - values["amoeba"] / max(values["kunserve"], values["loongserve"]))
+            for values in (getattr(point, name) for point in systems)
+        )
+        yield Row("AMOEBA Figure 14", f"{name.split('_')[0].upper()} saved, at most (%)", saved, best, PREDICTED)
 
 
 def _half(values: list[float]) -> float:
@@ -387,6 +457,8 @@ NOT_REPRODUCED = (
     "Gyges 3.3, 'KunServe and LoongServe cause 43.5% extra throughput degradation': of which load, and over what, is "
     "not stated, and the trace is private. They are checked on their own papers' numbers instead.",
     "CoCoServe's gains above Equation 4: 4.29 times with 30 replicated layers (1.60), and 1.39 with 8.6 of 80 (1.06).",
+    "Shift Parallelism under Flying's loads: 70B in bf16 with a copy for each degree needs 159 GB of an H200's 141 GB.",
+    "Flying Figure 8, P90 TTFT and queue time: the text of the paper has lost the factors.",
     "KunServe 5.3: bubbles of 8.3% with its batch formulation and 21.9% without; here all micro-batches are equal.",
 )
 
@@ -394,6 +466,8 @@ NOT_REPRODUCED = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="short requests per minute")
+    parser.add_argument("--outputs", type=int, nargs="+", default=OUTPUTS, help="output tokens")
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of arrivals in the sweeps")
     parser.add_argument("--quick", action="store_true", help="no sweeps of Figures 12 to 14")
     parser.add_argument("--json", type=Path)
@@ -405,22 +479,24 @@ def main() -> None:
     content: dict[str, Any] = {"rows": [asdict(row) | {"ratio": row.ratio} for row in found]}
     if not options.quick:
         served = [*flying_served(options.seeds), *cocoserve(options.seeds)]
+        baselines = ("amoeba", "round_robin", "least_load_first", *FIXED)
+        runs = (options.rates, options.outputs, options.seeds, options.duration)
+        stated = sweep(baselines, *runs)
+        tabled = sweep(baselines, *runs, TABLE_1)
+        systems = sweep(("amoeba", "kunserve", "loongserve"), *runs, TABLE_1)
+        served += rows_of_sweeps(tabled, systems)
         print_rows(served, console)
         content["rows"] += [asdict(row) | {"ratio": row.ratio} for row in served]
-        for title, policies, rates, outputs in (
-            (
-                "AMOEBA Figures 12, 13",
-                ("amoeba", "round_robin", "least_load_first"),
-                RATES,
-                OUTPUTS,
-            ),
-            ("AMOEBA Figure 14", ("amoeba", "kunserve", "loongserve"), RATES, OUTPUTS),
+        for title, points in (
+            (f"AMOEBA Figures 12, 13, {ACTIVATION_GB} GB of activations", stated),
+            ("AMOEBA Figures 12, 13, capacities of Table 1", tabled),
+            ("AMOEBA Figure 14, capacities of Table 1", systems),
         ):
-            points = sweep(policies, rates, outputs, options.seeds, options.duration)
             print_points(points, f"{title}: tokens/s, 95% interval, share within TTFT 10 s and TPOT 0.1 s", console)
             content[title] = [asdict(point) for point in points]
-            if options.plot:
-                save_region(points, options.plot.with_stem(f"{options.plot.stem}-{title.split()[2].strip('s,')}"))
+        if options.plot:
+            for number, points in ((12, stated), (14, systems)):
+                save_region(points, options.plot.with_stem(f"{options.plot.stem}-{number}"))
     console.print("Not reproduced:")
     for line in NOT_REPRODUCED:
         console.print(f"- {line}", soft_wrap=True)

@@ -4,10 +4,11 @@
 
 The model has random weights. The first table has the layout of CoCoServe's Table 2: an instance on device 0 replicates
 or migrates its first layers to device 1, which is empty. Beside it are the seconds of a plain `jax.device_put` of the
-same weights. The second table has the step time with replicated layers on two virtual devices, and the speed-up that
-Equation 4 predicts from the measured cost of a transfer. Virtual devices share the processor's cores, so the speed-up
-is real only if the machine has a free core for each device. The last line has the times of scaling out to an empty
-device, and of a new engine on one device, from its start to its first token with all programs in the compile cache.
+same weights, and of making KV caches of the same size. The second table has the step time with replicated layers on two
+virtual devices, and the speed-up that Equation 4 predicts from the measured cost of a transfer. Virtual devices share
+the processor's cores, so the speed-up is real only if the machine has a free core for each device. The last line has
+the times of scaling out to an empty device, and of a new engine on one device, from its start to its first token with
+all programs in the compile cache.
 """
 
 import argparse
@@ -24,6 +25,7 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from pausing import model
 from rich.console import Console
@@ -32,6 +34,7 @@ from rich.table import Table
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.transform.options import PlacementOptions
 from serving.scheduler.cocoserve.speedup import even_speedup
+from sharding.placement import Home
 
 PAPER = {
     1: (0.2987, 0.2492, 1107),
@@ -43,9 +46,11 @@ PAPER = {
 """CoCoServe's Table 2: seconds to replicate and to migrate layers of LLaMA-13B on an A100, and megabytes."""
 
 
-def plain_copy_s(llm: LLM, layers: range) -> float:
-    """Return the seconds of `device_put` of the weights of layers to device 1."""
-    weights = llm._engine.cluster.weights
+def plain_s(llm: LLM, layers: range) -> tuple[float, float]:
+    """Return the seconds of `device_put` of the weights of layers to device 1, and of making KV caches of its size."""
+    cluster = llm._engine.cluster
+    weights, site = cluster.weights, cluster.instances[0].runner.sites[Home(0, 1)]
+    shapes = [(pages, cluster.dims.pages.page_elems) for pages in site.extent_pages]
     shards = [
         weights.any_shard(spec.name, index)
         for layer in layers
@@ -54,14 +59,18 @@ def plain_copy_s(llm: LLM, layers: range) -> float:
     ]
     start = time.perf_counter()
     jax.block_until_ready(jax.device_put(shards, weights.devices[1]))
-    return time.perf_counter() - start
+    copied = time.perf_counter()
+    jax.block_until_ready(
+        [jnp.zeros(shape, cluster.dims.dtype, device=weights.devices[1]) for _ in layers for shape in shapes]
+    )
+    return copied - start, time.perf_counter() - copied
 
 
 def costs(llm: LLM, num_layers: int, repeats: int) -> list[dict[str, Any]]:
     """Replicate and migrate layers there and back. Return median seconds and bytes for each number of layers."""
     found = []
     for count in [n for n in PAPER if n <= num_layers]:
-        layers, taken = range(count), dict[str, list[float]](replicate=[], migrate=[], plain=[])
+        layers, taken = range(count), dict[str, list[float]](replicate=[], migrate=[], copy=[], kv=[])
         copied = 0
         for repeat in range(repeats + 1):  # the first compiles
             report = llm.replicate(layers, 1)
@@ -72,7 +81,8 @@ def costs(llm: LLM, num_layers: int, repeats: int) -> list[dict[str, Any]]:
             if repeat:
                 taken["replicate"].append(report.seconds)
                 taken["migrate"].append(moved.seconds)
-                taken["plain"].append(plain_copy_s(llm, layers))
+                for name, seconds in zip(("copy", "kv"), plain_s(llm, layers), strict=True):
+                    taken[name].append(seconds)
         found.append(
             {"layers": count, "copied_bytes": copied} | {name: statistics.median(s) for name, s in taken.items()}
         )
@@ -178,13 +188,23 @@ def main() -> None:
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console()
+    console = Console(width=150)
     table = Table(title="seconds to replicate and to migrate layers")
-    for column in ("layers", "bytes", "replicate", "migrate", "plain device_put", "paper: replicate", "migrate", "MB"):
+    for column in (
+        "layers",
+        "bytes",
+        "replicate",
+        "migrate",
+        "device_put",
+        "KV cache",
+        "paper: replicate",
+        "migrate",
+        "MB",
+    ):
         table.add_column(column, justify="right")
     for row in found["costs"]:
         paper = PAPER[row["layers"]]
-        seconds = [f"{row[name]:.3f}" for name in ("replicate", "migrate", "plain")]
+        seconds = [f"{row[name]:.3f}" for name in ("replicate", "migrate", "copy", "kv")]
         table.add_row(str(row["layers"]), str(row["copied_bytes"]), *seconds, *map(str, paper))
     console.print(table)
     table = Table(title="decode step with replicated layers on two devices")

@@ -14,7 +14,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -104,6 +104,13 @@ def run_twin(config: SimulationConfig, policy: str) -> Row:
     )
 
 
+FIXED = (
+    "model", "num_devices", "max_num_seqs", "max_num_batched_tokens", "page_size", "max_model_len", "num_layers",
+    "layers_per_step", "capacity_tokens", "max_requests", "few_rows", "version",
+)  # fmt: skip
+"""Fields of a calibration that describe the engine. All other fields but `machine` are measured."""
+
+
 def mean(one: Calibration, two: Calibration) -> Calibration:
     """Return the mean of two calibrations of one engine."""
 
@@ -112,11 +119,11 @@ def mean(one: Calibration, two: Calibration) -> Calibration:
             return {key: between(value, b[key]) for key, value in a.items() if key in b}
         return (a + b) / 2
 
-    names = (
-        "decode_s", "prompt_s", "prompts_s", "latency_s", "context_s", "crowding", "prompt_crowding", "up_layer_s",
-        "down_layer_s",
-    )  # fmt: skip
-    return replace(one, **{name: between(getattr(one, name), getattr(two, name)) for name in names})
+    same = {name for name in FIXED if getattr(one, name) != getattr(two, name)}
+    if same:
+        raise ValueError(f"the calibrations are of different engines: {', '.join(sorted(same))}")
+    measured = [item.name for item in fields(Calibration) if item.name not in (*FIXED, "machine")]
+    return replace(one, **{name: between(getattr(one, name), getattr(two, name)) for name in measured})
 
 
 def workload(options: argparse.Namespace, rate: float) -> WorkloadConfig:

@@ -105,12 +105,19 @@ def generate(
         bool | None,
         typer.Option("--chat/--no-chat", help="Chat template around the prompt.", show_default="if the model has one"),
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the text must match.", show_default="free text")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the text must match.", show_default="free text")
+    ] = None,
 ) -> None:
     """Complete one prompt and stream the text to stdout. Timings go to stderr."""
     with clean_exit():
-        from serving.commands.generate import stream_to_stdout
+        from serving.commands.generate import constraint, stream_to_stdout
 
-        params = SamplingParams(**fields_of(SamplingParams, values))
+        structured = constraint(json_schema, regex)
+        params = SamplingParams(**fields_of(SamplingParams, values), structured=structured)
         stream_to_stdout(EngineConfig(**fields_of(EngineConfig, values)), prompt, params, chat)
 
 
@@ -356,6 +363,22 @@ def demo(
         from serving.commands.demo import run_demo
 
         run_demo(**values, opens_page=opens_page)
+
+
+@app.command()
+def gateway(
+    workers: Annotated[list[str], typer.Option("--worker", help="URL of the HTTP port of a server; repeatable.")],
+    more: Annotated[list[str] | None, typer.Argument(help="Further arguments of smg, after --.")] = None,
+    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the gateway.")] = 30000,
+    metrics_port: Annotated[int, typer.Option(help="Port of its Prometheus metrics, on 127.0.0.1.")] = 29000,
+    prints: Annotated[bool, typer.Option("--print", help="Command line of smg: print it and exit.")] = False,
+) -> None:
+    """Start the gateway smg in front of several servers. Needs the extra gateway."""
+    with clean_exit():
+        from serving.commands.gateway import gateway_command, run_gateway
+
+        run_gateway(gateway_command(workers, host, port, metrics_port, more or ()), prints)
 
 
 @app.command()

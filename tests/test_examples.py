@@ -4,6 +4,7 @@ import ast
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -103,3 +104,27 @@ def test_what_if_runs_as_it_is(capsys: pytest.CaptureFixture[str]):
     assert printed_text.count("requests/s after") == 2
     completed, of = printed_text.splitlines()[-1].removeprefix("completed ").split(",")[0].split(" of ")
     assert completed == of
+
+
+@pytest.mark.slow
+def test_cluster_draws_each_layout(tmp_path: Path, compile_cache: str, quick_compile: None):
+    """In this process, as plain code, with a model of more layers than a segment has. Last lines of cells draw."""
+    model = byte_model(tmp_path / "model", num_hidden_layers=20)
+    settings = f"{str(model)!r}, compile_cache={compile_cache!r}, progress=False, segment_layers=5"
+    names: dict[str, Any] = {}
+    pictures = []
+    for cell in read(EXAMPLES / "cluster.ipynb").cells:
+        if cell.cell_type != "code":
+            continue
+        tree = ast.parse(cell.source.replace('"smollm2-135m"', settings))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "cluster", "exec"), names)
+        if last is not None:
+            drawn = eval(compile(ast.Expression(last.value), "cluster", "eval"), names)
+            if hasattr(drawn, "_repr_html_"):
+                pictures.append(drawn._repr_html_())
+    assert len(pictures) == 6
+    assert all("<svg" in picture for picture in pictures)
+    assert "TP4</span>" in pictures[2]
+    replicated = pictures[5]
+    assert "layer 5\nattention: TP1[0], TP1[1]" in replicated

@@ -83,6 +83,7 @@ class Cluster:
         self.lost: dict[SubMesh, int] = {}
         self._next_revival_s = 0.0
         self._activation_bytes = self.memory_plan.activation_bytes
+        self._unused_bytes: dict[int, int] = {}
         for tp in compile_first:
             self.sub_meshes.check_degree(tp)
         self.executables.compile_later(enumerate_programs(self.plan, self.executables, compile_first))
@@ -114,6 +115,14 @@ class Cluster:
         for device in self.plan.start_devices:
             self.ledgers[device].reserve("activations", self._activation_bytes)
             self.ledgers[device].reserve("staging", plan.staging_bytes)
+            self._unused_bytes[device] = self.ledgers[device].free_bytes
+
+    def unused_bytes(self, device: int) -> int:
+        """Return the bytes of a device that were free after the start: `kv_cache_tokens` may leave memory unused.
+
+        For a device that was empty, return the least of all other devices.
+        """
+        return self._unused_bytes.get(device, min(self._unused_bytes.values()))
 
     def _add_kv_cache(self) -> None:
         """Add the first KV extents of all layers to the ledgers."""

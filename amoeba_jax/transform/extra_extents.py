@@ -19,7 +19,7 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 
     Args:
         base: number of pages of the first extent of a layer.
-        free_bytes: free memory of the device.
+        free_bytes: memory of the device that the extent may use.
         page_bytes: bytes of one page of all layers on the device.
     """
     if not page_bytes:

@@ -187,7 +187,8 @@ def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ..
             gone = {layer for _, layer, module in lost if module == "attention"}
             free += sum(cluster.weights.held_bytes(*m) for m in lost if plan.options.modules != "kv")
             free += sum(extents) * page_bytes * len(gone)
-            extents += extra_pages(extents[0], free, (len(layers) - len(gone)) * page_bytes)
+            freed = free - cluster.unused_bytes(device)
+            extents += extra_pages(extents[0], freed, (len(layers) - len(gone)) * page_bytes)
         found[home] = extents
     return found
 

@@ -22,6 +22,7 @@ from serving.http_server.fields import (
     Penalties,
     Sampling,
     check_names,
+    check_stream,
     read_body,
     refuse_unsupported,
     sampling_params,
@@ -129,7 +130,7 @@ def read_format(value: Any, name: str = "response_format") -> StructuredOutput |
     if kind == "json_object":
         return StructuredOutput(json_object=True)
     if kind == "json_schema":
-        # Responses have the schema in the format itself.
+        # In a response, the format itself holds the schema.
         inner = value.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping | bool):
@@ -174,6 +175,7 @@ class _ChatCompletion:
         handler.check_model(body.model)
         limits = handler.limits
         check_names(body, limits)
+        check_stream(body)
         refuse_unsupported(body, _UNSUPPORTED_HERE)
         self._handler, self._body = handler, body
         self.id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"

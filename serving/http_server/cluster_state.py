@@ -1,5 +1,6 @@
 """State of a cluster as JSON, for the live page."""
 
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -45,6 +46,7 @@ OWNER_INDEX: dict[str, int] = {
     Owner.SAMPLING: 4,
     Owner.HIDDEN: 4,
 }
+_REQUEST_ID = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 _PADDING = OWNERS.index("padding")
 
 
@@ -91,7 +93,6 @@ def _described(handler: RequestHandler, snapshot: Snapshot) -> dict[str, Any]:
         "model": handler.backend.name,
         "policy": None if scheduling is None else scheduling.policy_name,
         "num_layers": handler.backend.dims.config.num_layers,
-        "owners": OWNERS,
         "degrees": degrees,
         "instances": [_instance(view) for view in snapshot.instances],
         "devices": _device_list(snapshot.memory, handler.backend.num_devices),
@@ -206,7 +207,7 @@ def _decision(record: Record, offset_s: float) -> dict[str, Any]:
         "at_s": round(record.at_s + offset_s, 3),
         "what": describe(record.action),
         "is_start": isinstance(record.action, Dispatch),
-        "reason": _short(record.action.reason),
+        "reason": _short(_REQUEST_ID.sub(r"\1", record.action.reason)),
         "outcome": record.outcome,
         "detail": _short(record.detail),
     }

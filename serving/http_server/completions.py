@@ -21,6 +21,7 @@ from serving.http_server.fields import (
     Penalties,
     Sampling,
     check_names,
+    check_stream,
     read_body,
     refuse_unsupported,
     sampling_params,
@@ -81,6 +82,7 @@ class _Completion:
         handler.check_model(body.model)
         limits = handler.limits
         check_names(body, limits)
+        check_stream(body)
         refuse_unsupported(body, {**UNSUPPORTED, "suffix": ("",), "best_of": (body.n or 1,)})
         caller = request.scope["caller"]
         self._handler, self._body = handler, body
@@ -170,6 +172,7 @@ class _Completion:
                 "logprobs": None if sample.logprobs is None else logprobs,
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
+                "prompt_logprobs": None,
             }
             prompt = number // self._params.n
             if self._body.prompt_logprobs is not None:

@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing import ResponseParser
 Kind = Literal["content", "reasoning", "call"]
 
 _CHATML = "<|im_start|>assistant\n"
-# Reasoning of Qwen3: newlines around it are no part of it.
+# Reasoning of Qwen3, without the newlines around it.
 _THINK = {"open_pattern": r"<think>\n*", "close_pattern": r"\n*</think>\n*"}
 
 

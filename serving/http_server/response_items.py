@@ -11,17 +11,17 @@ Event = dict[str, Any]
 
 
 class ResponseItems:
-    """Output items of one response. At most one item is open.
-
-    Attributes:
-        items: items so far, in the form of the API.
-    """
+    """Output items of one response. At most one item is open."""
 
     def __init__(self, num_top: int):
-        self.items: list[dict[str, Any]] = []
+        self._items: list[dict[str, Any]] = []
         self._num_top = num_top
         self._logprobs: list[dict[str, Any]] = []
         self._open: str | None = None  # kind of the last item, if it can still grow
+
+    def copy(self) -> list[dict[str, Any]]:
+        """Return the items so far, in the form of the API. The result does not grow."""
+        return [_copy(item) for item in self._items]
 
     def take(self, step: Step) -> list[Event]:
         """Add the next output, and return its events."""
@@ -41,7 +41,7 @@ class ResponseItems:
         if self._open is None:
             return []
         events: list[Event] = []
-        item, place = self.items[-1], self._place()
+        item, place = self._items[-1], self._place()
         if self._open == "call":
             done = {"type": "response.function_call_arguments.done", **place, "arguments": item["arguments"]}
             events.append(done | {"name": item["name"]})
@@ -56,7 +56,7 @@ class ResponseItems:
             events.append({"type": "response.content_part.done", **where, "part": dict(part)})
         if self._open != "reasoning":
             item["status"] = status
-        index = len(self.items) - 1
+        index = len(self._items) - 1
         events.append({"type": "response.output_item.done", "output_index": index, "item": _copy(item)})
         self._open = None
         return events
@@ -67,13 +67,13 @@ class ResponseItems:
 
     def end(self, status: str) -> list[Event]:
         """Close the last item, and return the events. An answer without text gets an empty message."""
-        events = [] if self.items else self._start(Piece("content", ""))
+        events = [] if self._items else self._start(Piece("content", ""))
         if self._open == "content":
-            self.items[-1]["content"][0]["logprobs"] += self._take_logprobs()
+            self._items[-1]["content"][0]["logprobs"] += self._take_logprobs()
         return events + self.close(status)
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _start(self, piece: Piece) -> list[Event]:
         number = uuid.uuid4().hex
@@ -101,8 +101,8 @@ class ResponseItems:
                 "content": [],
             }
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self.items.append(item)
-        index = len(self.items) - 1
+        self._items.append(item)
+        index = len(self._items) - 1
         events: list[Event] = [{"type": "response.output_item.added", "output_index": index, "item": _copy(item)}]
         if part is not None:
             item["content"].append(part)
@@ -111,7 +111,7 @@ class ResponseItems:
         return events
 
     def _grow(self, piece: Piece, logprobs: list[dict[str, Any]]) -> Event:
-        item, place = self.items[-1], self._place()
+        item, place = self._items[-1], self._place()
         if piece.kind == "call":
             item["arguments"] += piece.text
             return {"type": "response.function_call_arguments.delta", **place, "delta": piece.text}

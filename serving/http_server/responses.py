@@ -216,7 +216,7 @@ class _Response:
             "model": self._handler.backend.name,
             "previous_response_id": None,
             "instructions": body.instructions,
-            "output": self._items.items,
+            "output": self._items.copy(),
             "error": self._error,
             "tools": [_shown_tool(tool) for tool in body.tools or ()],
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,

@@ -81,4 +81,4 @@ class Snapshot:
 
 def take_snapshot(backend: "LLM") -> Snapshot:
     """Return the state of the engine after its present step. Raise `EngineClosedError` if the engine has failed."""
-    return Snapshot(backend.instances, backend.memory(), backend.stats)
+    return Snapshot(*backend.snapshot())

@@ -77,11 +77,11 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
     """Estimate the seconds until the first token of a request if `members` merge to `degree` now.
 
     This is the time of the merge, plus the time to compute the prompt of the request and the uncomputed prompts of the
-    members. If no merge from the lowest degree of the members was measured, the slowest measured transformation to
+    members. If no merge from the lowest degree of the members was measured, the time of the slowest measured merge to
     `degree` is used.
     """
     timing, lowest = view.timing, min(i.degree for i in members)
-    others = [seconds for (_, after), seconds in timing.transformations_s.items() if after == degree]
+    others = [s for (before, after), s in timing.transformations_s.items() if before < after == degree]
     seconds = timing.transformation_s(lowest, degree) or max(others, default=None)
     left = sum(i.uncomputed_tokens for i in members)
     prompt_s = timing.prompt_s(left + request.prompt_tokens, degree)

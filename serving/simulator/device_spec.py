@@ -36,7 +36,7 @@ class DeviceSpec:
     launch_s: float
     """Seconds of the shortest operator that is launched alone, as in transformations."""
     kernel_s: float
-    """Seconds that each operator adds to a captured program, such as a step, besides the time of its work."""
+    """Seconds that each operator adds to the time of its work in a captured program, such as a step."""
     all_reduce_latency_s: dict[int, float]
     """Seconds of the smallest all-reduce, by number of ranks. It must not fall. For a missing number, the value of the
     next larger number is used, or the largest value."""

@@ -287,7 +287,7 @@ class Cluster:
                 self._plan_tick(host, now_s + wait_s)
 
     def _count_limit(self, host: Host, now_s: float) -> None:
-        """Add the time since the last decision to `Tally.limited_s`, and record what the waiting requests wait for."""
+        """Add the time since the last decision to `Tally.limited_s`, and record the resource that the waiting requests lack."""
         limited_s = self.tally.limited_s
         if host.limit is not None:
             limited_s[host.limit] = limited_s.get(host.limit, 0.0) + now_s - host.limit_since_s

@@ -23,6 +23,8 @@ _WORTH_TELLING = 0.02
 """Minimum difference to report, as a share of the mean TTFT, or mean time of a token, of the best policy."""
 
 
+_ALL = 0.99
+"""Share of requests within the objectives from which the speed of steps is no limit."""
 _SAME_SHARE, _SAME_TTFT = 0.001, 0.02
 """Differences that count as none: of the share of requests within the objectives, and of the mean TTFT (a ratio)."""
 
@@ -93,7 +95,8 @@ def limits_line(result: PolicyResult) -> str:
     waited = {name: seconds for name, seconds in limits["waited_s"].items() if seconds > 0}
     span_s = (result.duration_s or 1.0) * len(result.hosts)
     if sum(waited.values()) < _WORTH_TELLING * span_s:
-        return text + "Limit: none, requests hardly waited."
+        is_slow = result.has_objectives and result.kept_share < _ALL
+        return text + f"Limit: {'the speed of steps' if is_slow else 'none'}, requests hardly waited."
     most = max(waited, key=lambda name: waited[name])
     shares = ", ".join(f"{name} {seconds / span_s:.0%}" for name, seconds in waited.items())
     return text + f"Limit: {_LIMITS[most]}. Requests waited for: {shares} of the time."

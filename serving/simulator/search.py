@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def note(self) -> str:
-        """Remark about the answer: what the trial that failed nearest to it lacked."""
+        """Remark about the answer: the reason why the nearest trial failed."""
         failed = [trial for trial in self.trials if not trial.passed]
         if self.at_limit:
             return "the search ended at its limit" + (f": {failed[-1].lacks}" if failed else "")

@@ -112,6 +112,8 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
     cost, transformation, capacities = _mechanism(name, base, config.page_size)
     limits = capacities(memory, degrees, config.max_num_seqs)
     start = degrees_at_start(name, devices, limits)[: config.instances_at_start]
+    if is_static(name):
+        limits = capacities(memory, sorted(set(start)), config.max_num_seqs)
     host = HostConfig(
         num_devices=devices,
         limits=limits,

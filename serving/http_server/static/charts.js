@@ -12,6 +12,11 @@ export function formatTime(seconds) {
   return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
 }
 
+// Return a label of an axis: no zeros after the point, and nothing at 0, where the labels of both axes would touch.
+function axisLabel(format, value) {
+  return value ? format(value).replace(/\.?0+(?= )/, (end) => (end.startsWith(".") ? "" : end)) : "";
+}
+
 const formatCount = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en", { maximumFractionDigits: 0 }));
 
 const CHARTS = [
@@ -87,12 +92,12 @@ class Chart {
         axes: [
           {
             ...axis,
-            size: 20,
-            gap: 3,
+            size: 18,
+            gap: 2,
             splits: () => [-300, -240, -180, -120, -60, 0],
             values: (_, splits) => splits.map((seconds) => (seconds ? `${seconds / 60} min`.replace("-", "−") : "now")),
           },
-          { ...axis, size: AXIS_WIDTH, gap: 4, space: 28, values: (_, splits) => splits.map((value) => (value ? this.format(value) : "0")) },
+          { ...axis, size: AXIS_WIDTH, gap: 4, space: 28, values: (_, splits) => splits.map((value) => axisLabel(this.format, value)) },
         ],
         series: [
           {},

@@ -311,7 +311,8 @@ export class Cluster {
     title.textContent = `Instance ${instance.id}`;
     degree.textContent = `TP${instance.degree}`;
     degree.style.background = `var(${degreeName(instance.degree)})`;
-    const change = state.changes.find(({ devices, layers }) => layers && devices.some((it) => instance.devices.includes(it)));
+    const concerns = ({ kind, devices, instance: number }) => (kind === "transform" ? devices.some((it) => instance.devices.includes(it)) : number === instance.id);
+    const change = state.changes.find((each) => each.layers && concerns(each));
     const switched = change ? `, ${change.switched} of ${change.layers} layers` : "";
     phase.textContent = instance.phase === "serving" && !change ? "" : `${change?.state ?? instance.phase}${switched}`;
     const used = instance.kv_total_pages ? Math.round((100 * instance.kv_used_pages) / instance.kv_total_pages) : 0;

@@ -182,9 +182,10 @@ function changeName(change) {
   return `${change.kind.replace("_", " ")}${layers} of instance ${change.instance}, ${devices}`;
 }
 
-// Return whether a transformation merges or splits. While layers switch, the instances already have the new degree.
+// Return whether a transformation merges or splits, by the degrees of the layers that have not switched.
 function verb(change) {
-  const degrees = state.instances.filter(({ devices }) => devices.some((it) => change.devices.includes(it))).map(({ degree }) => degree);
+  const degrees = state.instances.filter(({ devices }) => devices.some((it) => change.devices.includes(it)))
+    .flatMap(({ degree, runs }) => [degree, ...runs.flatMap(({ homes }) => homes.map((home) => home[1]))]);
   if (degrees.some((degree) => degree < change.degree)) return "merge";
   return degrees.some((degree) => degree > change.degree) ? "split" : "";
 }

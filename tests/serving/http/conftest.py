@@ -9,6 +9,7 @@ import openai
 import pytest
 from harness import registry_of
 from live_server import TIMEOUT_S, LoopThread, wait_until
+from tiny_models import byte_model
 
 from amoeba_jax import LLM
 from serving.grpc_server.config import Limits, ServerConfig
@@ -42,11 +43,26 @@ class Http:
 
 
 @pytest.fixture(scope="session")
-def start_http(served_llm: LLM, loop: LoopThread) -> Callable[..., AbstractContextManager[Http]]:
+def http_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    """Two devices, as two instances. The last token ends a sequence, as constrained text needs it."""
+    with LLM(
+        byte_model(tmp_path_factory.mktemp("http") / "tiny-chat", eos_token_id=255),
+        num_devices=2,
+        tensor_parallel_size=1,
+        device_memory="64MiB",
+        max_num_seqs=4,
+        progress=False,
+        compile_cache=compile_cache,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def start_http(http_llm: LLM, loop: LoopThread) -> Callable[..., AbstractContextManager[Http]]:
     """Starts HTTP servers: `with start_http(...)`, with fields of `ServerConfig` and `Limits`."""
 
     @contextmanager
-    def start(llm: LLM = served_llm, **settings: Any) -> Iterator[Http]:
+    def start(llm: LLM = http_llm, **settings: Any) -> Iterator[Http]:
         names = [name for name in settings if name in Limits.__dataclass_fields__]
         limits = Limits(**{"max_refusals_per_second": 10_000, **{name: settings.pop(name) for name in names}})
         config = ServerConfig(port=0, metrics_port=None, limits=limits, **settings)

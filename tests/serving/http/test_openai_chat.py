@@ -168,6 +168,7 @@ def image(kind: str) -> list[Any]:
         ({"seed": 2**64}, "seed"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
         ({"tools": [WEATHER] * 129}, "tools"),
@@ -183,11 +184,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(http, changes: dict[str, Any
 
 
 def test_answer_without_a_limit_needs_no_larger_instance(http):
-    """The context has 4096 tokens, and the smallest instance leaves room for a part of it."""
-    (choice,) = http.client.chat.completions.create(
-        model="tiny-chat", messages=MESSAGES, temperature=0, stop=None, extra_body={"ignore_eos": True}
-    ).choices
-    assert choice.finish_reason == "length"
+    """Until the context is nearly full, an answer may fill the smallest instance."""
+    capacity = min(4096, *(http.llm._engine.capacity_tokens(degree) for degree in (1, 2)))
+    assert http.llm.default_max_tokens(10) == capacity - 10
+    assert http.llm.default_max_tokens(10_000) == 1
+    whole = http.client.chat.completions.create(**GREEDY).choices[0].message.content
+    settings = {key: value for key, value in GREEDY.items() if key != "max_completion_tokens"}
+    (choice,) = http.client.chat.completions.create(**settings, stop=whole[5]).choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", whole[: whole.index(whole[5])])
 
 
 def test_tool_messages_reach_the_template(http):

@@ -37,6 +37,15 @@ def behind_a_long_one(now_s: float = 1.0, timing: Timing = TIMING, **request: An
     return cluster(instance(0, 4, long), queue=queue, now_s=now_s, timing=timing)
 
 
+def test_a_merge_without_measurement_is_estimated_from_merges_only():
+    """Splits to TP2 took 9 s, and merges to TP4 from another degree 2 s. A merge from TP1 to TP2 is unknown."""
+    timing = dataclasses.replace(TIMING, transformations_s={(4, 2): 9.0, (2, 4): 2.0})
+    members = instance(0), instance(1)
+    view, request = cluster(*members, timing=timing), waiting("next", 7_000)
+    assert estimates.merge_s(view, members, 2, request) is None
+    assert estimates.merge_s(view, members, 4, request) == pytest.approx(2.0 + request.prompt_tokens / 10_000.0)
+
+
 def decide(view: ClusterView, **config: Any) -> list[Action]:
     return AmoebaPolicy(AmoebaConfig(**config)).decide(view)
 

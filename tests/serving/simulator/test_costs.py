@@ -90,7 +90,7 @@ def test_linear_operators_at_held_out_points(shared_data: Path, name: str):
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_roofline_stands_in_for_matrices_that_were_not_measured(shared_data: Path, name: str):
-    """The efficiencies were fitted to these profiles; the error is larger than that of interpolation."""
+    """The efficiencies were fitted to these profiles; interpolation has a smaller error."""
     device = find_device({"a100": "A100-80", "h100": "H100"}[name[:4]])
     ratios = [
         (device.launch_s + roofline_s(device, p.inputs, p.outputs, p.tokens, 2)) / p.seconds

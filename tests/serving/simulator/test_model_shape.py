@@ -32,7 +32,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }  # fmt: skip
-"""Sizes of the published config.json of DeepSeek-V3: 671 billion parameters, 37 of them for each token."""
+"""Sizes of the published config.json of DeepSeek-V3: 671 billion parameters, of which a token uses 37 billion."""
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 99,
 }  # fmt: skip
