@@ -61,7 +61,7 @@ class EngineHandle:
         try:
             self.name = source.name
             self._hf_config, self._directory = source.hf_config, source.directory
-            model_config = ModelConfig.from_hf(source.hf_config)
+            model_config = ModelConfig.from_hf(source.hf_config).for_context(self.config.max_model_len)
             devices = serving_devices(self.config.num_devices)
             enable_compile_cache(self.config.compile_cache, self.config.compile_cache_size)
             self.dims = ModelDims(

@@ -5,10 +5,13 @@ from contextlib import contextmanager
 
 from amoeba_jax.checkpoint import Checkpoint, SafetensorsCheckpoint, open_resolved, resolve_model
 from amoeba_jax.checkpoint.config_only import RandomCheckpoint
+from amoeba_jax.checkpoint.mxfp4 import BLOCKS, Mxfp4Checkpoint
 from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
 from amoeba_jax.checkpoint.safetensors_file import stored_dtype
+from amoeba_jax.checkpoint.split import SplitCheckpoint
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.families import FAMILIES
 from amoeba_jax.weights.loading import WeightReader, default_threads
 from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, random_reader, untie_stored_head
 
@@ -52,6 +55,10 @@ class ModelSource:
             elif isinstance(source, RandomCheckpoint):
                 fill = random_reader(dims, self._seed)
             else:
+                if isinstance(source, SafetensorsCheckpoint) and any(it.endswith(BLOCKS) for it in source.names()):
+                    source = Mxfp4Checkpoint(source)
+                if (split := FAMILIES[dims.config.family].split) is not None:
+                    source = SplitCheckpoint(source, split(dims.config))
                 check_checkpoint(source, dims)
                 fill = checkpoint_reader(source, dims)
             yield WeightReader(fill, self._threads)

@@ -122,8 +122,8 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
 def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
     """Return the size of each FFN tensor of a model in KV pages of `page_size` tokens, padded as in the engine.
 
-    The inner features of a shard are rounded up until its gate-up matrix and its down matrix are whole pages. If the
-    model has experts, they are distributed over `TP` ranks, and each expert is padded separately.
+    The inner features of a shard are rounded up until its gate-up tensor and its down tensor are whole pages. If the
+    model has experts, they are distributed over `TP` ranks, and the experts of a rank are one tensor.
 
     Raises `ValueError` if the number of experts is not a multiple of `TP`.
     """
@@ -132,11 +132,12 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
         raise ValueError(f"{model.name}: {model.num_experts} experts cannot be distributed evenly over {TP} ranks")
     matrices = model.num_experts // TP if model.num_experts > 1 else 1
     share = model.ffn_size if model.num_experts > 1 else -(-model.ffn_size // TP)
-    shard = round_up_to_pages(share, (2 * model.hidden_size, model.hidden_size), page_elems)
+    rows = matrices * model.hidden_size
+    shard = round_up_to_pages(share, (2 * rows, rows), page_elems)
     result = []
     for tensor, columns in (("down", 1), ("gate_up", 2)):
         elements = columns * model.hidden_size * model.ffn_size * model.num_experts
-        stored = matrices * columns * model.hidden_size * shard // page_elems
+        stored = columns * rows * shard // page_elems
         result.append(Row(model.name, tensor, elements / page_elems, elements / TP / page_elems, stored))
     return result
 

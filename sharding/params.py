@@ -57,12 +57,22 @@ class Source:
         rows: `rows[c, i]` is the index along `axis` of the checkpoint tensor that becomes position i of shard c. An
             index -1 means zeros. None: every shard has the whole tensor.
         axis: axis of the tensor that is split over the shards.
+        blocks: index of the tensor along the first axis of each shard, if a shard is a stack of tensors; None for a
+            shard without the tensor. Default: shards are not stacks.
+        start: position of the first row along `axis` in a shard. None: after the rows of the previous source.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: Int32[np.ndarray, "shards rows"] | None = None
     axis: int = 0
+    blocks: tuple[int | None, ...] | None = None
+    start: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a shard along `axis`, with padding."""
+        return self.shape[self.axis] if self.rows is None else self.rows.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +90,14 @@ class ParamSpec:
 
     Attributes:
         kind: name within the layer, such as `mlp.gate_up`; unique in the layer.
-        sources: checkpoint tensors, concatenated along the sharded axis.
+        sources: checkpoint tensors, concatenated along the sharded axis, or stacked (`Source.blocks`).
         shard_shape: shape of one shard in computations; matrices are `[out, in]`, as in checkpoints.
         num_shards: `max_tp` for sharded parameters, 1 for replicated parameters.
         placement: `sharded`: each rank computes with its own shards. `replicated`: each rank computes with all shards.
         page_elems: elements of a KV page. If set, a shard is stored as an extent `[pages, page_elems]`, which a
             transformation may release to the KV cache.
+        min_pages: smallest number of pages of a stored shard, so that shards of layers of several kinds become extents
+            of the same size. Pages after the shard are zero.
         init: distribution of random weights.
         strided: True if a rank computes with every p-th shard at degree p, see above. Requires that the results of all
             shards are added, so that the order of the shards does not matter.
@@ -104,6 +116,7 @@ class ParamSpec:
     _: KW_ONLY
     owner: Owner
     layer: int | None = None
+    min_pages: int = 0
 
     @cached_property
     def name(self) -> str:
@@ -117,12 +130,12 @@ class ParamSpec:
             return self.shard_shape
         pages, rest = divmod(math.prod(self.shard_shape), self.page_elems)
         assert rest == 0, f"{self.name}: shard {self.shard_shape} is not whole pages of {self.page_elems}"
-        return (pages, self.page_elems)
+        return (max(pages, self.min_pages), self.page_elems)
 
     @property
     def num_elements(self) -> int:
         """Elements of all shards together, with padding."""
-        return self.num_shards * math.prod(self.shard_shape)
+        return self.num_shards * math.prod(self.stored_shape)
 
     def num_bytes(self, dtype: jax.typing.DTypeLike) -> int:
         """Return the bytes of all shards together, with padding."""
@@ -157,34 +170,58 @@ class ParamSpec:
             read: function that returns the checkpoint tensor with a given name.
             shards: output: one contiguous array of `stored_shape` for each shard.
         """
-        outs = [shard.reshape(self.shard_shape) for shard in shards]
-        position, axis = 0, 0
-        for source in self.sources:
+        outs = [self._computed(shard) for shard in shards]
+        for shard in shards:  # pages after the shard
+            shard.reshape(-1)[math.prod(self.shard_shape) :] = 0
+        if any(source.blocks is not None and len(source.shape) == 1 for source in self.sources):
+            for out in outs:  # a bias of experts is in one shard, also if the shards divide each expert
+                out[...] = 0
+        end, axis = 0, 0
+        for source, start in self._placed_sources():
             tensor, axis = read(source.name), source.axis
             for index, out in enumerate(outs):
-                self._fill(source, tensor, index, out, position)
-            position += tensor.shape[axis] if source.rows is None else source.rows.shape[1]
-        for out in outs:
-            out[(slice(None),) * axis + (slice(position, None),)] = 0
+                if (part := self._part(source, index, out)) is not None:
+                    self._fill(source, tensor, index, part, start)
+            end = start + source.num_rows
+        if self.sources[-1].blocks is None:
+            for out in outs:
+                out[(slice(None),) * axis + (slice(end, None),)] = 0
 
     def restore_tensor(self, source: Source, shards: list[np.ndarray]) -> np.ndarray:
         """Rebuild the checkpoint tensor of `source` from all shards of this parameter: the inverse of `fill_shards`.
 
         Each shard has the shape `stored_shape`.
         """
-        position = 0
-        for other in self.sources:
-            if other is source:
-                break
-            position += other.shape[other.axis] if other.rows is None else other.rows.shape[1]
+        start = next(start for other, start in self._placed_sources() if other is source)
         out = np.zeros(source.shape, shards[0].dtype)
         for index, stored in enumerate(shards):
-            local = stored.reshape(self.shard_shape)
+            if (local := self._part(source, index, self._computed(stored))) is None:
+                continue
             rows = np.arange(source.shape[source.axis]) if source.rows is None else source.rows[index]
             valid = rows >= 0
-            part = np.take(local, position + np.nonzero(valid)[0], axis=source.axis)
+            part = np.take(local, start + np.nonzero(valid)[0], axis=source.axis)
             out[(slice(None),) * source.axis + (rows[valid],)] = part
         return out
+
+    def _computed(self, shard: np.ndarray) -> np.ndarray:
+        """Return the view of a stored shard in the shape for computations."""
+        return shard.reshape(-1)[: math.prod(self.shard_shape)].reshape(self.shard_shape)
+
+    def _placed_sources(self) -> list[tuple[Source, int]]:
+        """Return each source with the position of its first row in a shard."""
+        placed, position = [], 0
+        for source in self.sources:
+            position = position if source.start is None else source.start
+            placed.append((source, position))
+            position += source.num_rows
+        return placed
+
+    @staticmethod
+    def _part(source: Source, index: int, shard: np.ndarray) -> np.ndarray | None:
+        """Return the part of a shard that `source` fills, or None."""
+        if source.blocks is None:
+            return shard
+        return None if (block := source.blocks[index]) is None else shard[block]
 
     def _fill(self, source: Source, tensor: np.ndarray, shard: int, out: np.ndarray, position: int) -> None:
         if source.rows is None:

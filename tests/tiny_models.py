@@ -58,6 +58,89 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32},
+    # 2 experts for each rank at TP4.
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+    },
+    # A dense layer, and 6 experts that TP4 divides within each.
+    "qwen3-moe-mixed": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 21,
+        "mlp_only_layers": [0],
+    },
+    # All experts compute every token.
+    "mixtral": {
+        "model_type": "mixtral",
+        "intermediate_size": 36,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 4,
+        "sliding_window": 13,
+    },
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 30,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 13,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 13,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "tie_word_embeddings": True,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.4, 2.0, 3.0],
+            "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
+        },
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 36,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 13,
+        "attention_bias": True,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "smollm2": {
         "model_type": "llama",
         "hidden_size": 72,
@@ -66,7 +149,19 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "gpt_oss": "GptOss",
+    "phi3": "Phi3",
+}
 
 
 def tiny_config(name: str) -> dict[str, Any]:
@@ -77,9 +172,10 @@ def tiny_config(name: str) -> dict[str, Any]:
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors of a model, as in Hugging Face checkpoints."""
-    hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, head = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    qkv_bias = config["model_type"] == "qwen2" or config.get("attention_bias", False)
+    family = config["model_type"]
+    qkv_bias = family in ("qwen2", "qwen2_moe") or config.get("attention_bias", False)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
@@ -88,20 +184,57 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        fused = (("qkv", q + 2 * kv),)
+        for name, rows in fused if family == "phi3" else (("q", q), ("k", kv), ("v", kv)):
             shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (rows, hidden)
             if qkv_bias:
                 shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (rows,)
         shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, q)
         if config.get("attention_bias", False):
             shapes[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
-        if config["model_type"] == "qwen3":
+        if family == "gpt_oss":
+            shapes[f"{prefix}.self_attn.sinks"] = (config["num_attention_heads"],)
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head,)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = shapes[f"{prefix}.mlp.up_proj.weight"] = (ffn, hidden)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, ffn)
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= {f"{prefix}.{name}": shape for name, shape in ffn_shapes(config, layer).items()}
+        norms = ("pre_feedforward", "post_feedforward") if family.startswith("gemma") else ()
+        for name in ("input", "post_attention", *norms):
+            shapes[f"{prefix}.{name}_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def ffn_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors of an FFN, within its layer."""
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"] == "phi3":
+        return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+    if config["model_type"] == "gpt_oss":
+        count = config["num_local_experts"]
+        return {
+            "mlp.router.weight": (count, hidden),
+            "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, hidden, 2 * ffn),
+            "mlp.experts.gate_up_proj_bias": (count, 2 * ffn),
+            "mlp.experts.down_proj": (count, ffn, hidden),
+            "mlp.experts.down_proj_bias": (count, hidden),
+        }
+    if config["model_type"] == "mixtral":
+        experts, names, ffns = "block_sparse_moe", ("w1", "w3", "w2"), [ffn] * config["num_local_experts"]
+    elif "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
+        experts, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+        ffns = [config["moe_intermediate_size"]] * config["num_experts"]
+    else:
+        wide, tall = (ffn, hidden), (hidden, ffn)
+        return {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide, "mlp.down_proj.weight": tall}
+    shapes: dict[str, tuple[int, ...]] = {f"{experts}.gate.weight": (len(ffns), hidden)}
+    if "shared_expert_intermediate_size" in config:
+        shared, size = "mlp.shared_expert", config["shared_expert_intermediate_size"]
+        shapes |= {f"{shared}_gate.weight": (1, hidden), f"{shared}.down_proj.weight": (hidden, size)}
+        shapes |= {f"{shared}.{name}_proj.weight": (size, hidden) for name in ("gate", "up")}
+    for expert, size in enumerate(ffns):
+        sizes = ((size, hidden), (size, hidden), (hidden, size))
+        shapes |= {f"{experts}.experts.{expert}.{name}.weight": it for name, it in zip(names, sizes, strict=True)}
     return shapes
 
 
@@ -112,7 +245,8 @@ def write_model(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         values = random.standard_normal(shape, np.float32)
-        tensors[name] = 1 + 0.2 * values if name.endswith("norm.weight") else 0.15 * values
+        mean = 0 if config["model_type"].startswith("gemma") else 1
+        tensors[name] = mean + 0.2 * values if name.endswith("norm.weight") else 0.15 * values
     save_file({name: value.astype(np.float32) for name, value in tensors.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -1,4 +1,4 @@
-"""GGUF files of the Llama and Qwen families, read as Hugging Face checkpoints."""
+"""GGUF files of the Llama, Qwen and Gemma 3 families, read as Hugging Face checkpoints."""
 
 import hashlib
 import math
@@ -21,7 +21,14 @@ from amoeba_jax.errors import CheckpointError
 CONVERTER_VERSION = "2"
 """Version of the files that are made from a GGUF file. If it changes, caches build the files again."""
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+"""`model_type` and class of each architecture."""
 
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -40,6 +47,20 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Names that an architecture has in addition, or in another meaning. Experts are one tensor `[E, out, in]`.
+OWN_NAMES = {
+    "qwen3moe": {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.gate_proj",
+        "ffn_up_exps": "mlp.experts.up_proj",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    },
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
 }
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -136,6 +157,8 @@ class GGUFCheckpoint:
         if self._architecture == "llama" and (found := re.search(r"\.([qk])_proj\.", name)):
             heads = "num_attention_heads" if found[1] == "q" else "num_key_value_heads"
             return unpermute(array, self.config[heads])
+        if self._architecture == "gemma3" and name.endswith("norm.weight"):
+            return array - 1  # llama.cpp stores the whole scale, Hugging Face its difference from 1
         return array
 
     def release(self, name: str | None = None) -> None:
@@ -182,13 +205,14 @@ class GGUFCheckpoint:
     def _hf_name(self, stored_name: str) -> str:
         if stored_name in GLOBAL_NAMES:
             return GLOBAL_NAMES[stored_name]
+        names = LAYER_NAMES | OWN_NAMES.get(self._architecture, {})
         found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", stored_name)
-        if not found or found[2] not in LAYER_NAMES:
+        if not found or found[2] not in names:
             raise CheckpointError(
-                f"{self._path} has a tensor {stored_name!r}, which no dense {self._architecture} model has: "
-                f"mixtures of experts and variants are not read from GGUF; use the safetensors directory"
+                f"{self._path} has a tensor {stored_name!r}, which is not known in {self._architecture} models: "
+                f"use the safetensors directory"
             )
-        return f"model.layers.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
+        return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
 
     def _make_config(self, rope_freqs: np.ndarray | None) -> dict[str, Any]:
         heads = self._number("attention.head_count")
@@ -197,18 +221,19 @@ class GGUFCheckpoint:
         context = self._number("context_length")
         if (rotary := self._number("rope.dimension_count", head_dim)) != head_dim:
             raise CheckpointError(f"{self._path} rotates {rotary} of {head_dim} head dimensions: all are required")
+        model_type, name = ARCHITECTURES[self._architecture]
         window = self._number("attention.sliding_window", 0)
-        if 0 < window < context:
+        if 0 < window < context and self._architecture != "gemma3":
             raise CheckpointError(
                 f"{self._path} uses sliding-window attention ({window} of {context} tokens), "
                 f"which is not read from GGUF: use the safetensors directory"
             )
         config: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self._architecture]],
-            "model_type": self._architecture,
+            "architectures": [name],
+            "model_type": model_type,
             "hidden_act": "silu",
             "hidden_size": hidden,
-            "intermediate_size": self._number("feed_forward_length"),
+            "intermediate_size": self._number("feed_forward_length", self._experts_size()),
             "num_hidden_layers": self._number("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
@@ -223,9 +248,25 @@ class GGUFCheckpoint:
         }
         if self._architecture != "qwen2":  # which has biases by definition, and no such key
             config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._entries
+        if self._architecture == "qwen3moe":
+            config |= {
+                "num_experts": self._number("expert_count"),
+                "num_experts_per_tok": self._number("expert_used_count"),
+                "moe_intermediate_size": self._experts_size(),
+                "norm_topk_prob": True,  # in all published models; GGUF has no key for it
+            }
+        if self._architecture == "gemma3":
+            config |= {
+                "sliding_window": window or None,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "query_pre_attn_scalar": head_dim,
+            }
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             config[f"{role}_token_id"] = self._metadata.get(f"tokenizer.ggml.{key}_token_id")
         return config
+
+    def _experts_size(self) -> Any:
+        return self._metadata.get(f"{self._architecture}.expert_feed_forward_length")
 
     def _rope_scaling(self, rope_freqs: np.ndarray | None, head_dim: int) -> dict[str, Any] | None:
         kind = self._metadata.get(f"{self._architecture}.rope.scaling.type", "none")

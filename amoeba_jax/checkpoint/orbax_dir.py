@@ -39,6 +39,8 @@ class OrbaxCheckpoint:
             )
         config, layout = ModelConfig.from_hf(self.config), dict(marker.get("layout") or {})
         saved, now = layout.pop("config", {}), json.loads(json.dumps(dataclasses.asdict(config)))
+        if isinstance(rope := saved.get("rope"), dict):
+            rope["long"] = config.rope.long  # a setting of the engine that saved, not of the model
         differing = [key for key in now if saved.get(key) != now[key]]
         if differing:
             raise CheckpointError(

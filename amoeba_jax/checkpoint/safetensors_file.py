@@ -84,11 +84,19 @@ class SafetensorsCheckpoint:
             )
         return self._files[entry.shard].view(name, DTYPES[entry.dtype], entry.shape, entry.offset)
 
+    def read_bytes(self, name: str) -> np.ndarray:
+        """Return a tensor of dtype U8. Raises `CheckpointError` for other dtypes."""
+        entry = self._entry(name)
+        if entry.dtype != "U8":
+            raise CheckpointError(f"tensor {name!r} in {self._root / entry.shard} has dtype {entry.dtype}, not U8")
+        return self._files[entry.shard].view(name, np.dtype(np.uint8), entry.shape, entry.offset)
+
     def release(self, name: str | None = None) -> None:
         """Free the host memory of a tensor (None: of all tensors)."""
         if name is not None:
             entry = self._entry(name)
-            self._files[entry.shard].release(entry.offset, math.prod(entry.shape) * DTYPES[entry.dtype].itemsize)
+            itemsize = DTYPES.get(entry.dtype, np.dtype(np.uint8)).itemsize
+            self._files[entry.shard].release(entry.offset, math.prod(entry.shape) * itemsize)
             return
         for file in self._files.values():
             file.release()
@@ -111,12 +119,13 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
     """Return the dtype that all matrices in the safetensors files of a directory have.
 
     Return None if the matrices have different or unsupported dtypes, or if there are no readable files. Vectors are
-    ignored, because norms and tables of angles are often kept in float32.
+    ignored, because norms and tables of angles are often kept in float32. Bytes of MXFP4 are ignored too.
     """
     found: set[str] = set()
     try:
         for shard in _shards(directory, _weights_file(directory, config)):
             found |= {entry.dtype for entry in _read_header(directory / shard).values() if len(entry.shape) > 1}
+        found.discard("U8")
     except CheckpointError:  # loading the weights raises it again
         return None
     return DTYPES[found.pop()].name if len(found) == 1 and found <= DTYPES.keys() else None

@@ -1,7 +1,7 @@
 """Model configs, read from Hugging Face's config.json."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +51,20 @@ class ModelConfig:
     """Rotary embedding of layers with a sliding window. None: `rope`."""
     activation: str = "silu"
     """Activation of the FFN (`layers.ACTIVATIONS`)."""
+    norm_offset: float = 0.0
+    """Number that is added to the scales of all norms."""
+    post_norms: bool = False
+    """Whether the results of attention and FFN are normalized before they are added to the hidden states."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings."""
+    attention_scale: float | None = None
+    """Factor on the scores of attention. None: `head_dim ** -0.5`."""
+    attention_soft_cap: float | None = None
+    """Scores of attention become `cap * tanh(score / cap)`. None: unchanged."""
+    logit_soft_cap: float | None = None
+    """The same for logits."""
+    sinks: bool = False
+    """Whether each query head has a score without a value, which takes part in the softmax."""
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -73,6 +87,15 @@ class ModelConfig:
             "yarn": rope.original_max_position_embeddings * rope.factor,
         }
         return int(max(self.max_position, scaled.get(rope.rope_type, 0)))
+
+    def for_context(self, tokens: int | None) -> "ModelConfig":
+        """Return the config for requests of up to `tokens` tokens. None: for requests of any length.
+
+        LongRoPE has frequencies for the original context and others for longer contexts. `transformers` chooses again
+        at each step, which would change the meaning of cached keys.
+        """
+        long = tokens is None or tokens > self.rope.original_max_position_embeddings
+        return replace(self, rope=replace(self.rope, long=long)) if self.rope.rope_type == "longrope" else self
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":
@@ -100,7 +123,7 @@ class ModelConfig:
         if head_dim % 2:
             raise CheckpointError(f"head_dim={head_dim} must be even for rotary embeddings")
         max_position, num_layers = positive(hf, "max_position_embeddings"), positive(hf, "num_hidden_layers")
-        common = {
+        common: dict[str, Any] = {
             "family": name,
             "hidden_size": positive(hf, "hidden_size"),
             "num_layers": num_layers,
@@ -117,7 +140,7 @@ class ModelConfig:
         }
         own = family.fields(hf)
         if "rope" not in own:
-            own["rope"] = read_rope(hf.get("rope_parameters") or {}, max_position)
+            own["rope"] = read_rope(hf.get("rope_parameters") or {}, max_position, head_dim)
         return cls(**common | own)
 
 

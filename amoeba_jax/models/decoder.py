@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.experts import MixtureOfExperts
 from amoeba_jax.models.kinds import LayerKind
 from amoeba_jax.models.layers import (
     Attention,
@@ -29,29 +30,41 @@ from sharding.placement import ModuleKind
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and FFN, each with a residual connection. `module` can select one of the two parts."""
+    """Attention and FFN, each with a norm before it and a residual connection. `module` can select one of both.
+
+    Some families also normalize the results (`ModelConfig.post_norms`).
+    """
 
     def __init__(self, dims: ModelDims, layer: int, tp: int, module: ModuleKind = "layer"):
-        self.eps = dims.config.norm_eps
-        hidden, hf = dims.config.hidden_size, f"model.layers.{layer}"
-        tensor = f"{hf}.input_layernorm.weight"
+        self.eps, self.offset = dims.config.norm_eps, dims.config.norm_offset
         attends, feeds = module != "ffn", module != "attention"
-        self.attention_norm = norm_scale(dims, "attention_norm", tensor, hidden, Owner.NORM, layer) if attends else None
-        tensor = f"{hf}.post_attention_layernorm.weight"
-        self.mlp_norm = norm_scale(dims, "mlp_norm", tensor, hidden, Owner.NORM, layer) if feeds else None
+        post = dims.config.post_norms
+
+        def norm(kind: str, name: str, present: bool) -> nnx.Param | None:
+            tensor = f"model.layers.{layer}.{name}_layernorm.weight"
+            return norm_scale(dims, kind, tensor, dims.config.hidden_size, Owner.NORM, layer) if present else None
+
+        self.attention_norm = norm("attention_norm", "input", attends)
+        self.attention_post_norm = norm("attention_post_norm", "post_attention", attends and post)
+        self.mlp_norm = norm("mlp_norm", "pre_feedforward" if post else "post_attention", feeds)
+        self.mlp_post_norm = norm("mlp_post_norm", "post_feedforward", feeds and post)
         self.attention = Attention(dims, layer, tp) if attends else None
-        self.mlp = FeedForward(dims, layer, tp) if feeds else None
+        ffn = MixtureOfExperts if dims.config.kinds[layer].has_experts else FeedForward
+        self.mlp = ffn(dims, layer, tp) if feeds else None
 
     def __call__(
         self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext | None
     ) -> tuple[Float[Array, "D N"], LayerKV]:
-        if self.attention is not None and self.attention_norm is not None:
+        if self.attention is not None:
             assert context is not None, "attention needs the step's tables"
-            attended, extents = self.attention(hidden_norm(x, self.attention_norm[...], self.eps), extents, context)
-            x = x + attended
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(hidden_norm(x, self.mlp_norm[...], self.eps))
+            attended, extents = self.attention(self._normed(x, self.attention_norm), extents, context)
+            x = x + self._normed(attended, self.attention_post_norm)
+        if self.mlp is not None:
+            x = x + self._normed(self.mlp(self._normed(x, self.mlp_norm)), self.mlp_post_norm)
         return x, extents
+
+    def _normed(self, x: Float[Array, "D N"], scale: nnx.Param | None) -> Float[Array, "D N"]:
+        return x if scale is None else hidden_norm(x, scale[...], self.eps, self.offset)
 
 
 class Embedding(nnx.Module):
@@ -62,7 +75,7 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, dims: ModelDims):
-        self.tied = dims.config.tied_embeddings
+        self.tied, self.scale = dims.config.tied_embeddings, dims.config.embedding_scale
         self.share = dims.vocab_share
         if self.tied:
             spec = head_spec(dims)
@@ -75,14 +88,18 @@ class Embedding(nnx.Module):
             self.table = nnx.List([parameter(dims, spec)])
 
     def __call__(self, tokens: Int32[Array, " N"]) -> Float[Array, "D N"]:
+        rows = self._rows(tokens)
+        return (rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)).T
+
+    def _rows(self, tokens: Int32[Array, " N"]) -> Float[Array, "N D"]:
         if not self.tied:
-            return self.table[0][...][tokens].T
+            return self.table[0][...][tokens]
         rows = jnp.zeros((), self.table[0].dtype)
         for index, shard in enumerate(self.table):
             local = tokens - index * self.share
             inside = (local >= 0) & (local < self.share)
             rows = rows + jnp.where(inside[:, None], shard[...][jnp.where(inside, local, 0)], 0)
-        return rows.T
+        return rows
 
 
 def head_spec(dims: ModelDims) -> ParamSpec:
@@ -109,12 +126,15 @@ class Head(nnx.Module):
 
     def __call__(self, x: Float[Array, "D R"]) -> Float[Array, "V R"]:
         """Return f32 logits over the vocabulary without padding, the same on every rank."""
-        x = hidden_norm(x, self.norm[...], self.dims.config.norm_eps)
+        config = self.dims.config
+        x = hidden_norm(x, self.norm[...], config.norm_eps, config.norm_offset)
         local = [matmul(kernel[...], x) for kernel in self.kernels]
         logits = local[0] if len(local) == 1 else jnp.concatenate(local)
         if self.tp > 1:
             logits = lax.all_gather(logits, TP_AXIS, tiled=True)
-        return self._drop_padding(logits)
+        logits = self._drop_padding(logits)
+        cap = config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _drop_padding(self, logits: Float[Array, "padded R"]) -> Float[Array, "V R"]:
         vocabulary, shard, share = self.dims.config.vocab_size, self.dims.vocab_shard, self.dims.vocab_share

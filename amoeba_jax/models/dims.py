@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from amoeba_jax.models.config import ModelConfig
 from kvcache.geometry import PageGeometry
@@ -10,6 +11,20 @@ from sharding.params import round_up_to_pages
 
 # Rows of a vocabulary shard are a multiple of this number, so that each rank's matrix is aligned.
 VOCAB_ALIGNMENT = 16
+
+
+class ExpertShards(NamedTuple):
+    """Division of the experts of a layer into `max_tp` shards.
+
+    Attributes:
+        whole: whether a shard has whole experts. If not, each shard has a part of the inner features of all experts.
+        count: number of experts in a shard.
+        size: inner features of each expert in a shard, with padding.
+    """
+
+    whole: bool
+    count: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,46 @@ class ModelDims:
             return share
         hidden = self.config.hidden_size
         return round_up_to_pages(share, (2 * hidden, hidden), self.ffn_page_elems)
+
+    @cached_property
+    def experts(self) -> ExpertShards:
+        """Division of the experts of a layer into shards. Raises `AssertionError` for a model without experts."""
+        experts = self.config.experts
+        assert experts is not None, "the model has no experts"
+        whole = experts.count % self.max_tp == 0
+        count = experts.count // self.max_tp if whole else experts.count
+        size = experts.ffn_size if whole else -(-experts.ffn_size // self.max_tp)
+        if self.ffn_page_elems is not None:
+            rows = count * self.config.hidden_size
+            size = round_up_to_pages(size, (2 * rows, rows), self.ffn_page_elems)
+        return ExpertShards(whole, count, size)
+
+    @cached_property
+    def ffn_pages(self) -> int:
+        """Pages of a stored `down` shard; a `gate_up` shard has twice as many. They are equal in all layers.
+
+        If a model has layers with experts and layers with a dense FFN, the smaller shards are padded.
+        """
+        if self.ffn_page_elems is None:
+            return 0
+        kinds = {kind.has_experts for kind in self.config.kinds}
+        features = [self.experts.count * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
+        return max(features) * self.config.hidden_size // self.ffn_page_elems
+
+    @property
+    def ffn_intermediates(self) -> int:
+        """Largest number of elements of the intermediates of one token in an FFN."""
+        dense = 3 * 2 * self.ffn_shard * self.max_tp
+        if (experts := self.config.experts) is None:
+            return dense
+        # Results of all experts of a token, and the features of one expert.
+        routed = 2 * experts.top_k * self.config.hidden_size + 3 * 2 * self.experts.size
+        return max(routed, dense) if self.config.dense_layers else routed
+
+    @property
+    def expert_copy(self) -> int:
+        """Number of elements of one expert in a shard. XLA copies an expert before it computes with it."""
+        return 0 if self.config.experts is None else 3 * self.experts.size * self.config.hidden_size
 
     @property
     def vocab_share(self) -> int:

@@ -1,5 +1,6 @@
 """Building blocks of the decoder. They run inside `shard_map`: shapes are per rank, and collectives are explicit."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -55,7 +56,8 @@ def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
 
 def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner, layer: int | None = None) -> nnx.Param:
     """Return the scale vector of an RMS norm, without data. Every rank uses the whole vector."""
-    return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init="ones", owner=owner, layer=layer))
+    init = "zeros" if dims.config.norm_offset else "ones"
+    return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init=init, owner=owner, layer=layer))
 
 
 def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
@@ -80,17 +82,28 @@ def rank_sum(x: jax.Array, tp: int) -> jax.Array:
     return lax.psum(x, TP_AXIS) if tp > 1 else x
 
 
-def rms_norm(x: Float[Array, "... h"], scale: Float[Array, " h"], eps: float) -> Float[Array, "... h"]:
-    """Normalize the last axis by its root mean square, and multiply by `scale`. Computes in f32, returns `x.dtype`."""
+def rms_norm(
+    x: Float[Array, "... h"], scale: Float[Array, " h"], eps: float, offset: float = 0.0
+) -> Float[Array, "... h"]:
+    """Normalize the last axis by its root mean square, and multiply by `scale`. Computes in f32, returns `x.dtype`.
+
+    `offset` is added to the scale, in f32.
+    """
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if offset:
+        return (wide * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
     return (scale * wide.astype(x.dtype)).astype(x.dtype)
 
 
-def hidden_norm(x: Float[Array, "D N"], scale: Float[Array, " D"], eps: float) -> Float[Array, "D N"]:
+def hidden_norm(
+    x: Float[Array, "D N"], scale: Float[Array, " D"], eps: float, offset: float = 0.0
+) -> Float[Array, "D N"]:
     """Apply `rms_norm` along the first axis: to the hidden state of each token."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
+    if offset:
+        return (wide * (scale.astype(jnp.float32)[:, None] + offset)).astype(x.dtype)
     return (scale[:, None] * wide.astype(x.dtype)).astype(x.dtype)
 
 
@@ -140,6 +153,10 @@ class Attention(nnx.Module):
         o_bias_spec = ParamSpec("attention.o_bias", (Source(f"{hf}.o_proj.bias", (hidden,)),), (hidden,), **owned)
         self.qkv_bias = shards(dims, bias_spec, tp) if config.qkv_bias else None
         self.o_bias = parameter(dims, o_bias_spec) if config.output_bias else None
+        sink_rows = heads.q_rows().reshape(max_tp, -1)
+        sink_source = Source(f"{hf}.sinks", (config.num_heads,), sink_rows)
+        sink_spec = ParamSpec("attention.sinks", (sink_source,), sink_rows.shape[1:], max_tp, "sharded", **owned)
+        self.sinks = shards(dims, sink_spec, tp) if config.sinks else None
         norms = ("q_norm", "k_norm") if config.qk_norm else ()
         scales = [norm_scale(dims, f"attention.{n}", f"{hf}.{n}.weight", head_dim, **owned) for n in norms]
         self.q_norm, self.k_norm = scales if scales else (None, None)
@@ -151,13 +168,14 @@ class Attention(nnx.Module):
         config, geometry, tp = self.dims.config, self.dims.pages, self.tp
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm[...], config.norm_eps)
-            k = rms_norm(k, self.k_norm[...], config.norm_eps)
+            q = rms_norm(q, self.q_norm[...], config.norm_eps, config.norm_offset)
+            k = rms_norm(k, self.k_norm[...], config.norm_eps, config.norm_offset)
         cos, sin = context.rotary[self.rope]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         pages = [extent.reshape(-1, *geometry.sub_page_shape(tp)) for extent in extents]
         starts = extent_starts(page.shape[0] for page in pages)
         pages = append_kv(pages, starts, k, v, context.page_ids, context.page_offsets)
+        sinks = None if self.sinks is None else jnp.concatenate([sink[...] for sink in self.sinks])
         outputs, first = [], 0
         for group in context.groups:
             batch, length = group.query_positions.shape
@@ -167,8 +185,10 @@ class Attention(nnx.Module):
                 pages,
                 group.tables,
                 group.query_positions,
-                scale=config.head_dim**-0.5,
+                scale=config.attention_scale or config.head_dim**-0.5,
                 sliding_window=self.window,
+                soft_cap=config.attention_soft_cap,
+                sinks=sinks,
             )
             outputs.append(out.reshape(batch * length, *q.shape[1:]))
             first += batch * length
@@ -208,39 +228,62 @@ class Attention(nnx.Module):
         return total.astype(heads.dtype)
 
 
-class FeedForward(nnx.Module):
-    """Gated SiLU feed-forward network. The inner features are split over the shards, whose results are added."""
+def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return nnx.silu(gate) * up
 
-    def __init__(self, dims: ModelDims, layer: int, tp: int):
-        self.tp = tp
-        config, shard = dims.config, dims.ffn_shard
-        hf = f"model.layers.{layer}.mlp"
-        rows = deal_rows(config.ffn_size, dims.max_tp, shard)
-        shape = (config.ffn_size, config.hidden_size)
+
+def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return nnx.gelu(gate, approximate=True) * up
+
+
+def _clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return the activation of gpt-oss."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * nnx.sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "clamped_silu": _clamped_silu,
+}
+"""Functions of gate and up features by `ModelConfig.activation`. They return 0 for zeros, which pad the features."""
+
+
+class FeedForward(nnx.Module):
+    """Gated feed-forward network. The inner features are split over the shards, whose results are added."""
+
+    def __init__(self, dims: ModelDims, layer: int, tp: int, shared_size: int = 0):
+        self.tp, self.activation = tp, dims.config.activation
+        size = shared_size or dims.config.ffn_size
+        shard = -(-size // dims.max_tp) if shared_size else dims.ffn_shard
+        kind, hf = ("shared_expert", "mlp.shared_expert") if shared_size else ("mlp", "mlp")
+        hf = f"model.layers.{layer}.{hf}"
+        rows = deal_rows(size, dims.max_tp, shard)
+        hidden = dims.config.hidden_size
+        shape = (size, hidden)
         common = {
             "num_shards": dims.max_tp,
             "placement": "sharded",
-            "page_elems": dims.ffn_page_elems,
+            "page_elems": None if shared_size else dims.ffn_page_elems,
             "strided": True,
             "owner": Owner.FFN,
             "layer": layer,
         }
+        pages = 0 if shared_size else dims.ffn_pages
         gate, up = Source(f"{hf}.gate_proj.weight", shape, rows), Source(f"{hf}.up_proj.weight", shape, rows)
         down = Source(f"{hf}.down_proj.weight", shape[::-1], rows, axis=1)
-        self.gate_up = shards(
-            dims,
-            ParamSpec("mlp.gate_up", (gate, up), (2 * shard, config.hidden_size), **common),
-            tp,
-        )
-        self.down = shards(
-            dims,
-            ParamSpec("mlp.down", (down,), (config.hidden_size, shard), **common),
-            tp,
-        )
+        gate_up = ParamSpec(f"{kind}.gate_up", (gate, up), (2 * shard, hidden), **common, min_pages=2 * pages)
+        self.gate_up = shards(dims, gate_up, tp)
+        self.down = shards(dims, ParamSpec(f"{kind}.down", (down,), (hidden, shard), **common, min_pages=pages), tp)
 
     def __call__(self, x: Float[Array, "D N"]) -> Float[Array, "D N"]:
+        return rank_sum(self.partial(x), self.tp).astype(x.dtype)
+
+    def partial(self, x: Float[Array, "D N"]) -> Float[Array, "D N"]:
+        """Return the sum over the shards of this rank, in f32."""
         total = jnp.zeros((), jnp.float32)
         for gate_up, down in zip(self.gate_up, self.down, strict=True):
             gate, up = jnp.split(matmul(gate_up[...], x), 2)
-            total = total + matmul(down[...], (nnx.silu(gate) * up).astype(x.dtype))
-        return rank_sum(total, self.tp).astype(x.dtype)
+            total = total + matmul(down[...], ACTIVATIONS[self.activation](gate, up).astype(x.dtype))
+        return total

@@ -13,8 +13,8 @@ from amoeba_jax.errors import CheckpointError
 class RopeConfig:
     """Rotary position embedding: base `theta`, and scaling of the frequencies.
 
-    `rope_type` selects the scaling: `default` (none), `linear`, `llama3` (Llama 3.1) or `yarn`. The other fields are
-    its parameters, named as in `config.json`.
+    `rope_type` selects the scaling: `default` (none), `linear`, `llama3` (Llama 3.1), `yarn` or `longrope`. The other
+    fields are its parameters, named as in `config.json`.
     """
 
     theta: float
@@ -28,6 +28,10 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     """Factor on sines and cosines, which makes scores larger by its square."""
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool = True
+    """Whether `long_factor` divides the frequencies, not `short_factor`."""
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
         """Return the scaled angular frequencies, f32 `[head_dim / 2]`, in radians per position."""
@@ -43,6 +47,8 @@ class RopeConfig:
             )
             blended = (1 - smooth) * base / self.factor + smooth * base
             base = np.where(wavelength > low, base / self.factor, np.where(wavelength < high, base, blended))
+        elif self.rope_type == "longrope":
+            base = base / np.array(self.long_factor if self.long else self.short_factor)
         elif self.rope_type == "yarn":
             low, high = (self._pair(turns, head_dim) for turns in (self.beta_fast, self.beta_slow))
             if self.truncate:
@@ -64,10 +70,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
+    "longrope": ("original_max_position_embeddings",),
 }
 
 
-def read_rope(rope: dict[str, Any], max_position: int) -> RopeConfig:
+def read_rope(rope: dict[str, Any], max_position: int, head_dim: int) -> RopeConfig:
     """Return the rotary settings from `rope_parameters`, in the form of `transformers` 5.
 
     `max_position` is `max_position_embeddings`: the original context if YaRN's settings name none. Raises
@@ -83,8 +90,12 @@ def read_rope(rope: dict[str, Any], max_position: int) -> RopeConfig:
     if rope_type not in _FIELDS:
         raise CheckpointError(f"rope_type={rope_type!r} is not supported: it must be one of {', '.join(_FIELDS)}")
     values = {name: _positive_number(rope, name) for name in ("rope_theta", *_FIELDS[rope_type])}
-    settings = {"theta": values.pop("rope_theta"), "rope_type": rope_type, **values}
-    return RopeConfig(**settings, **(_yarn(rope, max_position) if rope_type == "yarn" else {}))
+    settings: dict[str, Any] = {"theta": values.pop("rope_theta"), "rope_type": rope_type, **values}
+    if rope_type == "yarn":
+        settings |= _yarn(rope, max_position)
+    if rope_type == "longrope":
+        settings |= _longrope(rope, max_position, head_dim)
+    return RopeConfig(**settings)
 
 
 def _yarn(rope: dict[str, Any], max_position: int) -> dict[str, Any]:
@@ -98,6 +109,21 @@ def _yarn(rope: dict[str, Any], max_position: int) -> dict[str, Any]:
     }
     named = ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings")
     return settings | {name: _positive_number(rope, name) for name in named if rope.get(name) is not None}
+
+
+def _longrope(rope: dict[str, Any], max_position: int, head_dim: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name)
+        if not isinstance(factors, list | tuple) or len(factors) != head_dim // 2:
+            raise CheckpointError(f"config.json: {name} of LongRoPE must be a list of {head_dim // 2} numbers")
+        settings[name] = tuple(_positive_number({name: factor}, name) for factor in factors)
+    original = _positive_number(rope, "original_max_position_embeddings")
+    scale = _positive_number(rope, "factor") if rope.get("factor") is not None else max_position / original
+    settings["attention_factor"] = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+    if rope.get("attention_factor") is not None:
+        settings["attention_factor"] = _positive_number(rope, "attention_factor")
+    return settings
 
 
 def _positive_number(rope: dict[str, Any], field: str) -> float:

@@ -92,12 +92,12 @@ def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> in
     rows = config.max_num_seqs * width
     tokens = config.max_num_batched_tokens + rows
     heads, model = dims.heads, dims.config
-    per_token = 6 * model.hidden_size + 3 * 2 * dims.ffn_shard * dims.max_tp
+    per_token = 6 * model.hidden_size + dims.ffn_intermediates
     per_token += 6 * heads.kv_heads * (heads.group + 2) * model.head_dim
     # Attention scores and weights of one block of keys, in f32, with masks.
     per_token += 4 * heads.kv_heads * heads.group * 128
     logits = 8 * rows * dims.vocab_shard * dims.max_tp
-    return 4 * (tokens * per_token + logits)
+    return 4 * (tokens * per_token + dims.expert_copy + logits)
 
 
 def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: int, platform: str) -> int:

@@ -1,5 +1,6 @@
 """Programs of a step: the layers of a segment, and the head."""
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ from kvcache.exchange import exchange_pieces
 from kvcache.migration import phase_shape
 from kvcache.page_lists import split_by_extent
 from sharding.mesh import TP_AXIS, SubMesh
+from sharding.params import ParamSpec
 
 LogitsOf = Literal["last", "all"]
 
@@ -281,9 +283,14 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
     """Reshape the weights from their stored shapes to the shapes for computations (`ParamSpec.shard_shape`)."""
     return [
-        weight.reshape(variable.get_metadata()["spec"].shard_shape)
-        for weight, variable in zip(weights, variables, strict=True)
+        _matrix(weight, variable.get_metadata()["spec"]) for weight, variable in zip(weights, variables, strict=True)
     ]
+
+
+def _matrix(weight: jax.Array, spec: ParamSpec) -> jax.Array:
+    if weight.size == (used := math.prod(spec.shard_shape)):
+        return weight.reshape(spec.shard_shape)
+    return weight.reshape(-1)[:used].reshape(spec.shard_shape)
 
 
 def _abstract_weights(

@@ -44,6 +44,8 @@ class WeightLayout:
             if spec.layer is not None and spec.page_elems is not None:
                 by_layer[spec.layer].append(spec)
         self._released = [released_shards(tuple(by_layer[i]), dims.max_tp) for i in range(dims.config.num_layers)]
+        sizes = {tuple((shard.degree, shard.num_pages) for shard in released) for released in self._released}
+        assert len(sizes) == 1, f"layers release shards of different sizes: {sizes}"
 
     @property
     def itemsize(self) -> int:

@@ -97,8 +97,10 @@ def random_reader(dims: ModelDims, seed: int, std: float = 0.02) -> FillShards:
     """
 
     def fill(spec: ParamSpec, shards: list[np.ndarray]) -> None:
+        shapes = {source.name: source.shape for source in spec.sources}
+
         def sample(name: str) -> np.ndarray:
-            shape = next(source.shape for source in spec.sources if source.name == name)
+            shape = shapes[name]
             if spec.init == "ones":
                 return np.ones(shape, np.float32)
             if spec.init == "zeros":

@@ -121,7 +121,7 @@ def _dims(config: EngineConfig, platform: str) -> ModelDims:
     kind = resolve_model(config.model, revision=config.revision).kind
     source = ModelSource(replace(config, load_format="random") if kind == "safetensors" else config)
     source.close()
-    model = ModelConfig.from_hf(source.hf_config)
+    model = ModelConfig.from_hf(source.hf_config).for_context(config.max_model_len)
     dtype = resolve_dtype(config.dtype, model.dtype, platform)
     return ModelDims(model, config.max_tp, config.page_size, dtype, config.transform_attention)
 

@@ -15,8 +15,11 @@ NEW_TOKENS = 12
 TOLERANCE = 1e-4
 # What each family has of its own is in one of these at least; the default model is compared at every degree in
 # `test_golden.py`. The rest is for long runs.
-AT_TP1 = ("llama-bias-linear-rope", "llama3-scaled-rope", "qwen2")
-AT_TP4 = ("mistral-window", "qwen3")
+AT_TP1 = (
+    *("llama-bias-linear-rope", "llama3-scaled-rope", "qwen2"),
+    *("mixtral", "qwen2-moe", "gemma2", "gemma3", "phi3"),
+)
+AT_TP4 = ("mistral-window", "qwen3", "qwen3-moe-mixed", "gpt-oss")
 
 
 def cases() -> list[Any]:
@@ -43,6 +46,7 @@ def llm(family: str, tmp_path_factory: pytest.TempPathFactory, compile_cache: st
         page_size=8,
         max_num_batched_tokens=16,
         max_num_seqs=4,
+        max_model_len=64,  # the context for which LongRoPE has short factors
         segment_layers=1,
         compile_cache=compile_cache,
         progress=False,
@@ -88,7 +92,8 @@ def test_recorded_logits_are_what_transformers_computes_now(family: str, tmp_pat
     from transformers import AutoModelForCausalLM
 
     golden = np.load(GOLDEN / f"{family}.npz")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(family, tmp_path), dtype=torch.float32)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(family, tmp_path), dtype=torch.float32, **eager)
     for index in range(len(ragged_prompts(tiny_config(family)["vocab_size"]))):
         tokens, expected = golden[f"tokens_{index}"], golden[f"logits_{index}"]
         with torch.no_grad():
@@ -100,5 +105,9 @@ def test_padding_is_reported(llm: LLM, family: str):
     padding = llm.memory().padding
     heads = llm.dims.heads
     assert padding["kv cache"] == pytest.approx(heads.kv_heads / tiny_config(family)["num_key_value_heads"])
-    assert padding["mlp.down"] == pytest.approx(llm.dims.ffn_shard * 4 / 116)
+    if (experts := llm.dims.config.experts) is None:
+        assert padding["mlp.down"] == pytest.approx(llm.dims.ffn_shard * 4 / llm.dims.config.ffn_size)
+    else:
+        stored = 4 * llm.dims.experts.count * llm.dims.experts.size
+        assert padding["experts.down"] == pytest.approx(stored / experts.count / experts.ffn_size)
     assert padding["attention.qkv"] >= 1.0

@@ -14,6 +14,7 @@ from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.config import SUPPORTED_FAMILIES, ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import num_parameters
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.kinds import LayerKind
 from amoeba_jax.models.rope import read_rope
 
 SUPPORTED = (
@@ -26,13 +27,10 @@ SUPPORTED = (
     "Qwen3-0.6B",
     "Qwen3-8B",
     "Qwen3-32B",
+    "Mixtral-8x7B-v0.1",
+    "Qwen3-30B-A3B",
 )
-UNSUPPORTED = {
-    "Mixtral-8x7B-v0.1": "mixtral",
-    "Qwen3-30B-A3B": "qwen3_moe",
-    "gpt-oss-20b": "gpt_oss",
-    "gpt-oss-120b": "gpt_oss",
-}
+GPT_OSS = ("gpt-oss-20b", "gpt-oss-120b")
 
 
 def load(shared_data: Path, model: str) -> dict:
@@ -51,7 +49,7 @@ def published(shared_data: Path) -> dict[str, tuple[int, int]]:
 
 def test_every_real_config_is_covered_here(shared_data):
     models = {path.parent.name for path in (shared_data / "configs").glob("*/config.json")}
-    assert models == {*SUPPORTED, *UNSUPPORTED} == set(published(shared_data))
+    assert models == {*SUPPORTED, *GPT_OSS} == set(published(shared_data))
 
 
 @pytest.mark.parametrize("model", SUPPORTED)
@@ -77,10 +75,54 @@ def test_real_models_have_their_published_size(shared_data, model):
     )
 
 
-@pytest.mark.parametrize("model", UNSUPPORTED)
-def test_unsupported_families_are_refused_by_name(shared_data, model):
-    with pytest.raises(CheckpointError, match=f"model_type='{UNSUPPORTED[model]}' is not supported.*llama, mistral"):
-        ModelConfig.from_hf(load(shared_data, model))
+@pytest.mark.parametrize("model", GPT_OSS)
+def test_gpt_oss_has_its_published_size(shared_data, model):
+    raw = load(shared_data, model)
+    config = ModelConfig.from_hf(raw)
+    parameters, kv_bytes = published(shared_data)[model]
+    assert num_parameters(ModelDims(config, 1, 16, "bfloat16")) == parameters
+    assert config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2 == kv_bytes
+    assert config.sliding_windows == (128, None) * (config.num_layers // 2)
+    assert config.longest_context == 131072
+    assert config.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("deepseek_v3", "multi-head latent attention"),
+        ("gemma3", "vision tower"),
+        ("gpt2", "supported families are llama, mistral"),
+    ],
+)
+def test_unsupported_families_are_refused_by_name(family, reason):
+    with pytest.raises(CheckpointError, match=f"model_type='{family}' is not supported.*{reason}"):
+        ModelConfig.from_hf({"model_type": family})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the 8 experts"),
+        ("qwen3-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be a positive integer"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive integer"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 must be a positive number"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor|short_factor"),
+        ("qwen3-moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: 'mxfp4'"),
+    ],
+)
+def test_bad_fields_of_new_families_are_refused_by_name(name, fields, message):
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_hf(tiny_config(name) | fields)
+
+
+def test_layers_have_kinds():
+    kinds = {name: ModelConfig.from_hf(tiny_config(name)).kinds for name in ("qwen3-moe-mixed", "gemma3", "gpt-oss")}
+    assert kinds["qwen3-moe-mixed"] == (LayerKind(), LayerKind(has_experts=True))
+    assert kinds["gemma3"] == (LayerKind(13, local_rope=True), LayerKind())
+    assert kinds["gpt-oss"] == (LayerKind(13, has_experts=True), LayerKind(has_experts=True))
 
 
 def test_config_without_a_family_is_refused():
@@ -150,7 +192,7 @@ def test_inverse_frequencies_are_those_of_transformers(name):
         )
         expected, attention_factor = ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))
         if rope.rope_type == "yarn":
-            assert attention_factor == read_rope(parameters, 131072).attention_factor > 1
+            assert attention_factor == read_rope(parameters, 131072, head_dim).attention_factor > 1
         else:
             assert attention_factor == 1.0
     np.testing.assert_allclose(rope.inverse_frequencies(head_dim), expected.numpy(), rtol=2e-6)
@@ -158,7 +200,8 @@ def test_inverse_frequencies_are_those_of_transformers(name):
 
 def test_linear_scaling_stretches_the_context():
     longest = {name: ModelConfig.from_hf(tiny_config(name)).longest_context for name in TINY_CONFIGS}
-    assert longest == {name: 512 if name == "llama-bias-linear-rope" else 256 for name in TINY_CONFIGS}
+    stretched = ("llama-bias-linear-rope", "gemma3")
+    assert longest == {name: 512 if name in stretched else 256 for name in TINY_CONFIGS}
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -52,8 +52,14 @@ def test_engine_pads_whole_inner_features(page_size: int):
         needed = model.ffn_size if model.num_experts > 1 else model.ffn_size / 4
         assert rest == 0
         assert features >= needed
-        smaller = [n for n in range(int(needed), features) if n >= needed and n * model.hidden_size % page_elems == 0]
+        rows = matrices * model.hidden_size
+        smaller = [n for n in range(int(needed), features) if n >= needed and n * rows % page_elems == 0]
         assert not smaller, model.name
+
+
+def test_packed_experts_of_gpt_oss_need_no_padding():
+    (model,) = [model for model in MODELS if model.name == "GPT-OSS-20B"]
+    assert [(row.stored_pages, row.padding) for row in engine_rows(model, 16)] == [(4050, 0), (8100, 0)]
 
 
 def test_command_reads_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

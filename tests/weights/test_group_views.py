@@ -4,10 +4,12 @@ import jax
 import pytest
 
 from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.models.kinds import LayerKind
 from amoeba_jax.weights.group_views import GroupViews
 from sharding.mesh import SubMeshPool
 
-FIRST, SECOND, HEAD = SegmentPlan(0, (None, None)), SegmentPlan(2, (None,)), SegmentPlan(3, ())
+KIND = LayerKind()
+FIRST, SECOND, HEAD = SegmentPlan(0, (KIND, KIND)), SegmentPlan(2, (KIND,)), SegmentPlan(3, ())
 
 
 @pytest.fixture(name="pool")

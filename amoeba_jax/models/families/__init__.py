@@ -1,16 +1,30 @@
 """Model families by `model_type`: one file for each. See docs/adding_a_model.md."""
 
 from amoeba_jax.models.families.fields import Family
+from amoeba_jax.models.families.gemma2 import GEMMA2
+from amoeba_jax.models.families.gemma3 import GEMMA3
+from amoeba_jax.models.families.gpt_oss import GPT_OSS
 from amoeba_jax.models.families.llama import LLAMA
 from amoeba_jax.models.families.mistral import MISTRAL
+from amoeba_jax.models.families.mixtral import MIXTRAL
+from amoeba_jax.models.families.phi3 import PHI3
 from amoeba_jax.models.families.qwen2 import QWEN2
+from amoeba_jax.models.families.qwen2_moe import QWEN2_MOE
 from amoeba_jax.models.families.qwen3 import QWEN3
+from amoeba_jax.models.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "gpt_oss": GPT_OSS,
+    "phi3": PHI3,
 }
 
 _REASONS = {

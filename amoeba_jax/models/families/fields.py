@@ -1,5 +1,6 @@
-"""Model families: what a family's file says, and helpers to read `config.json`."""
+"""Description of a model family, and helpers to read `config.json`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,13 @@ class Family:
     Attributes:
         fields: function that reads the fields of `ModelConfig` that not all families read in the same way. Raises
             `CheckpointError` for a value that is not supported.
-        split: function that names the tensors within each stored tensor (`Split`), made for a config. None: all tensors
-            are stored under the names of `ParamSpec.sources`.
+        split: function that names the tensors within each stored tensor (`Split`), made for a `ModelConfig`. None: all
+            tensors are stored under the names of `ParamSpec.sources`.
         quantizations: values of `quant_method` that `split` can read.
     """
 
     fields: Callable[[HfConfig], Fields]
-    split: Callable[[HfConfig], Split] | None = None
+    split: Callable[[Any], Split] | None = None
     quantizations: tuple[str, ...] = ()
 
 
@@ -50,6 +51,16 @@ def require(hf: HfConfig, **values: Any) -> None:
         if hf.get(field, value) != value:
             family = hf.get("model_type")
             raise CheckpointError(f"{field}={hf[field]!r} is not supported for {family}: it must be {value!r}")
+
+
+def soft_cap(hf: HfConfig, field: str) -> float | None:
+    """Return a soft cap of the config: a positive number, or None if there is none."""
+    value = hf.get(field)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {field}={value!r} must be a positive number")
+    return float(value)
 
 
 def same_window(hf: HfConfig) -> tuple[int | None, ...]:

@@ -1,0 +1,76 @@
+"""MXFP4 weights: blocks of 32 numbers of 4 bits with a common power of two. They are expanded when they are read."""
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from amoeba_jax.checkpoint.safetensors_file import SafetensorsCheckpoint
+from amoeba_jax.errors import CheckpointError
+
+BLOCKS, SCALES, ROWS = "_blocks", "_scales", "_rows"
+_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+class Mxfp4Checkpoint:
+    """View of a checkpoint with expanded weights in bfloat16, which holds all their values.
+
+    The tensors `experts.X_blocks [E, out, in / 32, 16]` and `experts.X_scales [E, out, in / 32]` become one tensor
+    `experts.E.X_rows [out, in]` for each expert.
+    """
+
+    def __init__(self, stored: SafetensorsCheckpoint):
+        self.config: dict[str, Any] = stored.config
+        self.directory: Path | None = stored.directory
+        self._stored = stored
+        self._places: dict[str, tuple[str, int]] = {}
+        self._plain = {name for name in stored.names() if not name.endswith((BLOCKS, SCALES))}
+        for name in stored.names() - self._plain:
+            if not name.endswith(BLOCKS):
+                continue
+            prefix, kind = name.removesuffix(BLOCKS).rsplit(".", 1)
+            blocks, scales = stored.shape(name), stored.shape(name.removesuffix(BLOCKS) + SCALES)
+            if len(blocks) != 4 or blocks[3] != 16 or scales != blocks[:3]:
+                raise CheckpointError(f"tensor {name} has shape {blocks} and scales {scales}: they are not MXFP4")
+            self._places |= {f"{prefix}.{expert}.{kind}{ROWS}": (name, expert) for expert in range(blocks[0])}
+
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors."""
+        return frozenset(self._plain | self._places.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        if name not in self._places:
+            return self._stored.shape(name)
+        _, out, blocks, _ = self._stored.shape(self._places[name][0])
+        return out, blocks * 32
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor: expanded weights of one expert, or a plain tensor as it is stored."""
+        if name not in self._places:
+            return self._stored.read(name)
+        stored, expert = self._places[name]
+        blocks = self._stored.read_bytes(stored)[expert]
+        scales = self._stored.read_bytes(stored.removesuffix(BLOCKS) + SCALES)[expert]
+        return expand(blocks, scales).reshape(self.shape(name))
+
+    def release(self, name: str | None = None) -> None:
+        """Free the memory of the stored tensor (None: of all tensors)."""
+        self._stored.release(self._places[name][0] if name in self._places else name)
+
+    def close(self) -> None:
+        """Close the stored checkpoint."""
+        self._stored.close()
+
+
+def expand(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the numbers of MXFP4 blocks, bfloat16 `[..., 32]`.
+
+    Args:
+        blocks: uint8 `[..., 16]`; the lower 4 bits of a byte are the first number.
+        scales: uint8 `[...]`: exponents of 2, with a bias of 127.
+    """
+    values = np.empty((*blocks.shape[:-1], 32), np.float32)
+    values[..., 0::2], values[..., 1::2] = _VALUES[blocks & 15], _VALUES[blocks >> 4]
+    return np.ldexp(values, scales.astype(np.int32)[..., None] - 127).astype(ml_dtypes.bfloat16)

@@ -1,0 +1,200 @@
+"""Mixture of experts. Shards are stacks of whole experts if `max_tp` divides their number."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.layers import ACTIVATIONS, FeedForward, matmul, parameter, rank_sum, shards
+from sharding.mesh import TP_AXIS
+from sharding.owners import Owner
+from sharding.params import ParamSpec, Source, deal_rows
+
+MOST_BLOCK_TOKENS = 64
+_FEW_BLOCK_TOKENS = 4
+
+Expert = Callable[[jax.Array, Sequence[jax.Array]], jax.Array]
+"""Function of hidden states and the parameters of one expert."""
+
+
+class MixtureOfExperts(nnx.Module):
+    """FFN in which a few experts compute each token.
+
+    Every rank routes all tokens, whose hidden states are equal on all ranks, and computes the experts of its shards.
+    The sum over the ranks adds the results, as in a dense FFN. No token is dropped.
+    """
+
+    def __init__(self, dims: ModelDims, layer: int, tp: int):
+        experts = dims.config.experts
+        assert experts is not None, "the layer has experts"
+        self.dims, self.tp, self.experts = dims, tp, experts
+        hidden, hf = dims.config.hidden_size, f"model.layers.{layer}.mlp"
+        whole, count, size = dims.experts
+        owned = {"owner": Owner.FFN, "layer": layer}
+        sharded = {"num_shards": dims.max_tp, "placement": "sharded", "strided": True, **owned}
+        paged = {"page_elems": dims.ffn_page_elems, **sharded}
+
+        def blocks(expert: int) -> tuple[int | None, ...]:
+            if not whole:
+                return (expert,) * dims.max_tp
+            return tuple(expert % count if expert // count == shard else None for shard in range(dims.max_tp))
+
+        parts = 1 if whole else dims.max_tp
+        rows = deal_rows(experts.ffn_size, parts, size).repeat(dims.max_tp // parts, axis=0)
+        wide, tall = (experts.ffn_size, hidden), (hidden, experts.ffn_size)
+        starts = {"gate": 0, "up": size}
+        names = [(e, f"{hf}.experts.{e}") for e in range(experts.count)]
+        gate_up = tuple(
+            Source(f"{name}.{p}_proj.weight", wide, rows, blocks=blocks(e), start=start)
+            for e, name in names
+            for p, start in starts.items()
+        )
+        down = tuple(
+            Source(f"{name}.down_proj.weight", tall, rows, axis=1, blocks=blocks(e), start=0) for e, name in names
+        )
+        pages = dims.ffn_pages
+        shape = (count, 2 * size, hidden)
+        self.gate_up = shards(dims, ParamSpec("experts.gate_up", gate_up, shape, **paged, min_pages=2 * pages), tp)
+        shape = (count, hidden, size)
+        self.down = shards(dims, ParamSpec("experts.down", down, shape, **paged, min_pages=pages), tp)
+        router = Source(f"{hf}.gate.weight", (experts.count, hidden))
+        self.router = parameter(dims, ParamSpec("experts.router", (router,), (experts.count, hidden), **owned))
+        bias = Source(f"{hf}.gate.bias", (experts.count,))
+        router_bias = ParamSpec("experts.router_bias", (bias,), (experts.count,), **owned)
+        biases = tuple(
+            Source(f"{name}.{p}_proj.bias", wide[:1], rows, blocks=blocks(e), start=start)
+            for e, name in names
+            for p, start in starts.items()
+        )
+        gate_up_bias = ParamSpec("experts.gate_up_bias", biases, (count, 2 * size), **sharded)
+        # One shard adds the bias of an expert, also if all shards have a part of the expert.
+        once = [blocks(e) if whole else (e, *[None] * (dims.max_tp - 1)) for e in range(experts.count)]
+        biases = tuple(Source(f"{name}.down_proj.bias", (hidden,), blocks=once[e], start=0) for e, name in names)
+        down_bias = ParamSpec("experts.down_bias", biases, (count, hidden), **sharded)
+        self.router_bias = parameter(dims, router_bias) if experts.biased else None
+        self.gate_up_bias = shards(dims, gate_up_bias, tp) if experts.biased else None
+        self.down_bias = shards(dims, down_bias, tp) if experts.biased else None
+        gate = Source(f"{hf}.shared_expert_gate.weight", (1, hidden))
+        shared_gate, size = ParamSpec("shared_expert.gate", (gate,), (1, hidden), **owned), experts.shared_ffn_size
+        self.shared_gate = parameter(dims, shared_gate) if size else None
+        self.shared = FeedForward(dims, layer, tp, size) if size else None
+
+    def __call__(self, x: Float[Array, "D N"]) -> Float[Array, "D N"]:
+        ids, weights = self.route(x)
+        total = jnp.zeros((), jnp.float32)
+        rank = lax.axis_index(TP_AXIS) if self.tp > 1 else 0
+        whole, count, _ = self.dims.experts
+        for index in range(len(self.gate_up)):
+            first = (index * self.tp + rank) * count if whole else 0
+            local = ids - first
+            local = jnp.where((local >= 0) & (local < count), local, count)
+            total = total + self._compute(x, local, weights, index)
+        if self.shared is not None and self.shared_gate is not None:
+            total = total + nnx.sigmoid(matmul(self.shared_gate[...], x)) * self.shared.partial(x)
+        return rank_sum(total, self.tp).astype(x.dtype)
+
+    def route(self, x: Float[Array, "D N"]) -> tuple[Int32[Array, "k N"], Float[Array, "k N"]]:
+        """Return the experts that compute each token, and the weights of their results."""
+        logits = lax.optimization_barrier(matmul(self.router[...], x))  # see `Attention._project`
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...][:, None]
+        scores = jax.nn.softmax(logits, axis=0)
+        weights, ids = lax.top_k(scores.T, self.experts.top_k)
+        if self.experts.normalized:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        return ids.T.astype(jnp.int32), weights.T
+
+    def _compute(
+        self, x: Float[Array, "D N"], ids: Int32[Array, "k N"], weights: Float[Array, "k N"], shard: int
+    ) -> Float[Array, "D N"]:
+        """Return the weighted sum of the results of the experts of one shard, in f32.
+
+        `ids` count the experts of the shard; the number of experts means an expert of another shard.
+        """
+        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        parameters = tuple(part[shard][...] for part in parts if part is not None)
+        expert = functools.partial(_expert, activation=self.dims.config.activation)
+        arguments = (expert, x, ids, weights, parameters)
+        return lax.platform_dependent(cpu=lambda: used_experts(*arguments), default=lambda: all_experts(*arguments))
+
+
+def _expert(
+    x: Float[Array, "D B"], parameters: Sequence[Float[Array, "..."]], *, activation: str
+) -> Float[Array, "D B"]:
+    """Return the result of one expert. `parameters` are `gate_up`, `down`, and their biases if there are any."""
+    gate_up, down, *biases = parameters
+    features = matmul(gate_up, x)
+    if biases:
+        features = features + biases[0][:, None]
+    gate, up = jnp.split(features, 2)
+    result = matmul(down, ACTIVATIONS[activation](gate, up).astype(x.dtype))
+    return result + biases[1][:, None] if biases else result
+
+
+def used_experts(
+    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+) -> jax.Array:
+    """Compute the experts that have tokens, one block of tokens of one expert after the other.
+
+    Pairs of a token and one of its experts are sorted by expert. A block has up to `block_tokens` pairs of one expert.
+    Its results replace the padding of the previous block. Milliseconds of a layer with 32 experts of 384 features,
+    hidden size 768, top 4 (f32, 2 cores), beside other ways to compute the same:
+
+    | tokens | blocks | loop over experts with tokens, all tokens each | masked dense | `lax.ragged_dot` |
+    | ---: | ---: | ---: | ---: | ---: |
+    | 1 | 2.8 | 2.9 | 47 | 222 |
+    | 8 | 16 | 21 | 56 | 257 |
+    | 64 | 44 | 78 | 123 | 542 |
+    | 256 | 87 | 218 | 348 | |
+    """
+    top_k, tokens = ids.shape
+    count, pairs = parameters[0].shape[0], top_k * tokens
+    block = block_tokens(pairs, count, tokens)
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    numbers = jnp.bincount(flat, length=count)
+    starts, blocks = jnp.cumsum(numbers) - numbers, -(-numbers // block)
+    ends = jnp.cumsum(blocks)
+
+    def step(index: jax.Array, results: jax.Array) -> jax.Array:
+        one = jnp.searchsorted(ends, index, side="right")
+        first = starts[one] + (index - ends[one] + blocks[one]) * block
+        place = first + jnp.arange(block)
+        pair = order[jnp.minimum(place, pairs - 1)]
+        y = expert(x[:, pair % tokens], [lax.dynamic_index_in_dim(it, one, keepdims=False) for it in parameters])
+        # Columns after the pairs of this expert belong to other experts, and other shards have zeros there.
+        y = jnp.where(place < starts[one] + numbers[one], y * weights.reshape(-1)[pair], 0)
+        return lax.dynamic_update_slice(results, y, (0, first))
+
+    results = lax.fori_loop(0, ends[-1], step, jnp.zeros((x.shape[0], pairs + block), jnp.float32))
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(pairs))
+    return results[:, inverse].reshape(-1, top_k, tokens).sum(axis=1)
+
+
+def block_tokens(pairs: int, experts: int, tokens: int) -> int:
+    """Return the number of tokens of a block: about the mean number of tokens of an expert."""
+    mean = 1 << (max(pairs // experts, 1) - 1).bit_length()
+    return min(tokens, max(_FEW_BLOCK_TOKENS, min(mean, MOST_BLOCK_TOKENS)))
+
+
+def all_experts(
+    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+) -> jax.Array:
+    """Compute all experts with all tokens, one expert after the other, and leave out the results of other experts.
+
+    Used on GPUs, where XLA lowers `lax.ragged_dot` to products with all experts too. The loop has no data-dependent
+    length, so the host does not wait for the device.
+    """
+
+    def step(index: jax.Array, total: jax.Array) -> jax.Array:
+        weight = jnp.where(ids == index, weights, 0).sum(axis=0)
+        chosen = jnp.any(ids == index, axis=0)
+        y = expert(x, [lax.dynamic_index_in_dim(it, index, keepdims=False) for it in parameters])
+        return total + jnp.where(chosen, y * weight, 0)
+
+    return lax.fori_loop(0, parameters[0].shape[0], step, jnp.zeros(x.shape, jnp.float32))

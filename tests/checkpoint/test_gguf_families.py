@@ -1,0 +1,73 @@
+"""GGUF files of other families than Llama: names from the gguf package, experts in one tensor, norms of Gemma."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from tiny_models import tiny_config, tiny_model
+
+from amoeba_jax.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
+from amoeba_jax.checkpoint.split import SplitCheckpoint
+from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.families import FAMILIES
+from amoeba_jax.weights.readers import check_checkpoint
+
+
+def converted(directory: Path, arch: gguf.MODEL_ARCH, path: Path) -> Path:
+    """Write a tiny model as llama.cpp's converter does: experts stacked, and Gemma's norms with 1 added."""
+    stored = SafetensorsCheckpoint(directory)
+    config, writer = stored.config, gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+    tensors = {name: stored.read(name) for name in stored.names()}
+    for layer in range(config["num_hidden_layers"]) if "num_experts" in config else ():
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            each = [tensors.pop(f"{prefix}.{e}.{part}.weight") for e in range(config["num_experts"])]
+            tensors[f"{prefix}.{part}.weight"] = np.stack(each)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, tensor in tensors.items():
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert place is not None, name
+        writer.add_tensor(place, tensor + 1 if arch is gguf.MODEL_ARCH.GEMMA3 and "norm" in name else tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [("qwen3-moe", gguf.MODEL_ARCH.QWEN3MOE), ("gemma3", gguf.MODEL_ARCH.GEMMA3)]
+)
+def test_models_come_back(name: str, arch: gguf.MODEL_ARCH, tmp_path: Path):
+    directory = tiny_model(name, tmp_path)
+    stored = GGUFCheckpoint(converted(directory, arch, tmp_path / "m.gguf"))
+    config = ModelConfig.from_hf(stored.config)
+    split = FAMILIES[config.family].split
+    found = stored if split is None else SplitCheckpoint(stored, split(config))
+    check_checkpoint(found, ModelDims(config, 1, 16, "float32"))
+    original = SafetensorsCheckpoint(directory)
+    assert found.names() == original.names()
+    for tensor in original.names():
+        np.testing.assert_allclose(found.read(tensor), original.read(tensor), atol=3e-7)
+    expected = ModelConfig.from_hf(tiny_config(name))
+    assert config.experts == expected.experts
+    if name == "gemma3":
+        assert (config.post_norms, config.norm_offset, config.attention_scale) == (True, 1.0, 16**-0.5)
+        assert config.sliding_windows == (13, 13)  # layers 0 to 4 of 6 have a window

@@ -1,0 +1,132 @@
+"""Tensors of the model, from checkpoints that store them in other forms."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_models import tiny_config, tiny_model, write_model
+
+from amoeba_jax.checkpoint import SafetensorsCheckpoint
+from amoeba_jax.checkpoint.mxfp4 import Mxfp4Checkpoint, expand
+from amoeba_jax.checkpoint.split import SplitCheckpoint
+from amoeba_jax.errors import CheckpointError
+from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.families import FAMILIES
+from amoeba_jax.weights.readers import check_checkpoint
+
+
+def opened(directory: Path) -> tuple[SplitCheckpoint, ModelDims]:
+    """Return the checkpoint as an engine reads it, after all checks."""
+    stored = SafetensorsCheckpoint(directory)
+    config = ModelConfig.from_hf(stored.config)
+    split = FAMILIES[config.family].split
+    assert split is not None
+    found, dims = SplitCheckpoint(stored, split(config)), ModelDims(config, 1, 16, "float32")
+    check_checkpoint(found, dims)
+    return found, dims
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_fused_and_separate_experts_are_the_same(name: str, tmp_path: Path):
+    """`transformers` stores one tensor for all experts of a layer if it is told not to convert them back."""
+    separate, _ = opened(tiny_model(name, tmp_path))
+    names = separate.names()
+    tensors = {it: separate.read(it) for it in names if ".experts." not in it}
+    for layer in range(2):
+        prefix, count = f"model.layers.{layer}.mlp.experts", tiny_config(name).get("num_experts", 4)
+        matrices = {
+            part: np.stack([separate.read(f"{prefix}.{e}.{part}_proj.weight") for e in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{prefix}.gate_up_proj"] = np.concatenate([matrices["gate"], matrices["up"]], axis=1)
+        tensors[f"{prefix}.down_proj"] = matrices["down"]
+    path = tmp_path / name
+    save_file({it: np.ascontiguousarray(tensor) for it, tensor in tensors.items()}, path / "model.safetensors")
+    fused, _ = opened(path)
+    assert fused.names() == names
+    for it in names:
+        np.testing.assert_array_equal(fused.read(it), separate.read(it))
+
+
+def test_sharded_checkpoints_are_split_too(tmp_path: Path):
+    path = tiny_model("phi3", tmp_path)
+    whole, _ = opened(path)
+    tensors = load_file(path / "model.safetensors")
+    parts = {it: f"model-{index % 2}.safetensors" for index, it in enumerate(sorted(tensors))}
+    before = {it: whole.read(it).copy() for it in whole.names()}
+    for shard in set(parts.values()):
+        save_file({it: tensors[it] for it, at in parts.items() if at == shard}, path / shard)
+    (path / "model.safetensors").unlink()
+    quoted = ", ".join(f'"{it}": "{at}"' for it, at in parts.items())
+    (path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{quoted}}}}}')
+    sharded, _ = opened(path)
+    assert sharded.names() == before.keys()
+    for it, tensor in before.items():
+        np.testing.assert_array_equal(sharded.read(it), tensor)
+
+
+# --- MXFP4 --------------------------------------------------------------------------------------------------
+
+
+def number(code: int) -> float:
+    """Value of 4 bits: sign, 2 bits of exponent, 1 bit of mantissa."""
+    sign, exponent, mantissa = -1 if code & 8 else 1, code >> 1 & 3, code & 1
+    return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1))
+
+
+def test_blocks_are_expanded_bit_by_bit():
+    random = np.random.default_rng(0)
+    blocks, scales = random.integers(0, 256, (7, 3, 16), np.uint8), random.integers(100, 150, (7, 3), np.uint8)
+    found = expand(blocks, scales)
+    assert (found.shape, found.dtype) == ((7, 3, 32), ml_dtypes.bfloat16)
+    for place in np.ndindex(7, 3, 16):
+        for half, code in enumerate((blocks[place] & 15, blocks[place] >> 4)):
+            expected = number(int(code)) * 2.0 ** (int(scales[place[:2]]) - 127)
+            assert float(found[(*place[:2], 2 * place[2] + half)]) == expected
+
+
+def quantized(directory: Path) -> Path:
+    """Write a tiny gpt-oss with MXFP4 experts: hidden size 64, 32 inner features."""
+    changes = {"hidden_size": 64, "intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
+    config = tiny_config("gpt-oss") | changes
+    path, random = write_model(config, directory), np.random.default_rng(3)
+    tensors = load_file(path / "model.safetensors")
+    for name in [it for it in tensors if it.endswith(("gate_up_proj", "down_proj"))]:
+        count, inner, out = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = random.integers(0, 256, (count, out, inner // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = random.integers(118, 124, (count, out, inner // 32), np.uint8)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_experts_in_mxfp4_are_those_of_the_expanded_matrices(tmp_path: Path):
+    path = quantized(tmp_path / "model")
+    stored = SafetensorsCheckpoint(path)
+    config = ModelConfig.from_hf(stored.config)
+    split = FAMILIES["gpt_oss"].split
+    assert split is not None
+    found = SplitCheckpoint(Mxfp4Checkpoint(stored), split(config))
+    check_checkpoint(found, ModelDims(config, 1, 16, "float32"))
+    raw = load_file(path / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts"
+    whole = {
+        kind: expand(raw[f"{prefix}.{kind}_proj_blocks"], raw[f"{prefix}.{kind}_proj_scales"])
+        for kind in ("gate_up", "down")
+    }
+    gate_up, down = whole["gate_up"].reshape(4, 64, 64), whole["down"].reshape(4, 64, 32)
+    for expert in range(4):
+        for part, expected in (("gate", gate_up[expert, 0::2]), ("up", gate_up[expert, 1::2]), ("down", down[expert])):
+            np.testing.assert_array_equal(found.read(f"{prefix}.{expert}.{part}_proj.weight"), expected)
+
+
+def test_scales_of_another_shape_are_refused(tmp_path: Path):
+    path = quantized(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    name = next(it for it in tensors if it.endswith("_scales"))
+    tensors[name] = tensors[name][..., :1].repeat(3, axis=-1)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="are not MXFP4"):
+        Mxfp4Checkpoint(SafetensorsCheckpoint(path))
