@@ -1,7 +1,6 @@
 """GGUF files of the Llama, Qwen and Gemma 3 families, read as Hugging Face checkpoints."""
 
 import hashlib
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -95,6 +94,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     stored_shape: tuple[int, ...]  # in elements of a plain dtype, or in bytes of a quantized kind
     offset: int
+    num_bytes: int
 
 
 class GGUFCheckpoint:
@@ -133,12 +133,16 @@ class GGUFCheckpoint:
                 tuple(int(size) for size in reversed(tensor.shape)),
                 tensor.data.shape,
                 tensor.data_offset,
+                tensor.n_bytes,
             )
             for tensor in reader.tensors
         ]
         del reader
         self._file = MappedFile(path)
-        self._entries = {self._hf_name(e.stored_name): e for e in stored if e.stored_name != ROPE_FREQS}
+        self._entries: dict[str, Entry] = {}
+        for entry in stored:
+            if entry.stored_name != ROPE_FREQS:
+                self._entries |= self._named(entry)
         rope_freqs = next((self._read(e) for e in stored if e.stored_name == ROPE_FREQS), None)
         self.config: dict[str, Any] = self._make_config(rope_freqs)
 
@@ -167,8 +171,7 @@ class GGUFCheckpoint:
             self._file.release()
         else:
             entry = self._entry(name)
-            plain = PLAIN_DTYPES.get(entry.kind, np.dtype(np.uint8))
-            self._file.release(entry.offset, math.prod(entry.stored_shape) * plain.itemsize)
+            self._file.release(entry.offset, entry.num_bytes)
 
     def close(self) -> None:
         """Close the file."""
@@ -201,6 +204,19 @@ class GGUFCheckpoint:
                 f"tensor {entry.stored_name!r} in {self._path} is stored as {entry.kind.name}, "
                 f"which the gguf package cannot dequantize: use a file with another quantization"
             ) from error
+
+    def _named(self, entry: Entry) -> dict[str, Entry]:
+        """Return a stored tensor by its Hugging Face name, or the tensor of each expert if it holds all experts."""
+        name = self._hf_name(entry.stored_name)
+        prefix, experts, part = name.partition(".experts.")
+        if not experts or len(entry.shape) != 3:
+            return {name: entry}
+        count, size = entry.shape[0], entry.num_bytes // max(entry.shape[0], 1)
+        one = entry._replace(shape=entry.shape[1:], stored_shape=entry.stored_shape[1:], num_bytes=size)
+        return {
+            f"{prefix}{experts}{index}.{part}": one._replace(offset=entry.offset + index * size)
+            for index in range(count)
+        }
 
     def _hf_name(self, stored_name: str) -> str:
         if stored_name in GLOBAL_NAMES:

@@ -1,5 +1,6 @@
 """MXFP4 weights: blocks of 32 numbers of 4 bits with a common power of two. They are expanded when they are read."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Mxfp4Checkpoint:
         self.config: dict[str, Any] = stored.config
         self.directory: Path | None = stored.directory
         self._stored = stored
+        self._last = threading.local()  # a fused tensor is read twice in a row: for gate and for up
         self._places: dict[str, tuple[str, int]] = {}
         self._plain = {name for name in stored.names() if not name.endswith((BLOCKS, SCALES))}
         for name in stored.names() - self._plain:
@@ -50,14 +52,23 @@ class Mxfp4Checkpoint:
         """Return a tensor: expanded weights of one expert, or a plain tensor as it is stored."""
         if name not in self._places:
             return self._stored.read(name)
+        if getattr(self._last, "name", None) == name:
+            return self._last.tensor
         stored, expert = self._places[name]
         blocks = self._stored.read_bytes(stored)[expert]
         scales = self._stored.read_bytes(stored.removesuffix(BLOCKS) + SCALES)[expert]
-        return expand(blocks, scales).reshape(self.shape(name))
+        self._last.name, self._last.tensor = name, expand(blocks, scales).reshape(self.shape(name))
+        return self._last.tensor
 
     def release(self, name: str | None = None) -> None:
         """Free the memory of the stored tensor (None: of all tensors)."""
-        self._stored.release(self._places[name][0] if name in self._places else name)
+        vars(self._last).clear()
+        if name not in self._places:
+            self._stored.release(name)
+            return
+        blocks = self._places[name][0]
+        for stored in (blocks, blocks.removesuffix(BLOCKS) + SCALES):
+            self._stored.release(stored)
 
     def close(self) -> None:
         """Close the stored checkpoint."""

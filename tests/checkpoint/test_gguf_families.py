@@ -5,9 +5,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from tiny_models import tiny_config, tiny_model
+from tiny_models import tiny_config, tiny_model, write_model
 
-from amoeba_jax.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
+from amoeba_jax.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint, gguf_file
 from amoeba_jax.checkpoint.split import SplitCheckpoint
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
@@ -15,8 +15,13 @@ from amoeba_jax.models.families import FAMILIES
 from amoeba_jax.weights.readers import check_checkpoint
 
 
-def converted(directory: Path, arch: gguf.MODEL_ARCH, path: Path) -> Path:
-    """Write a tiny model as llama.cpp's converter does: experts stacked, and Gemma's norms with 1 added."""
+def converted(
+    directory: Path, arch: gguf.MODEL_ARCH, path: Path, kind: gguf.GGMLQuantizationType | None = None
+) -> Path:
+    """Write a tiny model as llama.cpp's converter does: experts stacked, and Gemma's norms with 1 added.
+
+    `kind` is the quantization of the experts.
+    """
     stored = SafetensorsCheckpoint(directory)
     config, writer = stored.config, gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(config["max_position_embeddings"])
@@ -44,6 +49,9 @@ def converted(directory: Path, arch: gguf.MODEL_ARCH, path: Path) -> Path:
     for name, tensor in tensors.items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
+        if kind is not None and ".experts." in name:
+            writer.add_tensor(place, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+            continue
         writer.add_tensor(place, tensor + 1 if arch is gguf.MODEL_ARCH.GEMMA3 and "norm" in name else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -71,3 +79,27 @@ def test_models_come_back(name: str, arch: gguf.MODEL_ARCH, tmp_path: Path):
     if name == "gemma3":
         assert (config.post_norms, config.norm_offset, config.attention_scale) == (True, 1.0, 16**-0.5)
         assert config.sliding_windows == (13, 13)  # layers 0 to 4 of 6 have a window
+
+
+def test_quantized_experts_are_dequantized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny_config("qwen3-moe") | {"hidden_size": 64, "moe_intermediate_size": 32}
+    directory, kind = write_model(config, tmp_path / "model"), gguf.GGMLQuantizationType.Q8_0
+    stored = GGUFCheckpoint(converted(directory, gguf.MODEL_ARCH.QWEN3MOE, tmp_path / "m.gguf", kind))
+    model = ModelConfig.from_hf(stored.config)
+    split = FAMILIES[model.family].split
+    assert split is not None
+    found, original = SplitCheckpoint(stored, split(model)), SafetensorsCheckpoint(directory)
+    check_checkpoint(found, ModelDims(model, 1, 16, "float32"))
+    counted = []
+
+    def dequantize(rows: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        result = gguf.quants.dequantize(rows, kind)
+        counted.append(result.size)
+        return result
+
+    monkeypatch.setattr(gguf_file, "dequantize", dequantize)
+    experts = sorted(name for name in original.names() if ".experts." in name)
+    for name in experts:
+        np.testing.assert_allclose(found.read(name), original.read(name), atol=5e-3)
+        found.release(name)
+    assert sum(counted) == sum(original.read(name).size for name in experts) == 2 * 8 * 3 * 64 * 32

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_models import tiny_config, tiny_model, write_model
 
-from amoeba_jax.checkpoint import SafetensorsCheckpoint
+from amoeba_jax.checkpoint import SafetensorsCheckpoint, mxfp4
 from amoeba_jax.checkpoint.mxfp4 import Mxfp4Checkpoint, expand
 from amoeba_jax.checkpoint.split import SplitCheckpoint
 from amoeba_jax.errors import CheckpointError
@@ -130,3 +130,23 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path):
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="are not MXFP4"):
         Mxfp4Checkpoint(SafetensorsCheckpoint(path))
+
+
+def test_reading_an_expert_expands_it_once_and_releases_blocks_and_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stored, released, expanded = SafetensorsCheckpoint(quantized(tmp_path / "model")), [], []
+    monkeypatch.setattr(stored, "release", released.append)
+    monkeypatch.setattr(mxfp4, "expand", lambda *parts: expanded.append(1) or expand(*parts))
+    split = FAMILIES["gpt_oss"].split
+    assert split is not None
+    found = SplitCheckpoint(Mxfp4Checkpoint(stored), split(ModelConfig.from_hf(stored.config)))
+    names = [f"model.layers.0.mlp.experts.2.{part}_proj.weight" for part in ("gate", "up")]
+    first = [found.read(name).copy() for name in names]
+    assert len(expanded) == 1
+    found.release(names[0])
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    assert released == [f"{fused}_blocks", f"{fused}_scales"]
+    for name, tensor in zip(names, first, strict=True):
+        np.testing.assert_array_equal(found.read(name), tensor)
+    assert len(expanded) == 2, "released tensors are not kept"

@@ -9,7 +9,7 @@ from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.families.fields import HfConfig, positive
 from amoeba_jax.models.kinds import ExpertConfig
 
-_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|(?:gate|up|down)_proj)(?:\.weight)?")
+_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def read_experts(hf: HfConfig, *, size: str, **options: Any) -> ExpertConfig:
@@ -33,14 +33,13 @@ def dense_layers(hf: HfConfig) -> tuple[int, ...]:
 def split_experts(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
     """Return the tensors of each expert if a stored tensor holds all experts of a layer (`fields.Split`).
 
-    `transformers` has `gate_up_proj [E, 2f, D]` and `down_proj [E, D, f]`. GGUF files have one tensor for each of
-    `gate_proj`, `up_proj` and `down_proj`.
+    `transformers` has `gate_up_proj [E, 2f, D]` and `down_proj [E, D, f]`.
     """
     if not (found := _FUSED.fullmatch(name)) or tensor.ndim != 3:
         return None
     prefix, kind = found.groups()
-    if kind != "gate_up_proj":
-        return {f"{prefix}.{e}.{kind}.weight": part for e, part in enumerate(tensor)}
+    if kind == "down":
+        return {f"{prefix}.{e}.down_proj.weight": part for e, part in enumerate(tensor)}
     half = tensor.shape[1] // 2
     return {
         f"{prefix}.{e}.{part}_proj.weight": tensor[e, rows]
