@@ -16,6 +16,7 @@ from amoeba_jax.checkpoint.base import MappedFile
 from amoeba_jax.checkpoint.cache import cache_root, cached_directory
 from amoeba_jax.checkpoint.gguf_tokenizer import write_tokenizer
 from amoeba_jax.errors import CheckpointError
+from amoeba_jax.shorten import shorten
 
 CONVERTER_VERSION = "2"
 """Version of the files that are made from a GGUF file. If it changes, caches build the files again."""
@@ -272,14 +273,30 @@ class GGUFCheckpoint:
                 "norm_topk_prob": True,  # in all published models; GGUF has no key for it
             }
         if self._architecture == "gemma3":
+            self._check_window_pattern()
+            is_27b = config["num_hidden_layers"] == 62  # llama.cpp also tells the model by its number of layers
             config |= {
                 "sliding_window": window or None,
                 "hidden_activation": "gelu_pytorch_tanh",
-                "query_pre_attn_scalar": head_dim,
+                "query_pre_attn_scalar": hidden // heads if is_27b else head_dim,
+                "rope_local_base_freq": _shortest(self._number("rope.freq_base_swa", 10000.0)),
             }
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             config[f"{role}_token_id"] = self._metadata.get(f"tokenizer.ggml.{key}_token_id")
         return config
+
+    def _check_window_pattern(self) -> None:
+        key = f"{self._architecture}.attention.sliding_window_pattern"
+        pattern, layers = self._metadata.get(key, 6), self._number("block_count")
+        if isinstance(pattern, list):
+            every_sixth = len(pattern) == layers and all(it == (i % 6 != 5) for i, it in enumerate(pattern))
+        else:
+            every_sixth = pattern == 6
+        if not every_sixth:
+            raise CheckpointError(
+                f"{self._path} gives {key} as {shorten(pattern)}: only 6 is supported, which means full attention in "
+                "every sixth layer"
+            )
 
     def _experts_size(self) -> Any:
         return self._metadata.get(f"{self._architecture}.expert_feed_forward_length")

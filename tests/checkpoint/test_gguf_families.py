@@ -1,5 +1,6 @@
 """GGUF files of other families than Llama: names from the gguf package, experts in one tensor, norms of Gemma."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,7 @@ from tiny_models import tiny_config, tiny_model, write_model
 
 from amoeba_jax.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint, gguf_file
 from amoeba_jax.checkpoint.split import SplitCheckpoint
+from amoeba_jax.errors import CheckpointError
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.families import FAMILIES
@@ -16,11 +18,15 @@ from amoeba_jax.weights.readers import check_checkpoint
 
 
 def converted(
-    directory: Path, arch: gguf.MODEL_ARCH, path: Path, kind: gguf.GGMLQuantizationType | None = None
+    directory: Path,
+    arch: gguf.MODEL_ARCH,
+    path: Path,
+    kind: gguf.GGMLQuantizationType | None = None,
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """Write a tiny model as llama.cpp's converter does: experts stacked, and Gemma's norms with 1 added.
 
-    `kind` is the quantization of the experts.
+    `kind` is the quantization of the experts. `change` adds metadata.
     """
     stored = SafetensorsCheckpoint(directory)
     config, writer = stored.config, gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -53,6 +59,7 @@ def converted(
             writer.add_tensor(place, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
             continue
         writer.add_tensor(place, tensor + 1 if arch is gguf.MODEL_ARCH.GEMMA3 and "norm" in name else tensor)
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -103,3 +110,35 @@ def test_quantized_experts_are_dequantized_once(tmp_path: Path, monkeypatch: pyt
         np.testing.assert_allclose(found.read(name), original.read(name), atol=5e-3)
         found.release(name)
     assert sum(counted) == sum(original.read(name).size for name in experts) == 2 * 8 * 3 * 64 * 32
+
+
+def gemma3_config(directory: Path, change: Callable[[gguf.GGUFWriter], None], **changes: int) -> ModelConfig:
+    """Return the config of a tiny Gemma 3 after conversion to GGUF."""
+    model = write_model(tiny_config("gemma3") | changes, directory / "model")
+    path = converted(model, gguf.MODEL_ARCH.GEMMA3, directory / "m.gguf", change=change)
+    return ModelConfig.from_hf(GGUFCheckpoint(path).config)
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(2, 16), (62, 32 // 4)])
+def test_gemma3_27b_scales_scores_by_hidden_size_over_heads(layers: int, scalar: int, tmp_path: Path):
+    """Head size 16, hidden size 32, 4 heads. llama.cpp tells the 27B model by its 62 layers."""
+    config = gemma3_config(tmp_path, lambda writer: None, num_hidden_layers=layers, hidden_size=32)
+    assert config.attention_scale == pytest.approx(scalar**-0.5)
+
+
+def test_gemma3_rotary_base_of_layers_with_a_window_is_read(tmp_path: Path):
+    config = gemma3_config(tmp_path, lambda writer: writer.add_rope_freq_base_swa(500.0))
+    assert config.local_rope is not None
+    assert (config.local_rope.theta, config.rope.theta) == (500.0, 10000.0)
+
+
+@pytest.mark.parametrize("pattern", [6, [True] * 5 + [False] + [True]])
+def test_gemma3_window_pattern_with_every_sixth_layer_full_is_accepted(pattern: int | list[bool], tmp_path: Path):
+    config = gemma3_config(tmp_path, lambda writer: writer.add_sliding_window_pattern(pattern), num_hidden_layers=7)
+    assert config.sliding_windows == (13, 13, 13, 13, 13, None, 13)
+
+
+@pytest.mark.parametrize("pattern", [2, [True, False], [False, True]])
+def test_other_gemma3_window_patterns_are_refused(pattern: int | list[bool], tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"gemma3\.attention\.sliding_window_pattern as .*: only 6 is supported"):
+        gemma3_config(tmp_path, lambda writer: writer.add_sliding_window_pattern(pattern))
