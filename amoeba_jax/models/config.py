@@ -51,8 +51,8 @@ class ModelConfig:
     """Rotary embedding of layers with a sliding window. None: `rope`."""
     activation: str = "silu"
     """Activation of the FFN (`layers.ACTIVATIONS`)."""
-    norm_offset: float = 0.0
-    """Number that is added to the scales of all norms."""
+    norm_offset: float | None = None
+    """Number that is added to the scales of all norms. See `layers.rms_norm`, also for None."""
     post_norms: bool = False
     """Whether the results of attention and FFN are normalized before they are added to the hidden states."""
     embedding_scale: float = 1.0

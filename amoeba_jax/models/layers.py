@@ -83,26 +83,27 @@ def rank_sum(x: jax.Array, tp: int) -> jax.Array:
 
 
 def rms_norm(
-    x: Float[Array, "... h"], scale: Float[Array, " h"], eps: float, offset: float = 0.0
+    x: Float[Array, "... h"], scale: Float[Array, " h"], eps: float, offset: float | None = None
 ) -> Float[Array, "... h"]:
     """Normalize the last axis by its root mean square, and multiply by `scale`. Computes in f32, returns `x.dtype`.
 
-    `offset` is added to the scale, in f32.
+    If `offset` is a number, it is added to the scale, and the product is rounded to `x.dtype` (Gemma, gpt-oss). If it
+    is None, the normalized values are rounded before they are multiplied (Llama).
     """
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if offset:
+    if offset is not None:
         return (wide * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
     return (scale * wide.astype(x.dtype)).astype(x.dtype)
 
 
 def hidden_norm(
-    x: Float[Array, "D N"], scale: Float[Array, " D"], eps: float, offset: float = 0.0
+    x: Float[Array, "D N"], scale: Float[Array, " D"], eps: float, offset: float | None = None
 ) -> Float[Array, "D N"]:
     """Apply `rms_norm` along the first axis: to the hidden state of each token."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
-    if offset:
+    if offset is not None:
         return (wide * (scale.astype(jnp.float32)[:, None] + offset)).astype(x.dtype)
     return (scale[:, None] * wide.astype(x.dtype)).astype(x.dtype)
 

@@ -19,6 +19,7 @@ def _fields(hf: HfConfig) -> Fields:
         "sliding_windows": windows_by_type(hf),
         "sinks": True,
         "activation": "clamped_silu",
+        "norm_offset": 0.0,
         "experts": read_experts(hf, size="intermediate_size", normalized=True, biased=True),
     }
 
