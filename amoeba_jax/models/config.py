@@ -1,6 +1,7 @@
 """Model configs, read from Hugging Face's config.json."""
 
 import copy
+import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,8 @@ from amoeba_jax.models.kinds import ExpertConfig, LayerKind
 from amoeba_jax.models.rope import RopeConfig, read_rope
 
 __all__ = ["SUPPORTED_FAMILIES", "ModelConfig", "RopeConfig"]
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_FAMILIES = tuple(FAMILIES)
 
@@ -80,7 +83,12 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Longest context in tokens: `max_position`, or the length to which the rotary embedding is scaled."""
+        """Longest context in tokens: `max_position`, or the length to which the rotary embedding is scaled.
+
+        `max_position` of models with a `local_rope` (Gemma 3) is already the scaled length.
+        """
+        if self.local_rope is not None:
+            return self.max_position
         rope = self.rope
         scaled = {
             "linear": self.max_position * rope.factor,
@@ -89,13 +97,18 @@ class ModelConfig:
         return int(max(self.max_position, scaled.get(rope.rope_type, 0)))
 
     def for_context(self, tokens: int | None) -> "ModelConfig":
-        """Return the config for requests of up to `tokens` tokens. None: for requests of any length.
+        """Return the config for requests of up to `tokens` tokens. None: of up to `max_position` tokens.
 
         LongRoPE has frequencies for the original context and others for longer contexts. `transformers` chooses again
-        at each step, which would change the meaning of cached keys.
+        at each step, which would change the meaning of cached keys. The choice is logged.
         """
-        long = tokens is None or tokens > self.rope.original_max_position_embeddings
-        return replace(self, rope=replace(self.rope, long=long)) if self.rope.rope_type == "longrope" else self
+        if self.rope.rope_type != "longrope":
+            return self
+        limit, original = tokens or self.max_position, int(self.rope.original_max_position_embeddings)
+        long = limit > original
+        which = "long" if long else "short"
+        logger.info("LongRoPE: %s factors, for requests of up to %d tokens (original: %d)", which, limit, original)
+        return replace(self, rope=replace(self.rope, long=long))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelConfig":

@@ -108,6 +108,7 @@ def test_unsupported_families_are_refused_by_name(family, reason):
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive integer"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 must be a positive number"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for gemma3_text"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
         ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor|short_factor"),
         ("qwen3-moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: 'mxfp4'"),
@@ -200,8 +201,21 @@ def test_inverse_frequencies_are_those_of_transformers(name):
 
 def test_linear_scaling_stretches_the_context():
     longest = {name: ModelConfig.from_hf(tiny_config(name)).longest_context for name in TINY_CONFIGS}
-    stretched = ("llama-bias-linear-rope", "gemma3")
-    assert longest == {name: 512 if name in stretched else 256 for name in TINY_CONFIGS}
+    # `max_position_embeddings` of Gemma 3 already includes its linear factor.
+    assert longest == {name: 512 if name == "llama-bias-linear-rope" else 256 for name in TINY_CONFIGS}
+
+
+@pytest.mark.parametrize(
+    ("max_position", "max_model_len", "long"), [(256, None, True), (256, 65, True), (256, 64, False), (64, None, False)]
+)
+def test_longest_request_chooses_the_factors_of_longrope(
+    max_position: int, max_model_len: int | None, long: bool, caplog: pytest.LogCaptureFixture
+):
+    """The original context has 64 tokens."""
+    caplog.set_level("INFO", "amoeba_jax")
+    config = ModelConfig.from_hf(tiny_config("phi3") | {"max_position_embeddings": max_position})
+    assert config.for_context(max_model_len).rope.long == long
+    assert f"{'long' if long else 'short'} factors" in caplog.text
 
 
 @pytest.mark.parametrize("name", ROPES)
