@@ -32,7 +32,7 @@ class EngineConfig:
     load_threads: int | None = None
     """Number of threads that read weights, from 1 to 64. Default: one per core, at most 8.
 
-    Each thread holds one parameter in host memory.
+    Each thread holds one parameter in host memory. If that would take more than 4 GiB, fewer threads read.
     """
     num_devices: int = 1
     """Number of devices to serve on, a power of two. On CPU these are virtual devices of one process."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from amoeba_jax.checkpoint.base import FillShards
 from amoeba_jax.checkpoint.resolve import ORBAX_MARKER
 from amoeba_jax.errors import CheckpointError
 from amoeba_jax.json_object import read_json_object
-from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.config import ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import model_specs
 from amoeba_jax.models.dims import ModelDims
 from sharding.params import ParamSpec
@@ -38,7 +39,10 @@ class OrbaxCheckpoint:
                 f"{directory} has checkpoint format {marker.get('format')!r}; this version reads {FORMAT}"
             )
         config, layout = ModelConfig.from_hf(self.config), dict(marker.get("layout") or {})
-        saved, now = layout.pop("config", {}), json.loads(json.dumps(dataclasses.asdict(config)))
+        saved, now = _with_defaults(layout.pop("config", {}), ModelConfig), _plain(dataclasses.asdict(config))
+        for key in ("rope", "local_rope"):
+            if isinstance(saved.get(key), dict):
+                saved[key] = _with_defaults(saved[key], RopeConfig)
         if isinstance(rope := saved.get("rope"), dict):
             rope["long"] = config.rope.long  # a setting of the engine that saved, not of the model
         differing = [key for key in now if saved.get(key) != now[key]]
@@ -108,6 +112,17 @@ class OrbaxCheckpoint:
         files = {"driver": "file", "path": f"{path}/"}
         store = {"driver": "zarr", "kvstore": files, "fill_missing_data_reads": False}
         return ts.open(store, open=True, read=True, context=self._context)
+
+
+def _with_defaults(saved: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Return the saved fields of a dataclass. Fields that an earlier version did not have get their defaults."""
+    defaults = {it.name: it.default for it in dataclasses.fields(kind) if it.default is not dataclasses.MISSING}
+    return _plain(defaults) | saved
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields as JSON gives them back: with lists in place of tuples."""
+    return json.loads(json.dumps(fields))
 
 
 def shard_name(name: str, index: int) -> str:

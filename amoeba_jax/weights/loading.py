@@ -18,6 +18,7 @@ _ALIGNMENT = 64
 """Alignment in bytes. JAX uses host memory with this alignment without a copy."""
 
 _MAX_THREADS = 8
+_MAX_STAGING_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,14 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
     """Yield each parameter with all its shards, in order, while threads read the next parameters.
 
     The shards are valid until the next parameter is requested. Then their memory is reused. Parameters are read
-    into `reader.threads + 1` buffers of `slot_bytes` bytes each. A larger parameter gets temporary memory.
+    into `reader.threads + 1` buffers of `slot_bytes` bytes each. If these would exceed 4 GiB, there are fewer buffers
+    and threads, but at least 2 buffers. A larger parameter gets temporary memory.
 
     Errors of `reader.fill` are raised here. If you leave the iterator early, close it, so that it waits for its
     threads.
     """
-    slots = deque(np.empty(slot_bytes, np.uint8) for _ in range(reader.threads + 1))
+    num_slots = min(reader.threads + 1, max(2, _MAX_STAGING_BYTES // slot_bytes))
+    slots = deque(np.empty(slot_bytes, np.uint8) for _ in range(num_slots))
 
     def fill(spec: ParamSpec, memory: np.ndarray) -> list[np.ndarray]:
         shards = staging_shards(spec, dtype, memory)
@@ -74,7 +77,7 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
             give_back(memory)
             del memory
         return
-    with ThreadPoolExecutor(reader.threads, "read-weights") as pool:
+    with ThreadPoolExecutor(num_slots - 1, "read-weights") as pool:
         pending: deque[tuple[ParamSpec, np.ndarray, Future[list[np.ndarray]]]] = deque()
 
         def submit(spec: ParamSpec) -> None:
@@ -83,7 +86,7 @@ def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype
 
         upcoming = iter(specs)
         try:
-            for spec in islice(upcoming, reader.threads + 1):
+            for spec in islice(upcoming, num_slots):
                 submit(spec)
             while pending:
                 spec, memory, shards = pending.popleft()

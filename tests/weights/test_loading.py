@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from safetensors.numpy import load_file
 from shards import build_shards
 from tiny_models import tiny_config, tiny_model, write_model
 
+from amoeba_jax.checkpoint.orbax_dir import OrbaxCheckpoint
+from amoeba_jax.checkpoint.resolve import ORBAX_MARKER
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import CheckpointError, ConfigError
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.weights import loading
 from amoeba_jax.weights.loading import WeightReader, put, read_ahead, staging_bytes, staging_shards
 from amoeba_jax.weights.saving import save
 from amoeba_jax.weights.store import WeightStore
@@ -91,6 +95,26 @@ def test_saved_shards_come_back_in_the_same_and_in_other_layouts(tmp_path: Path,
         assert_shards(load(saved, threads=threads, **layout), tensors)
 
 
+def test_markers_of_earlier_versions_lack_new_fields(tmp_path: Path):
+    """The fields that came with other families and with YaRN and LongRoPE."""
+    saved = saved_model(tiny_model("smollm2", tmp_path), tmp_path / "saved")
+    marker = json.loads((saved / ORBAX_MARKER).read_text())
+    config = marker["layout"]["config"]
+    for name in (
+        *("experts", "dense_layers", "local_rope", "activation", "norm_offset", "post_norms", "embedding_scale"),
+        *("attention_scale", "attention_soft_cap", "logit_soft_cap", "sinks"),
+    ):
+        del config[name]
+    for name in ("beta_fast", "beta_slow", "truncate", "attention_factor", "short_factor", "long_factor", "long"):
+        del config["rope"][name]
+    (saved / ORBAX_MARKER).write_text(json.dumps(marker))
+    assert OrbaxCheckpoint(saved).saved_dims.config == ModelConfig.from_hf(tiny_config("smollm2"))
+    changed = json.loads((saved / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (saved / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match="not the config of the saved shards: norm_eps differ"):
+        OrbaxCheckpoint(saved)
+
+
 def parameters(count: int) -> list[ParamSpec]:
     return [ParamSpec(f"p{i}", (Source(f"t{i}", (i + 1, 3)),), (i + 1, 3), owner=Owner.FFN) for i in range(count)]
 
@@ -116,6 +140,22 @@ def test_look_ahead_is_bounded_and_in_order(threads: int):
     assert len(started) == len(specs)
     assert most <= (1 if threads == 1 else threads + 1)
     assert not reading_threads()
+
+
+@pytest.mark.parametrize(("limit", "slots"), [(0, 2), (3, 3), (9, 5)])
+def test_staging_memory_is_limited_in_bytes(limit: int, slots: int, monkeypatch: pytest.MonkeyPatch):
+    """`limit` is a number of slots of 1 MB. Four threads would use five."""
+    specs = [ParamSpec(f"p{i}", (Source("t", (512, 512)),), (512, 512), owner=Owner.FFN) for i in range(8)]
+    dtype = np.dtype(np.float32)
+    slot_bytes = staging_bytes(specs[0], dtype)
+    monkeypatch.setattr(loading, "_MAX_STAGING_BYTES", limit * slot_bytes)
+    tracemalloc.start()
+    try:
+        reader = WeightReader(lambda spec, shards: shards[0].fill(0), threads=4)
+        assert sum(1 for _ in read_ahead(specs, reader, dtype, slot_bytes)) == len(specs)
+        assert slots * slot_bytes <= tracemalloc.get_traced_memory()[1] < (slots + 0.5) * slot_bytes
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
