@@ -60,7 +60,9 @@ class DecoderLayer(nnx.Module):
             attended, extents = self.attention(self._normed(x, self.attention_norm), extents, context)
             x = x + self._normed(attended, self.attention_post_norm)
         if self.mlp is not None:
-            x = x + self._normed(self.mlp(self._normed(x, self.mlp_norm)), self.mlp_post_norm)
+            normed = self._normed(x, self.mlp_norm)
+            result = self.mlp(normed, context) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
+            x = x + self._normed(result, self.mlp_post_norm)
         return x, extents
 
     def _normed(self, x: Float[Array, "D N"], scale: nnx.Param | None) -> Float[Array, "D N"]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from amoeba_jax.errors import ConfigError
 from amoeba_jax.models.config import ModelConfig
 from kvcache.geometry import PageGeometry
 from sharding.heads import HeadLayout
@@ -11,6 +12,8 @@ from sharding.params import round_up_to_pages
 
 # Rows of a vocabulary shard are a multiple of this number, so that each rank's matrix is aligned.
 VOCAB_ALIGNMENT = 16
+MOST_FFN_PADDING = 4
+"""Limit of stored size over used size for the smaller FFN shards of a model with dense and expert layers."""
 
 
 class ExpertShards(NamedTuple):
@@ -89,9 +92,22 @@ class ModelDims:
         """
         if self.ffn_page_elems is None:
             return 0
-        kinds = {kind.has_experts for kind in self.config.kinds}
-        features = [self.experts.count * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
+        features = self._features
+        if max(features) > MOST_FFN_PADDING * min(features):
+            dense, experts = features
+            raise ConfigError(
+                f"{self.config.family} with dense and expert layers: FFN shards have {dense} features in dense layers "
+                f"and {experts} in layers with experts. The smaller ones would be padded to "
+                f"{max(features) / min(features):.1f} times their size, the limit is {MOST_FFN_PADDING}: set "
+                "max_tensor_parallel_size=1"
+            )
         return max(features) * self.config.hidden_size // self.ffn_page_elems
+
+    @property
+    def _features(self) -> list[int]:
+        """Features of an FFN shard in each kind of layer: dense layers first, then layers with experts."""
+        kinds = sorted({kind.has_experts for kind in self.config.kinds})
+        return [self.experts.count * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
 
     @property
     def ffn_intermediates(self) -> int:
@@ -104,9 +120,16 @@ class ModelDims:
         return max(routed, dense) if self.config.dense_layers else routed
 
     @property
-    def expert_copy(self) -> int:
-        """Number of elements of one expert in a shard. XLA copies an expert before it computes with it."""
-        return 0 if self.config.experts is None else 3 * self.experts.size * self.config.hidden_size
+    def ffn_copy(self) -> int:
+        """Number of FFN weights of a layer that XLA copies before it computes with them.
+
+        These are one expert, or all shards of a dense FFN that is padded (`ffn_pages`).
+        """
+        if self.config.experts is None:
+            return 0
+        features = self._features
+        padded = self.ffn_page_elems is not None and features[0] < features[-1]
+        return 3 * self.config.hidden_size * max(self.experts.size, features[0] * self.max_tp if padded else 0)
 
     @property
     def vocab_share(self) -> int:

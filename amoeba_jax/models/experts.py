@@ -1,6 +1,6 @@
 """Mixture of experts. Shards are stacks of whole experts if `max_tp` divides their number."""
 
-import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.models.layers import ACTIVATIONS, FeedForward, matmul, parameter, rank_sum, shards
+from amoeba_jax.models.layers import ACTIVATIONS, FeedForward, StepContext, matmul, parameter, rank_sum, shards
 from sharding.mesh import TP_AXIS
 from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows
@@ -18,8 +18,8 @@ from sharding.params import ParamSpec, Source, deal_rows
 MOST_BLOCK_TOKENS = 64
 _FEW_BLOCK_TOKENS = 4
 
-Expert = Callable[[jax.Array, Sequence[jax.Array]], jax.Array]
-"""Function of hidden states and the parameters of one expert."""
+Expert = Callable[[jax.Array, jax.Array], jax.Array]
+"""Function of hidden states and the index of an expert in its shard. It returns the results of the expert."""
 
 
 class MixtureOfExperts(nnx.Module):
@@ -84,8 +84,11 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = parameter(dims, shared_gate) if size else None
         self.shared = FeedForward(dims, layer, tp, size) if size else None
 
-    def __call__(self, x: Float[Array, "D N"]) -> Float[Array, "D N"]:
+    def __call__(self, x: Float[Array, "D N"], context: StepContext | None = None) -> Float[Array, "D N"]:
+        """Return the sum of the results of each token's experts. With a `context`, no expert computes padding."""
         ids, weights = self.route(x)
+        if context is not None:
+            ids = jnp.where(context.page_ids < 0, self.experts.count, ids)
         total = jnp.zeros((), jnp.float32)
         rank = lax.axis_index(TP_AXIS) if self.tp > 1 else 0
         whole, count, _ = self.dims.experts
@@ -117,10 +120,26 @@ class MixtureOfExperts(nnx.Module):
         `ids` count the experts of the shard; the number of experts means an expert of another shard.
         """
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        parameters = tuple(part[shard][...] for part in parts if part is not None)
-        expert = functools.partial(_expert, activation=self.dims.config.activation)
-        arguments = (expert, x, ids, weights, parameters)
-        return lax.platform_dependent(cpu=lambda: used_experts(*arguments), default=lambda: all_experts(*arguments))
+        stacks = [part[shard] for part in parts if part is not None]
+        shapes = [stack.get_metadata()["spec"].shard_shape for stack in stacks]
+
+        def expert(x: jax.Array, index: jax.Array) -> jax.Array:
+            parameters = [_one(stack[...], index, shape[1:]) for stack, shape in zip(stacks, shapes, strict=True)]
+            return _expert(x, parameters, activation=self.dims.config.activation)
+
+        arguments = (expert, x, ids, weights, self.dims.experts.count)
+        return lax.platform_dependent(
+            cpu=lambda: used_experts(*arguments, model_experts=self.experts.count),
+            default=lambda: all_experts(*arguments),
+        )
+
+
+def _one(stack: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return a parameter of one expert from a shard: `[E, *shape]`, or pages with padding after the experts."""
+    if stack.shape[1:] == shape:
+        return lax.dynamic_index_in_dim(stack, index, keepdims=False)
+    size = math.prod(shape)
+    return lax.dynamic_slice_in_dim(stack.reshape(-1), index * size, size).reshape(shape)
 
 
 def _expert(
@@ -137,10 +156,11 @@ def _expert(
 
 
 def used_experts(
-    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int, *, model_experts: int
 ) -> jax.Array:
     """Compute the experts that have tokens, one block of tokens of one expert after the other.
 
+    `count` is the number of experts in the shard, `model_experts` the number of all experts that `ids` are spread over.
     Pairs of a token and one of its experts are sorted by expert. A block has up to `block_tokens` pairs of one expert.
     Its results replace the padding of the previous block. Milliseconds of a layer with 32 experts of 384 features,
     hidden size 768, top 4 (f32, 2 cores), beside other ways to compute the same:
@@ -153,8 +173,8 @@ def used_experts(
     | 256 | 87 | 218 | 348 | |
     """
     top_k, tokens = ids.shape
-    count, pairs = parameters[0].shape[0], top_k * tokens
-    block = block_tokens(pairs, count, tokens)
+    pairs = top_k * tokens
+    block = block_tokens(pairs, model_experts, tokens)
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     numbers = jnp.bincount(flat, length=count)
@@ -166,7 +186,7 @@ def used_experts(
         first = starts[one] + (index - ends[one] + blocks[one]) * block
         place = first + jnp.arange(block)
         pair = order[jnp.minimum(place, pairs - 1)]
-        y = expert(x[:, pair % tokens], [lax.dynamic_index_in_dim(it, one, keepdims=False) for it in parameters])
+        y = expert(x[:, pair % tokens], one)
         # Columns after the pairs of this expert belong to other experts, and other shards have zeros there.
         y = jnp.where(place < starts[one] + numbers[one], y * weights.reshape(-1)[pair], 0)
         return lax.dynamic_update_slice(results, y, (0, first))
@@ -177,14 +197,15 @@ def used_experts(
 
 
 def block_tokens(pairs: int, experts: int, tokens: int) -> int:
-    """Return the number of tokens of a block: about the mean number of tokens of an expert."""
+    """Return the number of tokens of a block: about the mean number of tokens of an expert.
+
+    `pairs` are the pairs of a token and an expert, for all `experts` of the model.
+    """
     mean = 1 << (max(pairs // experts, 1) - 1).bit_length()
     return min(tokens, max(_FEW_BLOCK_TOKENS, min(mean, MOST_BLOCK_TOKENS)))
 
 
-def all_experts(
-    expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
-) -> jax.Array:
+def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
     """Compute all experts with all tokens, one expert after the other, and leave out the results of other experts.
 
     Used on GPUs, where XLA lowers `lax.ragged_dot` to products with all experts too. The loop has no data-dependent
@@ -194,7 +215,7 @@ def all_experts(
     def step(index: jax.Array, total: jax.Array) -> jax.Array:
         weight = jnp.where(ids == index, weights, 0).sum(axis=0)
         chosen = jnp.any(ids == index, axis=0)
-        y = expert(x, [lax.dynamic_index_in_dim(it, index, keepdims=False) for it in parameters])
+        y = expert(x, index)
         return total + jnp.where(chosen, y * weight, 0)
 
-    return lax.fori_loop(0, parameters[0].shape[0], step, jnp.zeros(x.shape, jnp.float32))
+    return lax.fori_loop(0, count, step, jnp.zeros(x.shape, jnp.float32))

@@ -97,7 +97,7 @@ def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> in
     # Attention scores and weights of one block of keys, in f32, with masks.
     per_token += 4 * heads.kv_heads * heads.group * 128
     logits = 8 * rows * dims.vocab_shard * dims.max_tp
-    return 4 * (tokens * per_token + dims.expert_copy + logits)
+    return 4 * (tokens * per_token + dims.ffn_copy + logits)
 
 
 def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: int, platform: str) -> int:

@@ -281,7 +281,10 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
 
 
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
-    """Reshape the weights from their stored shapes to the shapes for computations (`ParamSpec.shard_shape`)."""
+    """Reshape the weights from their stored shapes to the shapes for computations (`ParamSpec.shard_shape`).
+
+    The padding of smaller FFNs in mixed models (`ModelDims.ffn_pages`) is cut off, which copies a dense FFN.
+    """
     return [
         _matrix(weight, variable.get_metadata()["spec"]) for weight, variable in zip(weights, variables, strict=True)
     ]
@@ -290,6 +293,8 @@ def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[j
 def _matrix(weight: jax.Array, spec: ParamSpec) -> jax.Array:
     if weight.size == (used := math.prod(spec.shard_shape)):
         return weight.reshape(spec.shard_shape)
+    if spec.sources[0].blocks is not None:
+        return weight  # experts: they are sliced one by one (`MixtureOfExperts`)
     return weight.reshape(-1)[:used].reshape(spec.shard_shape)
 
 

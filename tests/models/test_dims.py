@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_config
 
+from amoeba_jax.errors import ConfigError
 from amoeba_jax.models.config import ModelConfig, RopeConfig
 from amoeba_jax.models.decoder import model_specs, num_parameters
 from amoeba_jax.models.dims import VOCAB_ALIGNMENT, ModelDims
@@ -155,3 +157,11 @@ def test_shards_are_the_fewest_whole_pages_that_hold_the_weights(
             pages, elems = spec.stored_shape
             assert elems == page
             assert pages * page == math.prod(spec.shard_shape), name
+
+
+def test_models_whose_layers_differ_too_much_in_size_are_refused():
+    """Released shards have equally many pages in all layers, so the smaller ones are padded."""
+    config = ModelConfig.from_hf(tiny_config("qwen3-moe-mixed") | {"intermediate_size": 1000})
+    with pytest.raises(ConfigError, match=r"256 features in dense layers and 48 in layers .* 5\.3 times .* limit is 4"):
+        model_specs(ModelDims(config, 4, 8, "float32"))
+    assert model_specs(ModelDims(config, 1, 8, "float32"))

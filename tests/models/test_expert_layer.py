@@ -1,18 +1,35 @@
 """Experts compute what a loop over tokens computes, for every distribution of the tokens."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from tiny_models import tiny_config
 
-from amoeba_jax.models.experts import all_experts, block_tokens, used_experts
+from amoeba_jax.models import experts as experts_module
+from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.decoder import module_plan
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.experts import Expert, MixtureOfExperts, all_experts, block_tokens, used_experts
+from amoeba_jax.models.layers import StepContext
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.programs.step_program import StepKey, step_program
+from sharding.mesh import SubMeshPool
+from sharding.params import ParamSpec
 
 HIDDEN, FEATURES = 6, 5
 
 
-def expert(x: jax.Array, parameters) -> jax.Array:
-    up, down = parameters
-    return down @ jnp.tanh(up @ x)
+WAYS = (functools.partial(used_experts, model_experts=6), all_experts)
+
+
+def expert_of(up: jax.Array, down: jax.Array) -> Expert:
+    return lambda x, index: down[index] @ jnp.tanh(up[index] @ x)
 
 
 def looped(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
@@ -37,7 +54,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", [used_experts, all_experts])
+@pytest.mark.parametrize("way", WAYS, ids=("used", "all"))
 @pytest.mark.parametrize("case", CASES)
 def test_experts_compute_their_tokens(case: str, way):
     count, top_k, tokens, occurring = CASES[case]
@@ -48,17 +65,16 @@ def test_experts_compute_their_tokens(case: str, way):
     x, weights = random.standard_normal((HIDDEN, tokens)), random.random((top_k, tokens))
     up, down = random.standard_normal((count, FEATURES, HIDDEN)), random.standard_normal((count, HIDDEN, FEATURES))
     arrays = [jnp.asarray(it, jnp.float32) for it in (x, weights, up, down)]
-    result = jax.jit(lambda x, w, up, down: way(expert, x, jnp.asarray(ids), w, (up, down)))(*arrays)
+    result = jax.jit(lambda x, w, up, down: way(expert_of(up, down), x, jnp.asarray(ids), w, count))(*arrays)
     np.testing.assert_allclose(result, looped(x, ids, weights, up, down), atol=1e-4)
 
 
-@pytest.mark.parametrize("way", [used_experts, all_experts])
+@pytest.mark.parametrize("way", WAYS, ids=("used", "all"))
 def test_a_nan_stays_in_its_token(way):
     x = jnp.ones((HIDDEN, 8)).at[:, 3].set(jnp.nan)
     ids, weights = jnp.tile(jnp.arange(8)[None] % 2, (1, 1)), jnp.ones((1, 8))
-    result = np.asarray(
-        way(expert, x, ids, weights, (jnp.ones((2, FEATURES, HIDDEN)), jnp.ones((2, HIDDEN, FEATURES))))
-    )
+    expert = expert_of(jnp.ones((2, FEATURES, HIDDEN)), jnp.ones((2, HIDDEN, FEATURES)))
+    result = np.asarray(way(expert, x, ids, weights, 2))
     assert np.isnan(result[:, 3]).all()
     assert np.isfinite(np.delete(result, 3, axis=1)).all()
 
@@ -70,3 +86,94 @@ def test_blocks_have_about_the_mean_number_of_tokens():
         8,
         64,
     ]
+
+
+def tiny_dims(name: str, max_tp: int, **changes: Any) -> ModelDims:
+    return ModelDims(ModelConfig.from_hf(tiny_config(name) | changes), max_tp, 8, "float32")
+
+
+def specs_of(module: nnx.Module) -> list[ParamSpec]:
+    leaves = jax.tree.leaves(nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return [leaf.get_metadata()["spec"] for leaf in leaves]
+
+
+def function_of(module: nnx.Module) -> Callable[..., jax.Array]:
+    """Return a function of weights, hidden states and, if wanted, the context of a step."""
+    graph, state = nnx.split(module)
+    treedef = jax.tree.structure(state)
+    return jax.jit(lambda weights, *inputs: nnx.merge(graph, jax.tree.unflatten(treedef, weights))(*inputs))
+
+
+def random_weights(module: nnx.Module, *, stored: bool = False) -> list[jax.Array]:
+    random, specs = np.random.default_rng(2), specs_of(module)
+    shapes = [spec.stored_shape if stored else spec.shard_shape for spec in specs]
+    return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def hidden_states() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(3).standard_normal((48, 7)), jnp.float32)
+
+
+def test_blocks_of_a_shard_have_the_mean_of_all_experts(monkeypatch: pytest.MonkeyPatch):
+    """64 tokens with 3 of 8 experts each: 24 pairs for each expert, also if a shard has 2 of the 8 experts."""
+    widths, original = set(), experts_module._expert
+
+    def recorded(x: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+        widths.add(x.shape[1])
+        return original(x, *arguments, **options)
+
+    monkeypatch.setattr(experts_module, "_expert", recorded)
+    module = MixtureOfExperts(tiny_dims("qwen3-moe", 4), 0, tp=1)
+    weights = [jax.ShapeDtypeStruct(spec.shard_shape, jnp.float32) for spec in specs_of(module)]
+    jax.eval_shape(function_of(module), weights, jax.ShapeDtypeStruct((48, 64), jnp.float32))
+    assert widths == {32, 64}, "blocks of 24 tokens, rounded up, and all tokens on GPUs"
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_no_expert_computes_padding(name: str):
+    module = MixtureOfExperts(tiny_dims(name, 2), 0, tp=1)
+    compute, weights, x = function_of(module), random_weights(module), hidden_states()
+    page_ids = jnp.array([5, -1, 0, -1, -1, 2, 9])
+    context = StepContext((), page_ids, jnp.zeros(7, jnp.int32), ())
+    found, expected = (np.asarray(compute(weights, x, *it)) for it in ((context,), ()))
+    used = np.asarray(page_ids) >= 0
+    np.testing.assert_allclose(found[:, used], expected[:, used], rtol=1e-5)
+    assert not found[:, ~used].any()
+    assert expected[:, ~used].all()
+
+
+# Models with dense and expert layers. Layer 0 is dense, layer 1 has experts.
+
+
+def test_padded_experts_compute_what_experts_without_padding_compute():
+    module = MixtureOfExperts(tiny_dims("qwen3-moe-mixed", 2, intermediate_size=300), 1, tp=1)
+    stored = random_weights(module, stored=True)
+    parts = list(zip(stored, specs_of(module), strict=True))
+    plain = [it.reshape(-1)[: np.prod(spec.shard_shape)].reshape(spec.shard_shape) for it, spec in parts]
+    assert any(before.size > after.size for before, after in zip(stored, plain, strict=True))
+    x = hidden_states()
+    compute = function_of(module)
+    np.testing.assert_allclose(compute(stored, x), compute(plain, x), rtol=1e-5)
+
+
+SIZES = {"hidden_size": 64, "head_dim": 16, "num_experts": 32, "moe_intermediate_size": 64}
+
+
+def copied_bytes(dims: ModelDims, layer: int) -> int:
+    """Temporaries of a step of 4 tokens through the FFN of one layer, at TP1."""
+    plan = module_plan(dims, range(layer, layer + 1), "ffn", embeds=False)
+    key = StepKey((0,), plan.kinds, BatchShape(((4, 1),), 1), (1,), 4, 4, None, "ffn", False)
+    compiled = step_program(dims, plan, key).compile(SubMeshPool(tuple(jax.devices()[:1]), 1).group(0, 1))
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_a_step_copies_one_padded_expert_at_a_time():
+    dims = tiny_dims("qwen3-moe-mixed", 2, intermediate_size=4096, **SIZES)
+    assert dims.ffn_shard == 2 * dims.experts.count * dims.experts.size
+    assert copied_bytes(dims, 1) < 4 * 3 * 64 * dims.experts.size * dims.experts.count // 4
+
+
+def test_copies_of_a_padded_dense_layer_are_counted():
+    dims = tiny_dims("qwen3-moe-mixed", 2, intermediate_size=1024, **SIZES)
+    assert dims.ffn_shard == dims.experts.count * dims.experts.size // 2
+    assert 0.9 * copied_bytes(dims, 0) <= 4 * dims.ffn_copy == 4 * 3 * 64 * 1024
