@@ -18,12 +18,12 @@ class ExpertShards(NamedTuple):
 
     Attributes:
         whole: whether a shard has whole experts. If not, each shard has a part of the inner features of all experts.
-        count: number of experts in a shard.
+        num_experts: number of experts in a shard.
         size: inner features of each expert in a shard, with padding.
     """
 
     whole: bool
-    count: int
+    num_experts: int
     size: int
 
 
