@@ -54,8 +54,8 @@ def _structured(message: pb.StructuredOutput) -> StructuredOutput:
     kind = message.WhichOneof("constraint")
     if kind is None:
         return StructuredOutput()  # raises the error
-    value = list(message.choice.texts) if kind == "choice" else getattr(message, kind)
-    return StructuredOutput(**{kind: value})
+    fields: dict[str, Any] = {kind: list(message.choice.texts) if kind == "choice" else getattr(message, kind)}
+    return StructuredOutput(**fields)
 
 
 def read_prompt(

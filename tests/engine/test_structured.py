@@ -135,7 +135,15 @@ def new_tokens(llm: LLM) -> Callable[[], bool]:
     return lambda: any(s.finished or len(s.output) > n + 1 for s, n in zip(running, before, strict=True))
 
 
-@pytest.mark.parametrize("disturb", [merge_and_split, pause_and_resume, preempt, offload])
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        merge_and_split,
+        preempt,
+        pytest.param(pause_and_resume, marks=pytest.mark.slow),
+        pytest.param(offload, marks=pytest.mark.slow),
+    ],
+)
 def test_changes_do_not_disturb_constrained_requests(llm: LLM, disturb: Callable[[LLM], None]):
     expected = expected_of(llm, KINDS)
 
@@ -203,6 +211,7 @@ def test_degenerate_constraints_are_refused_with_a_reason(llm: LLM, fields: dict
         llm.generate(PROMPT, drawn(StructuredOutput(**fields)))
 
 
+@pytest.mark.slow
 def test_slow_and_endless_grammars_leave_their_neighbours_alone(llm: LLM):
     """Each grammar ends its own request at most: with an error, or after its last token."""
     slow = [

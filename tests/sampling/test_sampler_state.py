@@ -16,7 +16,7 @@ from sampling_cases import (
 )
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.sampling.rows import NO_SLOT, pack, state_rows
+from amoeba_jax.sampling.rows import NO_SLOT, mask_words, pack, state_rows
 
 
 def test_device_counts_tokens_as_a_readmitted_sequence_would():
@@ -78,7 +78,8 @@ def test_state_is_updated_in_place():
     state = State(vocabulary)
     packed = jnp.asarray(pack([], ROWS, full=True))
     x = jnp.zeros((vocabulary, ROWS))
-    compiled = jit_draw_full.lower(x, state.last_tokens, state.flags, state.bias, packed).compile()
+    masks = jnp.zeros((ROWS, mask_words(vocabulary)), jnp.int32)
+    compiled = jit_draw_full.lower(x, state.last_tokens, state.flags, state.bias, packed, masks).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= state.flags.nbytes
     copies = [
         line for line in compiled.as_text().splitlines() if f"s32[{SLOTS},{vocabulary}]" in line and " copy(" in line
