@@ -105,12 +105,19 @@ def generate(
         bool | None,
         typer.Option("--chat/--no-chat", help="Chat template around the prompt.", show_default="if the model has one"),
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the text must match.", show_default="free text")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the text must match.", show_default="free text")
+    ] = None,
 ) -> None:
     """Complete one prompt and stream the text to stdout. Timings go to stderr."""
     with clean_exit():
-        from serving.commands.generate import stream_to_stdout
+        from serving.commands.generate import constraint, stream_to_stdout
 
-        params = SamplingParams(**fields_of(SamplingParams, values))
+        structured = constraint(json_schema, regex)
+        params = SamplingParams(**fields_of(SamplingParams, values), structured=structured)
         stream_to_stdout(EngineConfig(**fields_of(EngineConfig, values)), prompt, params, chat)
 
 
@@ -138,7 +145,7 @@ def serve(
         typer.Option(help="Programs to compile before the server is ready: of its first layout (start), or all."),
     ] = WaitFor.START,
 ) -> None:
-    """Serve a model over gRPC until SIGTERM or Ctrl-C."""
+    """Serve a model over gRPC, and over HTTP with --http-port, until SIGTERM or Ctrl-C."""
     with clean_exit():
         from serving.commands.serve import run_server
         from serving.commands.serve_config import merge_settings, serve_settings

@@ -8,6 +8,7 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
+from amoeba_jax.structured_output import StructuredOutput
 from amoeba_jax.valid_text import check_unicode
 
 Messages = Sequence[Mapping[str, str]]
@@ -30,11 +31,19 @@ def params_message(params: SamplingParams) -> pb.SamplingParams:
             message.logit_bias.update(dict(value))
         elif field.name == "allowed_token_ids":
             message.allowed_token_ids.ids.extend(value)
+        elif isinstance(value, StructuredOutput):
+            message.structured.CopyFrom(_structured(value))
         elif isinstance(value, tuple):
             getattr(message, field.name).extend(value)
         else:
             setattr(message, field.name, value)
     return message
+
+
+def _structured(structured: StructuredOutput) -> pb.StructuredOutput:
+    if structured.choice is not None:
+        return pb.StructuredOutput(choice=pb.Choices(texts=structured.choice))
+    return pb.StructuredOutput(**{structured.kind: getattr(structured, structured.kind)})
 
 
 def generate_request(

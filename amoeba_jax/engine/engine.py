@@ -177,8 +177,8 @@ class Engine:
             )
 
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the number of tokens that a request may generate if its caller sets no limit: what the smallest
-        instances leave free.
+        """Return the number of tokens that a request may generate if its caller sets no limit: the free context of the
+        smallest instances.
 
         Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
         this.

@@ -24,7 +24,6 @@ from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.sampling.rows import (
     NO_ALLOWED_TOKEN,
     NO_TOKEN,
-    SAMPLER_KINDS,
     SamplerKind,
     unpack_logprobs,
     unpack_result,
@@ -73,6 +72,8 @@ class Steps:
         changes, relocations, change = self._transformations, self._relocations, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance) or relocations.holds(instance):
             return False
+        if change is not None and _all_await_tokens(instance):
+            return False  # switch the next layers before the next step, not before its tokens
         num_preempted = self._reserve_next_tokens(instance)
         if isinstance(change, Relocation):
             if not relocations.switch_layers(instance, num_preempted):
@@ -190,8 +191,8 @@ class Steps:
 
         Sequences differ in their sampler programs. So reject the sequence with the rarest sampler, the last in order.
         """
-        sequences = (row.sequence for row in plan.rows)
-        sequence = max(sequences, key=lambda s: (SAMPLER_KINDS.index(s.sampling.kind), s.order))
+        kinds = ("greedy", "sample", "full")
+        sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
         cause = error.__cause__
         if isinstance(cause, MemoryBudgetError):
             cause = RequestError(str(cause))
@@ -349,3 +350,9 @@ class Steps:
                 logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
             gc.collect()  # the frames of the error may have held the missing memory
         self._cluster.take_back(instances)
+
+
+def _all_await_tokens(instance: Instance) -> bool:
+    """Return whether no sequence can run before a token in flight arrives. False if no token is in flight."""
+    running = instance.running
+    return any(s.awaits_token for s in running) and not any(s.num_uncomputed_tokens for s in running)

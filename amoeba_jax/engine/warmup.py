@@ -21,7 +21,7 @@ from amoeba_jax.sampling.rows import NO_SLOT
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.migration import PADDING
 
-ON_FIRST = ("sample", "sample_full", "sample_structured", "set_state", "token_logprobs", "take_column")
+ON_FIRST = ("sample", "sample_full", "set_state", "token_logprobs", "take_column")
 """Kinds of programs that run only on the first device of an instance."""
 COLUMNS = ("take_columns", "put_columns")
 """Kinds of programs that copy hidden states, on any device of an instance."""
@@ -207,10 +207,11 @@ def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
     if kind == "set_state":
         state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))
         return state.flags
-    if kind in ("sample_full", "sample_structured"):
-        masks = [_filled(program, 5)] if kind == "sample_structured" else []
-        arguments = _filled(program, 0), _filled(program, 1), state.flags, state.bias, _filled(program, 4, NO_SLOT)
-        _, state.flags, result = program(*arguments, *masks)
+    if kind == "sample_full":
+        packed, masks = _filled(program, 4, NO_SLOT), _filled(program, 5)
+        _, state.flags, result = program(
+            _filled(program, 0), _filled(program, 1), state.flags, state.bias, packed, masks
+        )
         return result
     fill = NO_SLOT if kind == "sample" else 0
     count = len(program.args_info[0])

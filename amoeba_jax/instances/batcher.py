@@ -15,7 +15,6 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step import Row, StepPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets
-from amoeba_jax.sampling.rows import SAMPLER_KINDS
 
 # A chunk that must not delay decoding sequences takes at most this many decode steps. With one, prompts would wait
 # longer on accelerators, where a decode step takes about as long as a chunk of 512.
@@ -68,8 +67,7 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
     Within each group come steps with a prompt, steps of all decodes, and steps of the first decodes only.
     """
     active = [s for s in _active(running) if not s.needs_prompt_logits]
-    for number in range(len(SAMPLER_KINDS), 0, -1):
-        left_out = SAMPLER_KINDS[number:]
+    for left_out in ((), ("full",), ("sample", "full")):
         taken = [s for s in active if s.sampling.kind not in left_out]
         if left_out and len(taken) == len(active):
             continue  # no sequence needs these samplers

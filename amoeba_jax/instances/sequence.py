@@ -194,11 +194,16 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled.
 
-        It is also 0 while a constrained sequence waits for its matcher, which needs the token in flight.
+        It is also 0 while the sequence waits for its token in flight.
         """
-        if self.num_generated >= self.params.max_tokens or (self.matcher is not None and self.num_in_flight):
+        if self.num_generated >= self.params.max_tokens or self.awaits_token:
             return 0
         return self.num_tokens - self.num_computed
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether the sequence is constrained and its matcher needs the token in flight before the next step."""
+        return self.matcher is not None and self.num_in_flight > 0
 
     @property
     def needs_prompt_logits(self) -> bool:

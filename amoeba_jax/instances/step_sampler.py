@@ -14,14 +14,13 @@ from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.sampling.rows import (
     NO_SLOT,
-    SAMPLER_KINDS,
-    STATE_KINDS,
     Masks,
     SamplerKind,
     StepRow,
     bad_word_pairs,
     mask_words,
     pack,
+    packed_size,
     sampling_row,
     state_rows,
 )
@@ -70,21 +69,20 @@ class SampleCall(NamedTuple):
     """A sampling program with its packed settings.
 
     Attributes:
-        inputs: inputs of the program after the logits and the sampling state: packed settings, and masks if the kind is
-            "structured".
+        masks: allowed tokens, for `sample_full`. None for `sample`.
     """
 
     program: jax.stages.Compiled
-    inputs: tuple[np.ndarray, ...]
-    kind: SamplerKind
+    packed: np.ndarray
+    masks: np.ndarray | None
 
 
 def sampler_kind(plan: StepPlan) -> SamplerKind:
     """Return the kind of program that samples a step's rows. `greedy` if the step's own argmax is enough."""
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
-    if kinds and plan.logits_of == "all":
-        kinds.add("sample")
-    return max(kinds, key=SAMPLER_KINDS.index, default="greedy")
+    if "full" in kinds:
+        return "full"
+    return "sample" if "sample" in kinds or (kinds and plan.logits_of == "all") else "greedy"
 
 
 class StepSampler:
@@ -132,7 +130,9 @@ class StepSampler:
         return [specs.take_column(self._group, num_tokens), specs.token_logprobs(self._group, num_tokens)]
 
     def _sample_spec(self, kind: SamplerKind, num_rows: int) -> ProgramSpec:
-        return self._executables.specs.sampler(self._group, num_rows, self.num_slots, kind)
+        specs, full = self._executables.specs, kind == "full"
+        make = specs.sample_full if full else specs.sample
+        return make(self._group, num_rows, self.num_slots, packed_size(num_rows, full=full))
 
     def column_programs(self, num_tokens: int) -> list[jax.stages.Compiled]:
         """Return two programs for logits of all tokens: take a column, and compute the tokens' log-probabilities."""
@@ -143,17 +143,16 @@ class StepSampler:
         kind = sampler_kind(plan)
         if kind == "greedy":
             return None
-        num_rows = 1 if plan.logits_of == "all" else plan.shape.num_rows
+        num_rows, full = 1 if plan.logits_of == "all" else plan.shape.num_rows, kind == "full"
         rows = [_NO_SAMPLE] * num_rows
         for row in sampled:
             s = row.sequence
             # At most one token is in flight: the token of the step before.
             pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
             rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
-        inputs = (pack(rows, num_rows, full=kind in STATE_KINDS),)
-        if kind == "structured":
-            inputs = (*inputs, _masks(sampled, num_rows, self.state.flags.shape[1]))
-        return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), inputs, kind)
+        packed = pack(rows, num_rows, full=full)
+        masks = _masks(sampled, num_rows, self.state.flags.shape[1]) if full else None
+        return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, masks)
 
     def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sample the next tokens. Return the new last tokens of all slots, and the result array for the host.
@@ -161,16 +160,17 @@ class StepSampler:
         All arrays are on the first rank: every rank has the logits, and one sample is enough.
         """
         state = self.state
-        if sample.kind in STATE_KINDS:
-            tokens, state.flags, result = sample.program(logits, tokens, state.flags, state.bias, *sample.inputs)
+        if sample.masks is not None:
+            inputs = state.flags, state.bias, sample.packed, sample.masks
+            tokens, state.flags, result = sample.program(logits, tokens, *inputs)
         else:
-            tokens, result = sample.program(logits, tokens, *sample.inputs)
+            tokens, result = sample.program(logits, tokens, sample.packed)
         return tokens, result
 
 
 def _masks(sampled: list[Row], num_rows: int, vocab_size: int) -> Masks:
-    """Return the allowed tokens of all rows of a step. Unconstrained rows and padding allow all tokens."""
-    masks = np.full((num_rows, mask_words(vocab_size)), -1, np.int32)
+    """Return the allowed tokens of the constrained rows of a step. All bits of other rows are 0."""
+    masks = np.zeros((num_rows, mask_words(vocab_size)), np.int32)
     for row in sampled:
         if row.sequence.matcher is not None:
             masks[row.place] = row.sequence.matcher.mask

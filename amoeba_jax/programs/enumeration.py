@@ -12,7 +12,7 @@ from amoeba_jax.programs.start_placement import home_pages, placement_width
 from amoeba_jax.programs.step_program import LogitsOf
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.programs.work import copied_columns, work_list, work_specs
-from amoeba_jax.sampling.rows import SAMPLER_KINDS, STATE_KINDS, SamplerKind
+from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from sharding.mesh import SubMesh
 from sharding.placement import Home, ModuleKind, Placement
 
@@ -183,10 +183,13 @@ def relocation_specs(
 def _samplers_of(
     plan: EnginePlan, executables: Executables, group: SubMesh, rows: int, kinds: Collection[SamplerKind]
 ) -> Iterator[ProgramSpec]:
-    """Yield the sampling programs of steps with a number of rows."""
-    yield from executables.specs.samplers(group, rows, plan.num_slots, kinds)
-    if STATE_KINDS.intersection(kinds):
-        yield executables.specs.set_state(group, plan.num_slots)
+    """Yield the samplers of a number of rows. For "greedy", the programs of the head suffice."""
+    specs, slots = executables.specs, plan.num_slots
+    if set(kinds) - {"greedy"}:
+        yield specs.sample(group, rows, slots, packed_size(rows))
+    if "full" in kinds:
+        yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
+        yield specs.set_state(group, slots)
 
 
 def _steps_at(
@@ -262,7 +265,8 @@ def _samplers(
 ) -> Iterator[ProgramSpec]:
     buckets, specs, slots = plan.buckets(group.tp), executables.specs, plan.num_slots
     for rows in sorted(row_counts | {1}):
-        yield from specs.samplers(group, rows, slots, SAMPLER_KINDS)
+        yield specs.sample(group, rows, slots, packed_size(rows))
+        yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
     for chunk in buckets.prompt_logits_chunks:
         tokens = buckets.step(0, 1, chunk).num_tokens
         yield specs.token_logprobs(group, tokens)

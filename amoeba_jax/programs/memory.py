@@ -29,7 +29,6 @@ ACTIVATION_KINDS = (
     "put_columns",
     "sample",
     "sample_full",
-    "sample_structured",
     "set_state",
     "token_logprobs",
     "take_column",

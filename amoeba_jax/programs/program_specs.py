@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -27,7 +27,7 @@ from amoeba_jax.programs.step_program import (
     step_program,
 )
 from amoeba_jax.sampling import sampler
-from amoeba_jax.sampling.rows import SAMPLER_KINDS, STATE_KINDS, SamplerKind, mask_words, packed_size
+from amoeba_jax.sampling.rows import mask_words
 from kvcache.exchange import ExchangeKind, compile_exchange
 from sharding.mesh import SubMesh
 from sharding.release import ReleasedShard
@@ -268,22 +268,6 @@ class ProgramSpecs:
 
     # Sampling, on the first device of a group
 
-    def samplers(self, group: SubMesh, rows: int, num_slots: int, kinds: Collection[SamplerKind]) -> list[ProgramSpec]:
-        """Return the samplers of `rows` sequences that need these kinds. For "greedy", the head suffices.
-
-        Sequences that need a rare kind may end before the others. So `sample` is always included if any kind but
-        "greedy" is needed.
-        """
-        needed = set(kinds) - {"greedy"}
-        wanted = needed | {"sample"} if needed else needed
-        return [self.sampler(group, rows, num_slots, kind) for kind in SAMPLER_KINDS if kind in wanted]
-
-    def sampler(self, group: SubMesh, rows: int, num_slots: int, kind: SamplerKind) -> ProgramSpec:
-        """Return the sampler of one kind, except "greedy", for `rows` sequences."""
-        packed = packed_size(rows, full=kind in STATE_KINDS)
-        make = {"sample": self.sample, "full": self.sample_full, "structured": self.sample_structured}[kind]
-        return make(group, rows, num_slots, packed)
-
     @_of_any_group
     def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
         """Return the spec of `sampler.sample` for `rows` sequences. `packed` is `sampling.rows.packed_size(rows)`."""
@@ -296,19 +280,10 @@ class ProgramSpecs:
 
         `packed` is `sampling.rows.packed_size(rows, full=True)`.
         """
-        shapes = self._full_shapes(rows, num_slots, packed)
-        return self._on_first("sample_full", group, sampler.sample_full, shapes, donate=(2,), small=True)
-
-    @_of_any_group
-    def sample_structured(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of `sampler.sample_full` with masks. Donates `flags`. `packed` is as for `sample_full`."""
-        masks = (rows, mask_words(self.dims.config.vocab_size))
-        shapes = [*self._full_shapes(rows, num_slots, packed), (masks, _I32)]
-        return self._on_first("sample_structured", group, sampler.sample_full, shapes, donate=(2,), small=True)
-
-    def _full_shapes(self, rows: int, num_slots: int, packed: int) -> list[tuple[tuple[int, ...], Any]]:
         state = (num_slots, self.dims.config.vocab_size)
-        return [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
+        shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
+        shapes.append(((rows, mask_words(self.dims.config.vocab_size)), _I32))
+        return self._on_first("sample_full", group, sampler.sample_full, shapes, donate=(2,), small=True)
 
     @_of_any_group
     def set_state(self, group: SubMesh, num_slots: int) -> ProgramSpec:

@@ -4,7 +4,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int32
@@ -61,13 +61,12 @@ tokens but the last two, and the last two tokens."""
 _NO_PAIRS = np.zeros((2, 0), np.int32)
 
 
-SamplerKind = Literal["greedy", "sample", "full", "structured"]
-SAMPLER_KINDS: tuple[SamplerKind, ...] = get_args(SamplerKind)
-"""Kinds of samplers. Each serves also the rows of the kinds before it."""
-STATE_KINDS: frozenset[SamplerKind] = frozenset(("full", "structured"))
-"""Kinds of samplers that read and write the sampling state of the slots."""
+SamplerKind = Literal["greedy", "sample", "full"]
 Masks = Int32[np.ndarray, "R words"]
-"""Allowed tokens of the rows of a step, packed: bit `i` of word `w` is token `32 * w + i`."""
+"""Allowed tokens of the rows of a step, packed: bit `i` of word `w` is token `32 * w + i`.
+
+Rows without a constraint ignore their masks.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +76,8 @@ class SamplingRow:
     Attributes:
         params: settings of the request.
         vocab_size: number of tokens with logits.
-        kind: cheapest sufficient sampler: "greedy" (argmax), "sample" (program `sample`), "full" (program
-            `sample_full`) or "structured" (program `sample_structured`: `sample_full` with masks).
+        kind: cheapest sufficient sampler: "greedy" (argmax), "sample" (program `sample`) or "full" (program
+            `sample_full`).
         uses_state: whether the sequence needs its rows of `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
         held_back: stop tokens and end-of-sequence tokens, which are banned for the first `min_tokens` tokens.
@@ -193,9 +192,7 @@ def sampling_row(
     uses_state = bool(masked) or penalties != (1, 0, 0)
     wants_logprobs = params.logprobs is not None
     constrained = params.structured is not None
-    if constrained:
-        kind = "structured"
-    elif uses_state or longer or wants_logprobs:
+    if uses_state or longer or wants_logprobs or constrained:
         kind = "full"
     else:
         kind = "sample" if params.temperature > 0 else "greedy"
@@ -346,8 +343,8 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
     """Pack the settings of a step into one i32 array: each field for all rows, then the pairs.
 
     Floats are stored as their bits. The rows after `rows` are padding, whose tokens are not recorded. Pairs are
-    included only if `full` is true, for `sample_full` and `sample_structured`. The shape of the pairs is
-    `[2, num_rows, MAX_BAD_WORD_PAIRS]`. Each row uses its first `num_pairs` pairs.
+    included only if `full` is true, for `sample_full`. The shape of the pairs is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
+    Each row uses its first `num_pairs` pairs.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)

@@ -78,16 +78,14 @@ def sample_full(
     flags: Int32[Array, "slots V"],
     bias: Float[Array, "slots V"],
     packed: Int32[Array, " size"],
-    masks: Int32[Array, "R words"] | None = None,
+    masks: Int32[Array, "R words"],
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
     """Choose the tokens of rows of any kind, with log-probabilities. Returns updated `(last_tokens, flags, result)`.
 
     Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
-    `logits` before any masks. If an unconstrained row's masks, biases and bad words together leave no token, the row's
-    logits are not changed. The host gets `NO_ALLOWED_TOKEN` if they leave no token in a constrained row.
-
-    Args:
-        masks: allowed tokens (see `rows.Masks`), with all bits set in unconstrained rows. None: no row is constrained.
+    `logits` before any masks. A constrained row takes only tokens whose bits in `masks` are set (see `rows.Masks`). If
+    masks, biases and bad words together leave no token, the host gets `NO_ALLOWED_TOKEN` for a constrained row; the
+    logits of other rows are not changed.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -98,13 +96,15 @@ def sample_full(
     used = jnp.arange(pairs.shape[2]) < fields["num_pairs"][:, None]
     matches = used & ((required == ANY_TOKEN) | (required == last))
 
+    def mask(processed: jax.Array) -> jax.Array:
+        return jnp.where(allowed_tokens(masks, len(logits)) | ~constrained, processed, -jnp.inf)
+
     def process() -> jax.Array:
         processed = lax.cond(uses_state.any(), lambda: _with_state(logits, flags, bias, fields), lambda: logits)
         # Unused pairs point out of range.
         columns = jnp.where(matches, jnp.arange(rows)[:, None], rows)
         processed = processed.at[banned, columns].set(-jnp.inf)
-        if masks is not None:
-            processed = jnp.where(allowed_tokens(masks, len(logits)), processed, -jnp.inf)
+        processed = lax.cond(constrained.any(), mask, lambda x: x, processed)
         # Masks and limits must not hide logits that are not finite.
         as_given = (processed.max(axis=0) == -jnp.inf) & ~constrained | ~jnp.isfinite(logits.max(axis=0))
         return jnp.where(as_given, logits, processed)
@@ -112,9 +112,8 @@ def sample_full(
     processed = lax.cond((uses_state | constrained).any() | matches.any(), process, lambda: logits)
     tokens, max_logit = _choose(processed, fields)
     host_tokens = for_host(tokens, max_logit)
-    if masks is not None:
-        none_left = constrained & (max_logit == -jnp.inf) & (logits.max(axis=0) > -jnp.inf)
-        host_tokens = jnp.where(none_left, NO_ALLOWED_TOKEN, host_tokens)
+    none_left = constrained & (max_logit == -jnp.inf)  # logits that are not finite come through unchanged
+    host_tokens = jnp.where(none_left, NO_ALLOWED_TOKEN, host_tokens)
 
     wants_logprobs = options & LOGPROBS > 0
     columns = lax.cond(

@@ -42,11 +42,9 @@ class Matcher:
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int):
-        """Compute the first mask. Raises `RequestError` if the grammar allows no text, or needs too much time."""
+        """Compute the first mask. Raises `RequestError` if the grammar allows no text, or is over a limit."""
         self._matcher, self._vocab_size = matcher, vocab_size
         self._spent_s, self._num_tokens = 0.0, 0
-        if matcher.is_stopped() and not matcher.is_accepting():
-            raise RequestError("structured output allows no text at all: its grammar cannot be satisfied")
         self.mask: Int32[np.ndarray, " words"] = self._next_mask()
         self.is_complete = False
 
@@ -83,7 +81,10 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"structured output failed: {_on_one_line(self._matcher.get_error())}")
+            error = _on_one_line(self._matcher.get_error())
+            if error == "NoExtensionBias":
+                raise RequestError(f"structured output allows no text after {self._num_tokens} tokens")
+            raise RequestError(f"structured output failed: {error}")
 
 
 class GrammarCompiler:
@@ -121,8 +122,6 @@ class GrammarCompiler:
             return matcher.copy()
 
     def _compile(self, structured: StructuredOutput) -> Matcher:
-        if not self._eos_token_ids:
-            raise RequestError("structured output needs an end-of-sequence token, and the model has none")
         grammar = _grammar(structured)
         if message := _trial(grammar):
             raise RequestError(f"structured.{structured.kind} cannot be used: {message}")
@@ -136,9 +135,19 @@ class GrammarCompiler:
         with self._tokens_lock:
             if self._tokens is None:
                 size = max(self._vocab_size, self._tokenizer.vocab_size)
-                ends = sorted(self._eos_token_ids)
-                self._tokens = LLTokenizer(self._tokenizer.to_json(), n_vocab=size, eos_token=ends)
+                ends, rules = sorted(self._eos_token_ids), self._tokenizer.to_json()
+                if not ends:
+                    ends, rules, size = [size], _with_end(rules, size), size + 1
+                self._tokens = LLTokenizer(rules, n_vocab=size, eos_token=ends)
             return self._tokens
+
+
+def _with_end(rules: str, token: int) -> str:
+    """Return the rules of a tokenizer with an end-of-sequence token, which llguidance needs and the model lacks."""
+    values = json.loads(rules)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"].append({"id": token, "content": "<|end of the text|>", "special": True, **flags})
+    return json.dumps(values)
 
 
 def _grammar(structured: StructuredOutput) -> str:
@@ -148,7 +157,7 @@ def _grammar(structured: StructuredOutput) -> str:
     if structured.json_schema is not None:
         schema = str(structured.json_schema)
         if schema == "false":
-            raise RequestError("structured.json_schema=false allows no text at all")
+            raise RequestError("structured.json_schema=false allows no text")
         return LLMatcher.grammar_from_json_schema(
             "{}" if schema == "true" else schema, defaults={"whitespace_pattern": _WHITE_SPACE}
         )
@@ -175,5 +184,6 @@ def _trial(grammar: str) -> str:
 
 
 def _on_one_line(message: str) -> str:
-    text = " ".join(message.split())
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    """Return an error message of llguidance on one line. Long messages repeat the grammar around the reason."""
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[max(text.rfind('error:'), 100) :][:200]}"

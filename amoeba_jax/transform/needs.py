@@ -11,7 +11,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.programs.enumeration import least_specs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.sampling.rows import STATE_KINDS, SamplerKind
+from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from amoeba_jax.transform.options import TransformOptions
 from sharding.mesh import SubMesh
 
@@ -147,7 +147,11 @@ def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[Sampl
     specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
     needed = programs.step_specs() + programs.prompt_specs()
     for count in (rows, cluster.buckets(programs.lower).few_rows):
-        needed += specs.samplers(programs.group, count, slots, kinds)
-    if STATE_KINDS & kinds:
+        if kinds - {"greedy"}:
+            # Sequences that need the full sampler may end before the others.
+            needed.append(specs.sample(programs.group, count, slots, packed_size(count)))
+        if "full" in kinds:
+            needed.append(specs.sample_full(programs.group, count, slots, packed_size(count, full=True)))
+    if "full" in kinds:
         needed.append(specs.set_state(programs.group, slots))
     return needed

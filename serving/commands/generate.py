@@ -3,10 +3,11 @@
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 
-from amoeba_jax import LLM, EngineConfig, RequestOutput, SamplingParams
+from amoeba_jax import LLM, EngineConfig, RequestOutput, SamplingParams, StructuredOutput
 from amoeba_jax.errors import RequestError
 from amoeba_jax.tokenizer import Tokenizer
 from amoeba_jax.valid_text import check_unicode
@@ -37,6 +38,22 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
         print(flush=True)
         assert last is not None, "the stream returned no output"
         print(_figures(last, loaded_s, np.diff(times)), file=sys.stderr)
+
+
+def constraint(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
+    """Return the constraint of the options, or None without options.
+
+    Raises `RequestError` if both options are given, or if the file cannot be read or has no schema.
+    """
+    if json_schema is None and regex is None:
+        return None
+    schema = None
+    if json_schema is not None:
+        try:
+            schema = json_schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"the schema {json_schema} cannot be read: {error}") from error
+    return StructuredOutput(json_schema=schema, regex=regex)
 
 
 def uses_chat(tokenizer: Tokenizer | None) -> bool:

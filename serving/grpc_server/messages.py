@@ -7,6 +7,7 @@ from amoeba_jax.client._proto import inference_pb2 as pb
 from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.sampling_params import SamplingParams
+from amoeba_jax.structured_output import StructuredOutput
 from amoeba_jax.transform.options import PlacementModules
 from amoeba_jax.transform.report import PlacementReport
 from amoeba_jax.views import PlacementStatus
@@ -42,9 +43,19 @@ def read_params(message: pb.SamplingParams, limits: Limits, caller: Caller) -> S
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
         if name in values:
             values[name] = list(values[name])
+    if "structured" in values:
+        values["structured"] = _structured(values["structured"])
     if "logit_bias" in values:
         values["logit_bias"] = dict(values["logit_bias"])
     return checked_params(values, limits, caller)
+
+
+def _structured(message: pb.StructuredOutput) -> StructuredOutput:
+    kind = message.WhichOneof("constraint")
+    if kind is None:
+        return StructuredOutput()  # raises the error
+    value = list(message.choice.texts) if kind == "choice" else getattr(message, kind)
+    return StructuredOutput(**{kind: value})
 
 
 def read_prompt(

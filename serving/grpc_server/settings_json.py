@@ -9,11 +9,12 @@ import numpy as np
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
+from amoeba_jax.structured_output import StructuredOutput
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length, checked_params
 
-MAX_JSON_DEPTH = 4
+MAX_JSON_DEPTH = 64
 _INTEGERS = frozenset(
     {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "priority"},
 )
@@ -31,7 +32,16 @@ _NUMBERS = frozenset(
 )
 _FLAGS = frozenset({"include_stop_str_in_output", "ignore_eos", "skip_special_tokens"})
 _OTHERS = frozenset({"stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"})
-KNOWN = _INTEGERS | _NUMBERS | _FLAGS | _OTHERS
+# Names of one setting, with the keys of vLLM. vLLM used the second name first.
+_STRUCTURED = ("structured_outputs", "guided_decoding")
+_STRUCTURED_KEYS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "grammar",
+    "choice": "choice",
+}
+KNOWN = _INTEGERS | _NUMBERS | _FLAGS | _OTHERS | set(_STRUCTURED)
 # A string, up to the end of the text if it is not closed. The possessive quantifiers avoid backtracking.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 # Change of the nesting depth, by byte.
@@ -46,17 +56,20 @@ def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
     Raise `RequestError` if the text is no JSON object, has a key twice, is too long, or is nested too deep.
     """
     check_length("sampling_parameters", len(data), "max_settings_bytes", limits, "bytes")
-    text = decode_utf8("sampling_parameters", data)
+    return _parse_object("sampling_parameters", decode_utf8("sampling_parameters", data))
+
+
+def _parse_object(name: str, text: str) -> dict[str, Any]:
     if (depth := _depth(text)) > MAX_JSON_DEPTH:
-        raise RequestError(f"sampling_parameters is nested {depth} deep: at most {MAX_JSON_DEPTH} is allowed")
+        raise RequestError(f"{name} is nested {depth} deep: at most {MAX_JSON_DEPTH} is allowed")
     try:
         values = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise RequestError(f"sampling_parameters is not valid JSON: {error.msg} at character {error.pos}") from error
+        raise RequestError(f"{name} is not valid JSON: {error.msg} at character {error.pos}") from error
     except ValueError as error:  # an integer of thousands of digits
-        raise RequestError(f"sampling_parameters cannot be read: {shorten(str(error))}") from error
+        raise RequestError(f"{name} cannot be read: {shorten(str(error))}") from error
     if not isinstance(values, dict):
-        raise RequestError(f"sampling_parameters must be a JSON object, not {type(values).__name__}")
+        raise RequestError(f"{name} must be a JSON object, not {type(values).__name__}")
     return values
 
 
@@ -69,6 +82,11 @@ def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller)
     if values.get("prompt_logprobs") is not None:
         raise RequestError("this protocol has no output for prompt_logprobs: use amoeba.v1")
     given = {name: _converted(name, value) for name, value in values.items() if value is not None}
+    constraints = [name for name in _STRUCTURED if name in given]
+    if len(constraints) > 1:
+        raise RequestError(f"{' and '.join(constraints)} are two names of one setting: send one of them")
+    for name in constraints:
+        given["structured"] = read_structured(name, given.pop(name))
     return checked_params(given, limits, caller)
 
 
@@ -78,6 +96,18 @@ def decode_utf8(name: str, data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def read_structured(name: str, value: Any) -> StructuredOutput:
+    """Return the constraint in an object with the keys of vLLM, or in the JSON text of such an object. Raise
+    `RequestError` for other values."""
+    if isinstance(value, str):
+        value = _parse_object(name, value)
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be a JSON object, got {shorten(value)}")
+    if unknown := sorted(set(value) - set(_STRUCTURED_KEYS)):
+        raise RequestError(f"unknown keys {shorten(unknown)} of {name}: known are {', '.join(_STRUCTURED_KEYS)}")
+    return StructuredOutput(**{_STRUCTURED_KEYS[key]: it for key, it in value.items() if it is not None})
 
 
 def _converted(name: str, value: Any) -> Any:

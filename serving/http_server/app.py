@@ -15,6 +15,7 @@ from serving.http_server.completions import completion_routes
 from serving.http_server.errors import error_object, error_response, json_response
 from serving.http_server.gate import App, Gate
 from serving.http_server.responses import response_routes
+from serving.http_server.streams import ClientGoneError
 from serving.http_server.tokens import token_routes
 
 
@@ -66,6 +67,9 @@ def create_app(handler: RequestHandler) -> FastAPI:
         await handler.refusals.wait(request.scope["caller"].account, code_of(error))
         return error_response(error)
 
+    async def leave(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         method, path = request.method[:20], request.url.path[:100]
@@ -76,6 +80,7 @@ def create_app(handler: RequestHandler) -> FastAPI:
 
     for kind in (ValueError, RuntimeError, Exception):
         app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(ClientGoneError, leave)
     app.add_exception_handler(HTTPException, refuse_path)
     return app
 

@@ -130,7 +130,7 @@ def read_format(value: Any, name: str = "response_format") -> StructuredOutput |
     if kind == "json_object":
         return StructuredOutput(json_object=True)
     if kind == "json_schema":
-        # Responses have the schema in the format itself.
+        # In a response, the format itself holds the schema.
         inner = value.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping | bool):

@@ -68,7 +68,7 @@ class ChatGeneration:
             messages: conversation, from `read_messages`.
             tools: tools of the request.
             params: sampling settings.
-            max_tokens: limit for generated tokens. None: what the context holds.
+            max_tokens: limit for generated tokens. None: `LLM.default_max_tokens`.
             settings: arguments of `Tokenizer.apply_chat_template`.
             name: id that the client chose, or "".
             cache_salt: salt that the client sent, or "".

@@ -53,7 +53,7 @@ def error_object(message: str, kind: str, param: str | None = None, code: str | 
 
 
 def error_response(error: BaseException) -> Response:
-    """Return the response for an error. Errors that may pass soon have the header `Retry-After`."""
+    """Return the response for an error. The header `Retry-After` marks errors that may pass soon."""
     status, body = error_body(error)
     return json_response(body, status, {"retry-after": "1"} if status in _RETRY else None)
 

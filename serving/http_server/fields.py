@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from amoeba_jax import StructuredOutput
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
 from serving.grpc_server.field_limits import check_length, checked_params
+from serving.grpc_server.settings_json import read_structured
 from serving.http_server.errors import FieldError, field_error
 
 M = TypeVar("M", bound=BaseModel)
@@ -29,19 +29,6 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class StructuredOutputs(Body):
-    """vLLM's constraints of the text."""
-
-    # The name `json` is a method of pydantic's models, so this class reads `json` by an alias.
-    json_schema: Any = None
-    regex: str | None = None
-    choice: Any = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=lambda it: it.replace("json_schema", "json"))
 
 
 class Sampling(Body):
@@ -76,7 +63,7 @@ class Sampling(Body):
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: Any = None
     bad_words: Any = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Any = None
     priority: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -109,7 +96,7 @@ _DIRECT = (
 
 
 async def read_body(request: Request, kind: type[M]) -> M:
-    """Return the body of a request. Raise `RequestError` for JSON that is invalid, does not have the form `kind`, or is
+    """Return the body of a request. Raise `RequestError` for JSON that is invalid, has another form than `kind`, or is
     nested deeper than 200 levels (a limit of pydantic)."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Web pages of other sites can send other types without asking the browser.
@@ -124,7 +111,7 @@ async def read_body(request: Request, kind: type[M]) -> M:
 def refuse_unsupported(body: BaseModel, unsupported: dict[str, tuple[Any, ...]]) -> None:
     """Raise `FieldError` for a field that is set to a value that this server cannot honour.
 
-    `unsupported`: for each field, the values that have no effect, besides null.
+    `unsupported`: values without an effect, by field. Null never has an effect.
     """
     for name, harmless in unsupported.items():
         value = getattr(body, name)
@@ -152,14 +139,8 @@ def sampling_params(body: Any, limits: Limits, caller: Caller, **more: Any) -> S
     if bias := getattr(body, "logit_bias", None):
         check_length("logit_bias", len(bias), "max_logit_bias", limits)
         values["logit_bias"] = {_token_id(token): value for token, value in bias.items()}
-    if (given := body.structured_outputs) is not None:
-        values["structured"] = StructuredOutput(
-            json_schema=given.json_schema,
-            json_object=bool(given.json_object),
-            regex=given.regex,
-            grammar=given.grammar,
-            choice=given.choice,
-        )
+    if body.structured_outputs is not None:
+        values["structured"] = read_structured("structured_outputs", body.structured_outputs)
     values |= {name: value for name, value in more.items() if value is not None}
     return checked_params(values, limits, caller)
 
@@ -171,7 +152,9 @@ def _token_id(text: str) -> int:
 
 
 def check_names(body: Any, limits: Limits) -> None:
-    """Raise `RequestError` if the id or the salt of a request is too long."""
+    """Raise `RequestError` if the id or the salt of a request is too long, or if the id cannot be in a header."""
+    if body.request_id and not (body.request_id.isascii() and body.request_id.isprintable()):
+        raise FieldError("request_id", f"must have printable ASCII characters only, got {shorten(body.request_id)}")
     for name, limit in (("request_id", "max_id_chars"), ("cache_salt", "max_salt_chars")):
         check_length(name, len(getattr(body, name) or ""), limit, limits, "characters")
 

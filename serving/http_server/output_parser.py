@@ -12,8 +12,8 @@ from transformers.utils.chat_parsing import ResponseParser
 Kind = Literal["content", "reasoning", "call"]
 
 _CHATML = "<|im_start|>assistant\n"
-# Reasoning of Qwen3: newlines around it are no part of it.
-_THINK = {"open_pattern": r"<think>\n*", "close_pattern": r"\n*</think>\n*"}
+# Reasoning of Qwen3, without the newlines around it. Unlimited repetitions would cost time quadratic in the newlines.
+_THINK = {"open_pattern": r"<think>\n{0,4}", "close_pattern": r"\n{0,4}</think>\n{0,4}"}
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ HERMES = Family(
     _CHATML,
     {},
     _THINK,
-    ({"open_pattern": r"\n*<tool_call>\s*", "close_pattern": r"\s*</tool_call>\n*"},),
+    ({"open_pattern": r"\n{0,4}<tool_call>\s{0,16}", "close_pattern": r"\s{0,16}</tool_call>\n{0,4}"},),
     ("<tool_call>\n", "\n</tool_call>"),
 )
 LLAMA3 = Family(
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     {},
     None,
-    ({"open_pattern": r"\A\s*(?=\{)|<\|python_tag\|>"},),
+    ({"open_pattern": r"\A\s{0,16}(?=\{)|<\|python_tag\|>"},),
     uses_special_tokens=True,
 )
 MISTRAL = Family(

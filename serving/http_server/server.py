@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.grpc_server.binding import binding_error
 from serving.grpc_server.config import ServerConfig
@@ -18,6 +20,8 @@ _MAX_CONNECTIONS = 4096
 # Bytes of a reply in the kernel, for each connection. Without a limit, Linux keeps up to 4 MB for a client that does
 # not read.
 _SEND_BUFFER_BYTES = 256 * 2**10
+HEADER_S = 30.0
+"""Seconds in which the headers of a connection's first request must arrive."""
 # Seconds that `stop` waits for running requests.
 _SHUTDOWN_GRACE_S = 2
 
@@ -41,7 +45,7 @@ class HttpServer:
             uvicorn.Config(
                 with_gate(self.app, handler),
                 loop="none",
-                http="h11",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -55,7 +59,7 @@ class HttpServer:
                 ssl_certfile=None if tls is None else tls.certificate,
                 ssl_keyfile=None if tls is None else tls.key,
                 ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
-                ssl_cert_reqs=0 if tls is None or tls.client_ca is None else 2,
+                ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.client_ca is None else ssl.CERT_REQUIRED,
             )
         )
         self._serving: asyncio.Task[None] | None = None
@@ -79,6 +83,18 @@ class HttpServer:
         if self._serving is not None:
             self._uvicorn.should_exit = True
             await self._serving
+
+
+class _Protocol(H11Protocol):
+    """Protocol that closes a connection without a request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_S, self._check_headers)
+
+    def _check_headers(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
 
 class _Uvicorn(uvicorn.Server):

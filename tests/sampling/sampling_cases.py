@@ -21,6 +21,7 @@ from amoeba_jax.sampling.rows import (
     StepRow,
     TokenLogprobs,
     bad_word_pairs,
+    mask_words,
     pack,
     sampling_row,
     state_rows,
@@ -149,7 +150,9 @@ class State:
     def step(self, logits: np.ndarray, rows: list[StepRow]) -> SamplingResult:
         packed = jnp.asarray(pack(rows, len(logits), full=True))
         x = jnp.asarray(logits.T, jnp.float32)
-        self.last_tokens, self.flags, result = jit_draw_full(x, self.last_tokens, self.flags, self.bias, packed)
+        masks = jnp.zeros((len(logits), mask_words(self.flags.shape[1])), jnp.int32)  # no row is constrained
+        inputs = self.flags, self.bias, packed, masks
+        self.last_tokens, self.flags, result = jit_draw_full(x, self.last_tokens, *inputs)
         return unpack_result(np.array(result))
 
 

@@ -11,6 +11,7 @@ import pytest
 from live_server import TIMEOUT_S, wait_until
 
 from amoeba_jax import SamplingParams
+from serving.http_server import server as http_server
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -49,6 +50,13 @@ def test_client_that_does_not_read_is_cut_off(start_http):
             wait_until(lambda: any(view.running for view in http.llm.instances))
             http.check_idle()
         assert http.server.metrics.requests.labels("abort")._value.get() == 1
+
+
+def test_connection_without_a_request_is_closed(start_http, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "HEADER_S", 0.05)
+    with start_http() as http, socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
+        assert connection.recv(1) == b""
 
 
 @pytest.mark.slow

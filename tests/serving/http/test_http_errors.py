@@ -51,6 +51,8 @@ def check_error(response: httpx2.Response, status: int) -> dict[str, Any]:
         json.dumps(CHAT | {"max_tokens": 10**30}),
         json.dumps(CHAT | {"n": 10**6}),
         json.dumps(CHAT | {"request_id": "x" * 200}),
+        json.dumps(CHAT | {"request_id": "a\r\nb: c"}),
+        json.dumps(CHAT | {"request_id": "\u00e9"}),
         json.dumps(CHAT | {"temperature": float("nan")}),
         json.dumps(CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}),
     ],

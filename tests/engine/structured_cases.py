@@ -1,0 +1,121 @@
+"""Constraints of many kinds, with independent checks of complete texts."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+
+from amoeba_jax import StructuredOutput
+
+Check = Callable[[str], object]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", None, 7]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMAS: list[Any] = [
+    PERSON,
+    {"type": "integer", "minimum": -5, "maximum": 99},
+    {"type": "number", "maximum": 2e10, "minimum": 0, "multipleOf": 0.5},
+    {"type": "string", "pattern": "^[a-c]+$", "maxLength": 5, "minLength": 2},
+    {"type": "string", "format": "date"},
+    {"enum": ["x", 1, True, None, {"k": [1]}]},
+    {"const": {"a": 'é\n"\\'}},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"const": 3}], "items": False, "minItems": 2},
+    {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 3}]},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 12}]},
+    {
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {"kids": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}},
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/tree",
+    },
+    {"type": "object", "additionalProperties": {"type": "integer", "maximum": 9, "minimum": 0}, "maxProperties": 2},
+    {"type": ["integer", "null"], "maximum": 1000, "minimum": 0},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": False},
+]
+
+
+def valid_against(schema: Any) -> Check:
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    return lambda text: validator.validate(json.loads(text))
+
+
+def matches(pattern: str) -> Check:
+    def check(text: str) -> None:
+        assert re.fullmatch(pattern, text), text
+
+    return check
+
+
+def one_of(choices: list[str]) -> Check:
+    def check(text: str) -> None:
+        assert text in choices
+
+    return check
+
+
+CHOICES = ["yes", "no", 'yes, but "later"\n', "né"]
+REGEX = "[a-z]{2,6}( [0-9]{1,3})?"
+OTHERS: list[tuple[StructuredOutput, Check]] = [
+    (StructuredOutput(json_object=True), valid_against({"type": "object"})),
+    (StructuredOutput(regex=REGEX), matches(REGEX)),
+    (StructuredOutput(choice=CHOICES), one_of(CHOICES)),
+    (StructuredOutput(grammar='start: item ("," item)*\nitem: "<" /[a-z]/ ">"'), matches("<[a-z]>(,<[a-z]>)*")),
+]
+TABLE = [(StructuredOutput(json_schema=schema), valid_against(schema)) for schema in SCHEMAS] + OTHERS
+
+
+def random_schema(random: np.random.Generator, depth: int = 2) -> dict[str, Any]:
+    """A schema of keywords that are supported, with texts that end soon."""
+    kinds = ["integer", "number", "string", "pattern", "enum", "const", "boolean", "null"]
+    kinds += ["object", "array", "tuple", "anyOf", "types"] if depth else []
+    match str(random.choice(kinds)):
+        case "integer":
+            low = int(random.integers(-1000, 1000))
+            return {"type": "integer", "minimum": low, "exclusiveMaximum": low + int(random.integers(2, 10**6))}
+        case "number":
+            return {"type": "number", "minimum": 0, "maximum": float(random.choice([2e10, 1.5, 77.25]))}
+        case "string":
+            low = int(random.integers(0, 4))
+            return {"type": "string", "minLength": low, "maxLength": low + int(random.integers(1, 8))}
+        case "pattern":
+            patterns = ["^[a-f0-9]{4}$", "^(yes|no)$", "^[A-Z][a-z]{1,5}$", r"^\d{2}:\d{2}$"]
+            return {"type": "string", "pattern": str(random.choice(patterns))}
+        case "enum":
+            values: list[Any] = ["red", "grün", 1, 2.5, None, True, [1, "x"], {"k": 0}]
+            chosen = random.choice(len(values), int(random.integers(1, 5)), replace=False)
+            return {"enum": [values[i] for i in chosen]}
+        case "const":
+            return {"const": {"list": [1, None], "text": 'a "quote"'}}
+        case "object":
+            names = [f"p{i}" for i in range(int(random.integers(1, 4)))]
+            required = [name for name in names if random.random() < 0.7]
+            properties = {name: random_schema(random, depth - 1) for name in names}
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            low = int(random.integers(0, 3))
+            return {"type": "array", "items": random_schema(random, depth - 1), "minItems": low, "maxItems": low + 1}
+        case "tuple":
+            items = [random_schema(random, depth - 1) for _ in range(2)]
+            return {"type": "array", "prefixItems": items, "items": False, "minItems": 2}
+        case "anyOf":
+            return {"anyOf": [random_schema(random, depth - 1) for _ in range(2)]}
+        case "types":
+            return {"type": ["null", "boolean", "integer"], "minimum": 0, "maximum": 300}
+        case kind:
+            return {"type": kind}
