@@ -72,7 +72,7 @@ def main() -> None:
         assert server.page_url is not None
         idle = {count: cpu_share(server.page_url, count, args.seconds) for count in (0, 1, args.viewers)}
         for count, share in idle.items():
-            print(f"idle server, {count} viewers: {1000 * share:.1f} ms of processor time a second")
+            print(f"idle server, {count} viewers: {1000 * share:.1f} ms of processor time a second", flush=True)
         stop = threading.Event()
         threads = [threading.Thread(target=generate, args=(server.address, stop)) for _ in range(args.requests)]
         for thread in threads:
@@ -85,7 +85,7 @@ def main() -> None:
                     before, start = llm.stats.decode_tokens, time.perf_counter()
                     time.sleep(args.seconds)
                     of.append((llm.stats.decode_tokens - before) / (time.perf_counter() - start))
-                print(f"{count} viewers: {of[-1]:.1f} tokens/s")
+                print(f"{count} viewers: {of[-1]:.1f} tokens/s", flush=True)
         stop.set()
         for thread in threads:
             thread.join()

@@ -21,12 +21,12 @@ class ExpertShards(NamedTuple):
 
     Attributes:
         whole: whether a shard has whole experts. If not, each shard has a part of the inner features of all experts.
-        count: number of experts in a shard.
+        num_experts: number of experts in a shard.
         size: inner features of each expert in a shard, with padding.
     """
 
     whole: bool
-    count: int
+    num_experts: int
     size: int
 
 
@@ -107,7 +107,7 @@ class ModelDims:
     def _features(self) -> list[int]:
         """Features of an FFN shard in each kind of layer: dense layers first, then layers with experts."""
         kinds = sorted({kind.has_experts for kind in self.config.kinds})
-        return [self.experts.count * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
+        return [self.experts.num_experts * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
 
     @property
     def ffn_intermediates(self) -> int:

@@ -127,7 +127,7 @@ class MixtureOfExperts(nnx.Module):
             parameters = [_one(stack[...], index, shape[1:]) for stack, shape in zip(stacks, shapes, strict=True)]
             return _expert(x, parameters, activation=self.dims.config.activation)
 
-        arguments = (expert, x, ids, weights, self.dims.experts.count)
+        arguments = (expert, x, ids, weights, self.dims.experts.num_experts)
         return lax.platform_dependent(
             cpu=lambda: used_experts(*arguments, model_experts=self.experts.count),
             default=lambda: all_experts(*arguments),

@@ -108,6 +108,6 @@ def test_padding_is_reported(llm: LLM, family: str):
     if (experts := llm.dims.config.experts) is None:
         assert padding["mlp.down"] == pytest.approx(llm.dims.ffn_shard * 4 / llm.dims.config.ffn_size)
     else:
-        stored = 4 * llm.dims.experts.count * llm.dims.experts.size
+        stored = 4 * llm.dims.experts.num_experts * llm.dims.experts.size
         assert padding["experts.down"] == pytest.approx(stored / experts.count / experts.ffn_size)
     assert padding["attention.qkv"] >= 1.0

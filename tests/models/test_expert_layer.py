@@ -169,11 +169,11 @@ def copied_bytes(dims: ModelDims, layer: int) -> int:
 
 def test_a_step_copies_one_padded_expert_at_a_time():
     dims = tiny_dims("qwen3-moe-mixed", 2, intermediate_size=4096, **SIZES)
-    assert dims.ffn_shard == 2 * dims.experts.count * dims.experts.size
-    assert copied_bytes(dims, 1) < 4 * 3 * 64 * dims.experts.size * dims.experts.count // 4
+    assert dims.ffn_shard == 2 * dims.experts.num_experts * dims.experts.size
+    assert copied_bytes(dims, 1) < 4 * 3 * 64 * dims.experts.size * dims.experts.num_experts // 4
 
 
 def test_copies_of_a_padded_dense_layer_are_counted():
     dims = tiny_dims("qwen3-moe-mixed", 2, intermediate_size=1024, **SIZES)
-    assert dims.ffn_shard == dims.experts.count * dims.experts.size // 2
+    assert dims.ffn_shard == dims.experts.num_experts * dims.experts.size // 2
     assert 0.9 * copied_bytes(dims, 0) <= 4 * dims.ffn_copy == 4 * 3 * 64 * 1024

@@ -127,7 +127,7 @@ def test_conversations_stay_with_their_host_and_a_host_may_die(hosts: Hosts):
     streams, homes = [], []
     for messages in conversations:
         before = {port: count(port, "prompt_tokens_total") for port in hosts.ports}
-        streams.append(Stream(hosts, messages, 1000))
+        streams.append(Stream(hosts, messages, 150))
         streams[-1].started.wait(TIMEOUT_S)
         homes += [port for port in hosts.ports if count(port, "prompt_tokens_total") > before[port]]
     assert len(homes) == len(TOPICS)
@@ -143,7 +143,7 @@ def test_conversations_stay_with_their_host_and_a_host_may_die(hosts: Hosts):
         assert hits > 0.8 * known  # a token is a byte
 
     # One host dies while it answers.
-    streams = [Stream(hosts, messages, 3000) for messages in conversations]
+    streams = [Stream(hosts, messages, 400) for messages in conversations]
     for stream in streams:
         stream.started.wait(TIMEOUT_S)
     dead = homes[0]
