@@ -106,8 +106,9 @@ class ModelDims:
     @property
     def _features(self) -> list[int]:
         """Features of an FFN shard in each kind of layer: dense layers first, then layers with experts."""
-        kinds = sorted({kind.has_experts for kind in self.config.kinds})
-        return [self.experts.num_experts * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
+        kinds = {kind.has_experts for kind in self.config.kinds}
+        dense = [self.ffn_shard] if False in kinds else []
+        return dense + [self.experts.num_experts * self.experts.size] if True in kinds else dense
 
     @property
     def ffn_intermediates(self) -> int:
