@@ -108,7 +108,7 @@ class ModelDims:
         """Features of an FFN shard in each kind of layer: dense layers first, then layers with experts."""
         kinds = {kind.has_experts for kind in self.config.kinds}
         dense = [self.ffn_shard] if False in kinds else []
-        return dense + [self.experts.num_experts * self.experts.size] if True in kinds else dense
+        return [*dense, self.experts.num_experts * self.experts.size] if True in kinds else dense
 
     @property
     def ffn_intermediates(self) -> int:
