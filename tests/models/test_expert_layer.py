@@ -164,7 +164,9 @@ def copied_bytes(dims: ModelDims, layer: int) -> int:
     plan = module_plan(dims, range(layer, layer + 1), "ffn", embeds=False)
     key = StepKey((0,), plan.kinds, BatchShape(((4, 1),), 1), (1,), 4, 4, None, "ffn", False)
     compiled = step_program(dims, plan, key).compile(SubMeshPool(tuple(jax.devices()[:1]), 1).group(0, 1))
-    return compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def test_a_step_copies_one_padded_expert_at_a_time():
