@@ -90,7 +90,7 @@ class ModelDims:
         if self.ffn_page_elems is None:
             return 0
         kinds = {kind.has_experts for kind in self.config.kinds}
-        features = [self.experts.count * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
+        features = [self.experts.num_experts * self.experts.size if has_experts else self.ffn_shard for has_experts in kinds]
         return max(features) * self.config.hidden_size // self.ffn_page_elems
 
     @property
