@@ -179,8 +179,14 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None, limits: Limits) -
             allowed = choice.get("allowed_tools")
             if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
                 raise FieldError("tool_choice.allowed_tools", f"must have a list of tools, got {shorten(allowed)}")
-            names = [_choice_name(it) for it in allowed["tools"]]
-            functions = [_find(functions, name) for name in names]
+            if (number := len(allowed["tools"])) > limits.max_tools:
+                raise FieldError(
+                    "tool_choice.allowed_tools",
+                    f"has {number} tools: at most {limits.max_tools} may be given (max_tools)",
+                )
+            functions = [_find(functions, _choice_name(it)) for it in allowed["tools"]]
+            if len({it["function"]["name"] for it in functions}) < number:
+                raise FieldError("tool_choice.allowed_tools", f"names a tool twice, got {shorten(allowed)}")
             mode = allowed.get("mode", "auto")
         else:
             functions, mode = [_find(functions, _choice_name(choice))], "named"

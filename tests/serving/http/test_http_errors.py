@@ -189,3 +189,18 @@ def test_metrics_count_http_requests(http):
     before = prompt_tokens()
     assert post(http, "/v1/completions", {"model": "tiny-chat", "prompt": "hello"}).status_code == 200
     assert prompt_tokens() == before + 5
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_allowed_tools_are_limited_and_differ(http, path: str):
+    """Each name would repeat the description of its tool."""
+    tool: dict[str, Any] = {"type": "function", "name": "f"}
+    named: Any = {"type": "allowed_tools", "mode": "auto", "tools": [tool] * 2}
+    body = {"model": "tiny-chat", "input": "x", "max_output_tokens": 1, "tools": [tool], "tool_choice": named}
+    if path == "/v1/chat/completions":
+        tool = {"type": "function", "function": {"name": "f"}}
+        named = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool] * 2}}
+        body = CHAT | {"tools": [tool], "tool_choice": named}
+    assert "twice" in check_error(post(http, path, body), 400)["message"]
+    named.get("allowed_tools", named)["tools"] = [tool] * 129
+    assert "max_tools" in check_error(post(http, path, body), 400)["message"]
