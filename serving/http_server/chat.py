@@ -62,7 +62,7 @@ class ChatRequest(TemplateFields, Penalties):
     include_reasoning: bool | None = None
     verbosity: str | None = None
     prediction: Any = None
-    modalities: list[str] | None = None
+    modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
     functions: Any = None

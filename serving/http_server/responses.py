@@ -55,7 +55,7 @@ class ResponseRequest(TemplateFields):
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     reasoning: ReasoningFields | None = None
-    include: list[str] | None = None
+    include: Any = None
     top_logprobs: int | None = None
     truncation: str | None = None
     presence_penalty: float | None = None
@@ -114,6 +114,8 @@ class _Response:
         self._status, self._error = "in_progress", None
         self._sequence = 0
         include = body.include or []
+        if not isinstance(include, list):
+            raise FieldError("include", f"must be a list, got {shorten(include)}")
         for index, name in enumerate(include):
             if name not in _INCLUDABLE:
                 raise FieldError(f"include[{index}]", f"is not supported by this server, got {shorten(name)}")

@@ -7,6 +7,10 @@ import httpx2
 import openai
 import pytest
 from live_server import TIMEOUT_S
+from pydantic import ValidationError
+
+from serving.http_server import fields
+from serving.http_server.errors import field_error
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -178,6 +182,33 @@ def test_tokenize_and_detokenize(http):
     check_error(post(http, "/tokenize", {}), 400)
     check_error(post(http, "/detokenize", {"tokens": [256]}), 400)
     check_error(post(http, "/detokenize", {"tokens": [0] * 5000}), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/detokenize", {"tokens": ["x"] * 1000}, "tokens[0]"),
+        ("/detokenize", {"tokens": {}}, "tokens"),
+        ("/v1/chat/completions", CHAT | {"logit_bias": {str(index): "x" for index in range(1000)}}, None),
+        ("/v1/chat/completions", CHAT | {"modalities": [1] * 1000}, "modalities"),
+        ("/v1/chat/completions", CHAT | {str(index): 1 for index in range(1000)}, "the body"),
+        ("/v1/chat/completions", CHAT | {"stream_options": dict.fromkeys(map(str, range(1000)))}, "stream_options"),
+        ("/v1/responses", {"model": "tiny-chat", "input": "x", "include": [1] * 1000}, "include[0]"),
+        ("/cluster/transform", {"tensor_parallel_size": 1, "devices": ["x"] * 1000}, "devices[0]"),
+    ],
+    ids=str,
+)
+def test_bad_elements_are_not_collected(http, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str | None):
+    """Each collected error takes time of the event loop."""
+    counts = []
+
+    def count(error: ValidationError) -> Any:
+        counts.append(error.error_count())
+        return field_error(error)
+
+    monkeypatch.setattr(fields, "field_error", count)
+    assert check_error(post(http, path, body), 400)["param"] == param
+    assert counts in ([], [1])
 
 
 def test_metrics_count_http_requests(http):
