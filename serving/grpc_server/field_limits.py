@@ -82,6 +82,14 @@ def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_t
         )
 
 
+def check_reply_entries(num_entries: int, limits: Limits) -> None:
+    """Raise `RequestError` if a reply in one piece has too many tokens and log-probabilities."""
+    if num_entries > (limit := limits.max_reply_entries):
+        raise RequestError(
+            f"the reply has more than {limit} tokens and log-probabilities (max_reply_entries): ask for a stream"
+        )
+
+
 def check_prompt_entries(num_tokens: int, params: SamplingParams, limits: Limits) -> None:
     """Raise `RequestError` if a request asks for too many log-probabilities of its prompt."""
     if params.prompt_logprobs is None:

@@ -45,6 +45,7 @@ class ChatGeneration:
 
     Attributes:
         usage: token counts so far.
+        num_entries: generated tokens and their log-probabilities so far.
         prompt: token ids of the prompt, after the start.
     """
 
@@ -85,7 +86,7 @@ class ChatGeneration:
             raise FieldError("tools", 'need tool_choice "none" together with a constraint of the text')
         self._params = params
         self._parsers: list[OutputParser] = []
-        self.usage = Usage()
+        self.usage, self.num_entries = Usage(), 0
         self.prompt: list[int] = []
         self._call = Call(
             name=name,
@@ -128,6 +129,7 @@ class ChatGeneration:
 
         async def send_delta(delta: RequestDelta) -> None:
             self.usage.add(0, delta)
+            self.num_entries += delta.num_tokens * (1 + (self._params.logprobs or 0))
             await send(self._steps(delta))
 
         await self._handler.serve(self._call, send_delta)

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from amoeba_jax.shorten import shorten
+from serving.grpc_server.field_limits import check_reply_entries
 from serving.grpc_server.request_handler import RequestHandler
 from serving.http_server.chat import TemplateFields, read_format, template_settings
 from serving.http_server.chat_generation import ChatGeneration, Step
@@ -155,6 +156,7 @@ class _Response:
         """Generate the whole response."""
 
         async def send(steps: list[Step]) -> None:
+            check_reply_entries(self._generation.num_entries, self._handler.limits)
             for step in steps:
                 self._take(step)
 

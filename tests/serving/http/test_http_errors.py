@@ -211,6 +211,42 @@ def test_bad_elements_are_not_collected(http, monkeypatch: pytest.MonkeyPatch, p
     assert counts in ([], [1])
 
 
+def test_replies_that_repeat_prompts_are_limited(start_http):
+    """The limits hold for all samples of all prompts together, and also in streams."""
+    with start_http(max_reply_entries=60, max_echo_bytes=100) as http:
+        body = {"model": "tiny-chat", "prompt": ["x" * 10] * 2, "max_tokens": 1}
+        for more, name in (
+            ({"echo": True, "n": 6}, "max_echo_bytes"),
+            ({"prompt_logprobs": 1, "n": 2}, "max_reply_entries"),
+            ({"return_token_ids": True, "n": 4}, "max_reply_entries"),
+        ):
+            for streams in (False, True):
+                answer = post(http, "/v1/completions", body | more | {"stream": streams})
+                assert name in check_error(answer, 400)["message"]
+            assert post(http, "/v1/completions", body | more | {"n": 1}).status_code == 200
+        http.check_idle()
+
+
+def test_replies_of_every_endpoint_are_limited(start_http):
+    with start_http(max_reply_entries=4) as http:
+        for path, body in (
+            ("/v1/completions", {"model": "tiny-chat", "prompt": "x", "max_tokens": 8}),
+            ("/v1/chat/completions", CHAT | {"max_tokens": 8}),
+            ("/v1/responses", {"model": "tiny-chat", "input": "x", "max_output_tokens": 8}),
+        ):
+            answer = post(http, path, body | {"ignore_eos": True})
+            assert "max_reply_entries" in check_error(answer, 400)["message"]
+        http.check_idle()
+
+
+def test_a_stream_has_the_token_ids_of_its_prompt_once(http):
+    body = CHAT | {"n": 2, "temperature": 1, "stream": True, "return_token_ids": True}
+    text = post(http, "/v1/chat/completions", body).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    prompts = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert prompts == [http.llm.tokenizer.encode("<user> x\n<assistant>")]
+
+
 def test_metrics_count_http_requests(http):
     def prompt_tokens() -> float:
         text = httpx2.get(f"{http.url}/metrics", timeout=TIMEOUT_S).text
