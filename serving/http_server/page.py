@@ -44,7 +44,7 @@ class _Transform(Body):
     """Body of a transformation."""
 
     tensor_parallel_size: int = Field(ge=1, le=4096)
-    devices: Annotated[list[int], FailFast(), Field(max_length=4096)] = []
+    devices: Annotated[list[int], FailFast()] = Field(default=[], max_length=4096)
 
 
 def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIRouter:

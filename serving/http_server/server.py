@@ -17,11 +17,13 @@ from serving.http_server.page import page_routes
 
 # Connections at the same time. Further connections get the status 503.
 _MAX_CONNECTIONS = 4096
+MAX_CLIENT_CONNECTIONS = 1024
+"""Connections of one client address at the same time. Further connections are closed."""
 # Bytes of a reply in the kernel, for each connection. Without a limit, Linux keeps up to 4 MB for a client that does
 # not read.
 _SEND_BUFFER_BYTES = 256 * 2**10
 HEADER_S = 30.0
-"""Seconds in which the headers of a connection's first request must arrive."""
+"""Seconds in which the headers of a request must arrive, from the start of the connection or from their first byte."""
 # Seconds that `stop` waits for running requests.
 _SHUTDOWN_GRACE_S = 2
 
@@ -86,15 +88,36 @@ class HttpServer:
 
 
 class _Protocol(H11Protocol):
-    """Protocol that closes a connection without a request."""
+    """Protocol that closes connections that wait too long for a request, and excess connections of a client."""
+
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(HEADER_S, self._check_headers)
+        address = self.client and self.client[0]
+        if sum(it.client is not None and it.client[0] == address for it in self.connections) > MAX_CLIENT_CONNECTIONS:
+            transport.abort()
+        self._limit_headers()
 
-    def _check_headers(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # any data stops uvicorn's own timer of an idle connection
+        self._limit_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_header_timer()
+
+    def _limit_headers(self) -> None:
+        """Close the connection after `HEADER_S` seconds without a request, if no request runs."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_S, self.transport.close)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
 
 class _Uvicorn(uvicorn.Server):

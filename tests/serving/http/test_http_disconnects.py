@@ -59,6 +59,32 @@ def test_connection_without_a_request_is_closed(start_http, monkeypatch: pytest.
         assert connection.recv(1) == b""
 
 
+def test_idle_connection_is_closed_whatever_it_sends(http, monkeypatch: pytest.MonkeyPatch):
+    """One byte stops uvicorn's timer of idle connections. Further bytes do not start the time again."""
+    monkeypatch.setattr(http_server, "HEADER_S", 0.2)
+    with socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(4096)
+        for byte in b"GE":
+            connection.sendall(bytes([byte]))
+        assert connection.recv(1) == b""
+
+
+def test_client_address_has_a_limit_of_connections(http, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "MAX_CLIENT_CONNECTIONS", 2)
+    wait_until(lambda: not http.http._uvicorn.server_state.connections)
+    address = ("127.0.0.1", http.http.port)
+    with socket.create_connection(address, timeout=TIMEOUT_S) as first:
+        with socket.create_connection(address, timeout=TIMEOUT_S):
+            wait_until(lambda: len(http.http._uvicorn.server_state.connections) == 2)
+            with socket.create_connection(address, timeout=TIMEOUT_S) as third, pytest.raises(ConnectionResetError):
+                third.recv(1)
+        first.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert first.recv(1) == b"H", "other connections go on"
+
+
 @pytest.mark.slow
 def test_two_hundred_cut_streams_leave_nothing(http):
     """Each stream is cut after a random number of bytes, then all prompts are asked again at once."""
