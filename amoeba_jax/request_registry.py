@@ -139,11 +139,15 @@ class RequestRegistry:
         """
         if params.structured is None:
             return None
+        return self.grammars().compile(params.structured)
+
+    def grammars(self) -> GrammarCompiler:
+        """Return the compiler of grammars. Raise `RequestError` if the model has no tokenizer."""
         tokenizer = self.need_tokenizer("structured output")
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
-        return self._grammars.compile(params.structured)
+            return self._grammars
 
     def register(self, request: Request) -> None:
         """Register a request by its id. Raise `RequestError` if the id is taken."""
