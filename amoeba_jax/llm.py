@@ -224,6 +224,11 @@ class LLM(EngineHandle):
         finally:
             self._registry.end([request])
 
+    def load_grammars(self) -> None:
+        """Load the vocabulary for constraints, as servers do before they are ready. Otherwise the first constrained
+        request does so, which blocks all threads for up to 1 s."""
+        self._registry.load_grammars()
+
     async def agenerate(
         self,
         prompt: Prompt,
