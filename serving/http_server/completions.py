@@ -26,7 +26,7 @@ from serving.http_server.fields import (
     sampling_params,
 )
 from serving.http_server.streams import DONE, EventStream, Write, event, serve_all, while_connected
-from serving.http_server.usage import CompletionLogprobs, Usage, text_entries
+from serving.http_server.usage import CompletionLogprobs, Usage
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -233,9 +233,10 @@ class _Completion:
     def _choice(self, index: int, completion: CompletionDelta) -> dict[str, Any]:
         number = index * self._params.n + completion.index
         sample = self._samples[number]
+        # As in vLLM, a stop token has an entry: lm-eval drops the last entry after an echo.
         entries = [
             (token, options[token].decoded_token or "", options)
-            for token, options in text_entries(completion, self._params.include_stop_str_in_output)
+            for token, options in zip(completion.token_ids, completion.logprobs or (), strict=False)
         ]
         text, built = completion.text, None
         if self._body.echo and not sample.has_begun:

@@ -123,6 +123,15 @@ def test_required_calls_name_known_tools(http, streams: bool):
         assert json.loads(call.function.arguments) == {}
 
 
+def test_last_token_of_constrained_text_has_a_logprob(http):
+    """Also if the text ends with it, and not with an end-of-sequence token."""
+    settings = SAMPLED | {"logprobs": True, "extra_body": {"structured_outputs": {"regex": "[ab]{3}"}}}
+    (choice,) = http.client.chat.completions.create(**settings).choices
+    assert choice.finish_reason == "stop"
+    assert "".join(it.token for it in choice.logprobs.content) == choice.message.content
+    assert len(choice.message.content) == 3
+
+
 def test_bad_schemas_are_refused(http):
     for schema in ({"type": "strange"}, {"$ref": "#/$defs/none"}):
         format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

@@ -96,6 +96,22 @@ def test_echo_has_the_logprobs_of_the_prompt(http, max_tokens: int):
     assert given.text_offset == list(np.cumsum([0, *map(len, given.tokens[:-1])]))
 
 
+def test_a_stop_token_has_a_logprob(http):
+    tokens = http.llm.generate("hello", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids
+    answer = http.client.completions.create(
+        model="tiny-chat",
+        prompt="hello",
+        echo=True,
+        logprobs=1,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"stop_token_ids": [tokens[2]]},
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert len(choice.logprobs.tokens) == 5 + answer.usage.completion_tokens
+
+
 def test_echo_in_a_stream_comes_first(http):
     chunks = http.client.completions.create(
         model="tiny-chat", prompt="hello", echo=True, max_tokens=3, temperature=0, stream=True
