@@ -58,7 +58,10 @@ class Tools:
         for tool in self.functions:
             schema = dict(_parameters(tool))
             for name in ("$defs", "definitions"):
-                for key, value in (schema.pop(name, None) or {}).items():
+                own = schema.pop(name, None) or {}
+                if not isinstance(own, Mapping):
+                    raise FieldError(f"tools.parameters.{name}", f"must be an object, got {shorten(own)}")
+                for key, value in own.items():
                     if definitions.setdefault(name, {}).setdefault(key, value) != value:
                         raise FieldError("tools", f"have two different definitions {shorten(key)}")
             calls.append(

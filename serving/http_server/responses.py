@@ -7,13 +7,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from amoeba_jax.errors import RequestError
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.field_limits import check_reply_entries
 from serving.grpc_server.request_handler import RequestHandler
 from serving.http_server.chat import TemplateFields, read_format, template_settings
 from serving.http_server.chat_generation import ChatGeneration, Step
 from serving.http_server.conversation import read_arguments, read_message, read_text, read_tools
-from serving.http_server.errors import FieldError, error_body, json_response
+from serving.http_server.errors import FieldError, dump, error_body, json_response
 from serving.http_server.fields import (
     UNSUPPORTED,
     Body,
@@ -151,6 +152,10 @@ class _Response:
             body.cache_salt or "",
         )
         self._items = ResponseItems(body.top_logprobs or 0)
+        try:
+            dump(self.resource())
+        except ValueError:  # such as 1e999, which is read as infinity
+            raise RequestError("the body has a number that is out of range: JSON has no infinity") from None
 
     async def whole(self) -> None:
         """Generate the whole response."""

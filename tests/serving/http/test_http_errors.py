@@ -247,6 +247,21 @@ def test_a_stream_has_the_token_ids_of_its_prompt_once(http):
     assert prompts == [http.llm.tokenizer.encode("<user> x\n<assistant>")]
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["metadata", "tools"])
+def test_numbers_that_json_lacks_are_refused(http, number: str, field: str):
+    tools = [{"type": "function", "name": "f", "parameters": {"maximum": "NUMBER"}}]
+    body = {"model": "tiny-chat", "input": "x", "metadata": {"x": "NUMBER"}, "tools": tools, "max_output_tokens": 1}
+    del body["tools" if field == "metadata" else "metadata"]
+    check_error(post(http, "/v1/responses", json.dumps(body).replace('"NUMBER"', number)), 400)
+
+
+def test_definitions_of_tools_must_be_objects(http):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": [1]}}}
+    error = check_error(post(http, "/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": "required"}), 400)
+    assert error["param"] == "tools.parameters.$defs"
+
+
 def test_metrics_count_http_requests(http):
     def prompt_tokens() -> float:
         text = httpx2.get(f"{http.url}/metrics", timeout=TIMEOUT_S).text
