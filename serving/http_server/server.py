@@ -76,7 +76,8 @@ class HttpServer:
         host = self._config.host
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            listener = socket.create_server(address[:2], family=family, backlog=2048)
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # as gRPC, `::` also serves IPv4
+            listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=both)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         except OSError as error:
             raise binding_error(host, port, "--http-port") from error

@@ -1,6 +1,7 @@
 """What the HTTP server refuses, and in what form."""
 
 import json
+import socket
 from typing import Any
 
 import httpx2
@@ -286,3 +287,11 @@ def test_allowed_tools_are_limited_and_differ(http, path: str):
     assert "twice" in check_error(post(http, path, body), 400)["message"]
     named.get("allowed_tools", named)["tools"] = [tool] * 129
     assert "max_tools" in check_error(post(http, path, body), 400)["message"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_host_of_all_addresses_serves_ipv4_and_ipv6(start_http):
+    with start_http(host="::") as http:
+        for host in ("127.0.0.1", "[::1]"):
+            answer = httpx2.get(f"http://{host}:{http.http.port}/version", timeout=TIMEOUT_S)
+            assert answer.status_code == 200
