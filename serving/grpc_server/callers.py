@@ -19,7 +19,8 @@ class Caller:
     """Identity of the client that sent a call.
 
     Attributes:
-        client: IP address, the same for gRPC and HTTP. All connections from one address share the limits of requests and bytes.
+        client: IP address, the same for gRPC and HTTP. All connections from one address share the limits of requests
+            and bytes.
         scope: name space of the request ids: the token of the caller. If the caller has no token: its connection.
         account: owner of slots and pages for fair sharing: the token of the caller. If the caller has no token:
             `client`.

@@ -38,8 +38,8 @@ class Limits:
     """Unread tokens of a sample while a write to its client is blocked. Log-probabilities count as tokens. The
     server cuts off a client that falls further behind."""
     max_prompt_chars: int = 2**20
-    """Characters of a prompt, of a call of Tokenize, or of the messages, tools and template arguments of a conversation,
-    including keys. The limit is lower if the context of the model cannot hold that much text (see `max_model_len`)."""
+    """Characters of a prompt, of a call of Tokenize, or of a conversation with its keys, tools and template arguments.
+    The limit is lower if the context of the model cannot hold that much text (see `max_model_len`)."""
     max_chat_messages: int = 1024
     """Messages of a conversation."""
     max_stop_strings: int = 16
