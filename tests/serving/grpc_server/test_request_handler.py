@@ -245,7 +245,7 @@ def test_a_request_that_the_engine_does_not_have_yet_does_not_begin_after_a_drai
         backend = Late(reached, go_on)
         door.attach(cast(LLM, backend), None)
 
-        async def tokenize(_: Any) -> list[int]:
+        async def tokenize(*_: Any) -> list[int]:
             reached.set()
             await go_on.wait()
             return [1]

@@ -170,6 +170,7 @@ def test_known_grammars_do_not_wait_for_new_ones(http, monkeypatch: pytest.Monke
         finally:
             go_on.set()
         for it in compilations:
+            assert it is not None
             it.result(TIMEOUT_S)
     assert complete(new).strip("cd") == ""
 
