@@ -97,13 +97,14 @@ def test_client_address_has_a_limit_of_connections(start_http, monkeypatch: pyte
 def test_unread_reply_is_dropped_after_a_time(start_http, monkeypatch: pytest.MonkeyPatch):
     """Until then, its bytes count against the client."""
     monkeypatch.setattr(http_server, "LAST_READ_S", 0.5)
-    body = LONG | {"prompt": [65] * 4000, "n": 64, "temperature": 1, "max_tokens": 1}
+    monkeypatch.setattr(http_server, "_SEND_BUFFER_BYTES", 4096)
+    body = LONG | {"prompt": [65] * 500, "n": 16, "temperature": 1, "max_tokens": 1}
     body |= {"echo": True, "return_token_ids": True}
     with start_http() as http:
         admission, connections = http.server.request_handler.admission, http.http._uvicorn.server_state.connections
         with slow_connection(http) as connection:
             connection.sendall(request(body))
-            wait_until(lambda: admission._bytes_of["127.0.0.1"] > 2**18)
+            wait_until(lambda: admission._bytes_of["127.0.0.1"] > 2**13)
             wait_until(lambda: not connections)
         http.check_idle()
 
