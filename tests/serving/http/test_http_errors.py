@@ -197,7 +197,7 @@ def test_tokenize_and_detokenize(http):
         ("/v1/responses", {"model": "tiny-chat", "input": "x", "include": [1] * 1000}, "include[0]"),
         ("/cluster/transform", {"tensor_parallel_size": 1, "devices": ["x"] * 1000}, "devices[0]"),
     ],
-    ids=str,
+    ids=["tokens", "object", "bias", "modalities", "keys", "nested keys", "include", "devices"],
 )
 def test_bad_elements_are_not_collected(http, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str | None):
     """Each collected error takes time of the event loop."""
