@@ -19,7 +19,6 @@ from amoeba_jax.outputs import RequestDelta, RequestOutput
 from amoeba_jax.prompts import Prompt, as_prompts, check_tokens, failed_output, one_each
 from amoeba_jax.request import Delivery, Request
 from amoeba_jax.request_registry import RequestRegistry
-from amoeba_jax.sampling.structured import COMPILE_THREADS
 from amoeba_jax.sampling_params import SamplingParams
 
 Message = dict[str, Any]
@@ -186,7 +185,8 @@ class LLM(EngineHandle):
         `astream`.
 
         Args:
-            client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
+            client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache. Few
+                new grammars of a client may be compiled at the same time. "": no limit for grammars.
             arrival: arrival of the request as a value of `time.monotonic()`. The request's times count from it. None:
                 now.
         """
@@ -206,7 +206,9 @@ class LLM(EngineHandle):
             arrival=arrival,
         )
         if params is not None and params.structured is not None:
-            await loop.run_in_executor(COMPILE_THREADS, self._registry.matcher, params)  # `make` finds it compiled
+            compilation = self._registry.grammars().compile_soon(params.structured, client)
+            if compilation is not None:
+                await asyncio.shield(asyncio.wrap_future(compilation))  # other requests may wait for it
         # Checks and tokenization of long prompts would block the event loop.
         request = await loop.run_in_executor(None, make)
         self._registry.register(request)
@@ -221,6 +223,11 @@ class LLM(EngineHandle):
                 yield request, delivery
         finally:
             self._registry.end([request])
+
+    def load_grammars(self) -> None:
+        """Load the vocabulary for constraints, as servers do before they are ready. Otherwise the first constrained
+        request does so, which blocks all threads for up to 1 s."""
+        self._registry.load_grammars()
 
     async def agenerate(
         self,

@@ -139,11 +139,21 @@ class RequestRegistry:
         """
         if params.structured is None:
             return None
+        return self.grammars().compile(params.structured)
+
+    def grammars(self) -> GrammarCompiler:
+        """Return the compiler of grammars. Raise `RequestError` if the model has no tokenizer."""
         tokenizer = self.need_tokenizer("structured output")
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
-        return self._grammars.compile(params.structured)
+            return self._grammars
+
+    def load_grammars(self) -> None:
+        """Load the vocabulary for constraints, if there is a tokenizer. Otherwise the first constrained request does
+        so, which blocks all threads for up to 1 s."""
+        if self._tokenizer is not None:
+            self.grammars().load_vocabulary()
 
     def register(self, request: Request) -> None:
         """Register a request by its id. Raise `RequestError` if the id is taken."""

@@ -196,7 +196,21 @@ class Tokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation in the chat format of the model.
+        """Return the token ids of a conversation in the chat format of the model. Arguments and errors are the same as
+        for `render_chat`."""
+        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message, arguments)
+        # The template itself writes BOS if the model needs it.
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation in the chat format of the model.
 
         Args:
             messages: messages with the strings `role` and `content`. A message with `tool_calls` needs no content.
@@ -239,8 +253,7 @@ class Tokenizer:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = shorten(str(error), 300)
             raise RequestError(f"the model's chat template refuses these messages: {kind}{reason}") from error
-        # The template itself writes BOS if the model needs it.
-        return self.encode(str(text), add_special_tokens=False)
+        return str(text)
 
     def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> "DetokenizeStream":
         """Return a decoder for tokens that arrive one at a time after `prompt`."""

@@ -7,13 +7,15 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 from llguidance import LLMatcher, LLTokenizer
 
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import QueueFullError, RequestError
 from amoeba_jax.sampling import grammar_check
 from amoeba_jax.sampling.rows import mask_words
 from amoeba_jax.structured_output import StructuredOutput
@@ -24,8 +26,11 @@ MAX_COMPILE_S = 5.0
 MAX_GRAMMARS = 64
 """Compiled grammars that are kept for later requests."""
 
-COMPILE_THREADS = ThreadPoolExecutor(2, thread_name_prefix="amoeba-grammar")
-"""Threads for calls of `GrammarCompiler.compile` by event loops. Slow grammars then occupy no other threads."""
+MAX_PENDING_GRAMMARS = 8
+"""New grammars of one client that are compiled or wait for it at the same time."""
+
+# Threads of `compile_soon`. Slow grammars then occupy no other threads.
+_COMPILE_THREADS = ThreadPoolExecutor(2, thread_name_prefix="amoeba-grammar")
 
 # A matcher may spend this much processor time: seconds at once, and in the long run seconds per token.
 _BURST_S, _TOKEN_S = 0.25, 0.005
@@ -101,6 +106,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._tokens: LLTokenizer | None = None
         self._matchers: OrderedDict[StructuredOutput, Matcher] = OrderedDict()
+        self._pending: dict[StructuredOutput, tuple[Future[Any], str]] = {}  # with the name of the client
         self._lock = threading.Lock()
         self._tokens_lock = threading.Lock()
 
@@ -121,24 +127,58 @@ class GrammarCompiler:
                 self._matchers.popitem(last=False)
             return matcher.copy()
 
+    def compile_soon(self, structured: StructuredOutput, client: str = "") -> "Future[Any] | None":
+        """Compile a grammar in a thread, so that `compile` finds it soon.
+
+        Return a future that ends with the compilation. None: the grammar is compiled already. All callers with the same
+        grammar share the future.
+
+        `client`: name of the client. "": no limit for the number of its new grammars.
+
+        Raises `QueueFullError` if `MAX_PENDING_GRAMMARS` grammars of the client are not compiled yet.
+        """
+        with self._lock:
+            if structured in self._matchers:
+                return None
+            if structured in self._pending:
+                return self._pending[structured][0]
+            if client and sum(owner == client for _, owner in self._pending.values()) >= MAX_PENDING_GRAMMARS:
+                raise QueueFullError(
+                    f"{MAX_PENDING_GRAMMARS} new grammars of this client are being compiled, which is the limit: try "
+                    "again later"
+                )
+            future = _COMPILE_THREADS.submit(self.compile, structured)
+            self._pending[structured] = future, client
+        future.add_done_callback(partial(self._forget, structured))
+        return future
+
+    def _forget(self, structured: StructuredOutput, _: "Future[Any]") -> None:
+        with self._lock:
+            del self._pending[structured]
+
     def _compile(self, structured: StructuredOutput) -> Matcher:
         grammar = _grammar(structured)
         if message := _trial(grammar):
             raise RequestError(f"structured.{structured.kind} cannot be used: {message}")
-        matcher = LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0, limits=grammar_check.limits())
+        matcher = LLMatcher(self.load_vocabulary(), grammar, log_level=0, limits=grammar_check.limits())
         if matcher.is_error():
             raise RequestError(f"structured.{structured.kind} cannot be used: {_on_one_line(matcher.get_error())}")
         return Matcher(matcher, self._vocab_size)
 
-    def _llguidance_tokenizer(self) -> LLTokenizer:
-        """Return the vocabulary as llguidance needs it. The first use takes 0.2 to 0.8 s for 49,152 tokens."""
+    def load_vocabulary(self) -> LLTokenizer:
+        """Return the vocabulary as llguidance needs it. The first use takes 0.2 to 0.8 s for 49,152 tokens, in which no
+        other thread can run Python."""
         with self._tokens_lock:
             if self._tokens is None:
                 size = max(self._vocab_size, self._tokenizer.vocab_size)
                 ends, rules = sorted(self._eos_token_ids), self._tokenizer.to_json()
                 if not ends:
                     ends, rules, size = [size], _with_end(rules, size), size + 1
-                self._tokens = LLTokenizer(rules, n_vocab=size, eos_token=ends)
+                try:
+                    self._tokens = LLTokenizer(rules, n_vocab=size, eos_token=ends)
+                except ValueError as error:
+                    text = _on_one_line(str(error))
+                    raise RequestError(f"structured output is not available for this tokenizer: {text}") from error
             return self._tokens
 
 

@@ -2,8 +2,10 @@
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 import grpc
 
@@ -17,7 +19,8 @@ class Caller:
     """Identity of the client that sent a call.
 
     Attributes:
-        client: address without the port. All connections from one address share the limits of requests and bytes.
+        client: IP address, the same for gRPC and HTTP. All connections from one address share the limits of requests
+            and bytes.
         scope: name space of the request ids: the token of the caller. If the caller has no token: its connection.
         account: owner of slots and pages for fair sharing: the token of the caller. If the caller has no token:
             `client`.
@@ -77,22 +80,38 @@ class Callers:
     def caller(self, context: grpc.aio.ServicerContext) -> Caller:
         """Return the identity of the caller of a gRPC call."""
         peer = context.peer()
-        return self.identify(peer.rpartition(":")[0], peer, bearer_token(context.invocation_metadata() or ()))
+        return self.identify(_host(peer), peer, bearer_token(context.invocation_metadata() or ()))
 
     def identify(self, client: str, connection: str, token: str | None) -> Caller:
         """Return the identity of a caller.
 
         Args:
-            client: address without the port.
+            client: IP address, in any of its forms; "unix" for a caller without an IP address.
             connection: address with the port.
             token: token that the caller sent, or None.
         """
+        client = _normal(client)
         is_admin = self.is_admin(token)
         if token is not None and (is_admin or self.is_client(token)):
             name = hashlib.blake2b(token.encode(), digest_size=16, person=b"caller").hexdigest()
             scope = f"token {name}"
             return Caller(client, scope, scope, name, is_admin, is_admin)
         return Caller(client, f"connection {connection}", client, may_abort_all=self.needs_no_token)
+
+
+def _host(peer: str) -> str:
+    """Return the IP address in the name that gRPC gives a peer: `ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5` or `unix:...`."""
+    kind, _, address = peer.partition(":")
+    return kind if kind == "unix" else unquote(address.rpartition(":")[0]).strip("[]")
+
+
+def _normal(host: str) -> str:
+    """Return the shortest form of an IP address. An IPv4 address that a socket of IPv6 shows becomes IPv4."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

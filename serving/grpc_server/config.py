@@ -38,8 +38,8 @@ class Limits:
     """Unread tokens of a sample while a write to its client is blocked. Log-probabilities count as tokens. The
     server cuts off a client that falls further behind."""
     max_prompt_chars: int = 2**20
-    """Characters of a prompt, of a call of Tokenize, or of all messages of a conversation. The limit is lower if the
-    context of the model cannot hold that much text (see `max_model_len`)."""
+    """Characters of a prompt, of a call of Tokenize, or of a conversation with its keys, tools and template arguments.
+    The limit is lower if the context of the model cannot hold that much text (see `max_model_len`)."""
     max_chat_messages: int = 1024
     """Messages of a conversation."""
     max_stop_strings: int = 16
@@ -71,9 +71,10 @@ class Limits:
     """Bytes of `sampling_parameters`, as JSON (Open Inference Protocol)."""
     max_reply_entries: int = 2**20
     """Tokens and log-probabilities that a reply of ModelInfer may have, computed from `n`, `max_tokens` and `logprobs`.
-    Streams have no such limit."""
+    Also of an HTTP reply that is no stream, and of the prompts that an HTTP reply repeats for each sample."""
     max_echo_bytes: int = 16 * 2**20
-    """Bytes of a prompt times `n`, if ModelInfer or ModelStreamInfer repeats the prompt before each sample."""
+    """Bytes of a prompt times `n`, if ModelInfer, ModelStreamInfer or an HTTP completion repeats the prompt before each
+    sample."""
     max_prompt_entries: int = 2**20
     """Tokens of a prompt times 1 + `prompt_logprobs`, if the request asks for log-probabilities of the prompt."""
     min_priority: int = 0

@@ -63,12 +63,12 @@ def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) ->
 
 
 def num_chars(value: Any) -> int:
-    """Return the number of characters of all strings in a JSON value, except keys."""
+    """Return the size of a JSON value: the characters of all strings, including keys, plus 1 for each other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(num_chars, value.values()))
-    return sum(map(num_chars, value)) if isinstance(value, list | tuple) else 0
+        return 1 + sum(map(num_chars, value)) + sum(map(num_chars, value.values()))
+    return 1 + (sum(map(num_chars, value)) if isinstance(value, list | tuple) else 0)
 
 
 def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_token_chars: int) -> None:
@@ -79,6 +79,14 @@ def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_t
         raise RequestError(
             f"the prompt has {length} characters: at most {limit} fit in {max_model_len} tokens (max_model_len) of "
             "this model"
+        )
+
+
+def check_reply_entries(num_entries: int, limits: Limits) -> None:
+    """Raise `RequestError` if a reply in one piece has too many tokens and log-probabilities."""
+    if num_entries > (limit := limits.max_reply_entries):
+        raise RequestError(
+            f"the reply has more than {limit} tokens and log-probabilities (max_reply_entries): ask for a stream"
         )
 
 

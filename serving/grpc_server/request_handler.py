@@ -217,10 +217,9 @@ class RequestHandler:
         elif isinstance(prompt, Chat):
             messages, tools = prompt.messages, prompt.tools
             check_length("the conversation", len(messages), "max_chat_messages", self.limits, "messages")
-            length = num_chars(messages) + num_chars(tools)
-            self._check_text(length)
-            render = partial(self.tokenizer().apply_chat_template, messages, tools=tools, **prompt.settings)
-            tokens = await self._threads.tokenize(length, render)
+            length = num_chars([messages, tools, prompt.settings])
+            check_length("the conversation", length, "max_prompt_chars", self.limits, "characters")
+            tokens = await self._threads.tokenize(length, partial(self._encode_chat, prompt))
         else:
             tokens = prompt
         if not tokens:
@@ -237,6 +236,12 @@ class RequestHandler:
         """Raise `RequestError` for more tokens than the longest context has."""
         if num_tokens > (limit := self.backend.max_model_len):
             raise RequestError(f"{name} has {num_tokens} tokens: at most {limit} may be given (max_model_len)")
+
+    def _encode_chat(self, chat: Chat) -> list[int]:
+        tokenizer = self.tokenizer()
+        text = tokenizer.render_chat(chat.messages, tools=chat.tools, **chat.settings)
+        self._check_text(len(text))  # templates may repeat their arguments
+        return tokenizer.encode(text, add_special_tokens=False)
 
     def _check_text(self, length: int) -> None:
         backend, tokenizer = self.backend, self.tokenizer()

@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from amoeba_jax.address import join_address
 from amoeba_jax.client._proto import inference_pb2, inference_pb2_grpc
+from amoeba_jax.errors import RequestError
 from serving.grpc_server._proto import open_inference_pb2, open_inference_pb2_grpc
 from serving.grpc_server.admin_service import AdminService
 from serving.grpc_server.auth_interceptor import AuthInterceptor
@@ -114,6 +115,10 @@ class Server:
         if backend.tokenizer is not None:
             # Computed here once, in a thread: it can take a second.
             await asyncio.to_thread(getattr, backend.tokenizer, "longest_token_chars")
+            try:
+                await asyncio.to_thread(backend.load_grammars)
+            except RequestError as error:  # the same error as for constrained requests, which are refused
+                logger.warning("%s", error)
         self.request_handler.attach(backend, scheduling)
         self._watch = asyncio.ensure_future(self._watch_engine(backend, interval_s))
         self._show_readiness()

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from transformers import PreTrainedTokenizerFast
 
 from amoeba_jax import StructuredOutput
-from amoeba_jax.errors import RequestError
 from amoeba_jax.shorten import shorten
+from serving.grpc_server.field_limits import check_reply_entries
 from serving.grpc_server.request_handler import RequestHandler
 from serving.http_server.chat_generation import ChatGeneration, Step
 from serving.http_server.conversation import read_messages, read_tools
@@ -62,7 +62,7 @@ class ChatRequest(TemplateFields, Penalties):
     include_reasoning: bool | None = None
     verbosity: str | None = None
     prediction: Any = None
-    modalities: list[str] | None = None
+    modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
     functions: Any = None
@@ -211,19 +211,13 @@ class _ChatCompletion:
             body.request_id or "",
             body.cache_salt or "",
         )
-        self._num_entries = 0
 
     async def whole(self, answer: dict[str, Any]) -> None:
         """Generate, and fill `answer` with the reply."""
-        limit, per_token = self._handler.limits.max_reply_entries, 1 + (self._params.logprobs or 0)
 
         async def send(steps: list[Step]) -> None:
+            check_reply_entries(self._generation.num_entries, self._handler.limits)
             for step in steps:
-                self._num_entries += len(step.token_ids) * per_token
-                if self._num_entries > limit:
-                    raise RequestError(
-                        f"the reply has more than {limit} tokens and log-probabilities: ask for a stream"
-                    )
                 self._keep(step)
 
         await self._generation.run(send)
@@ -275,8 +269,8 @@ class _ChatCompletion:
         continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
 
-        def chunk(choice: dict[str, Any]) -> bytes:
-            body = head | {"choices": [choice]}
+        def chunk(choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+            body = head | more | {"choices": [choice]}
             if wants_usage:
                 body["usage"] = self._generation.usage.to_dict() if continuous else None
             return event(body)
@@ -286,16 +280,15 @@ class _ChatCompletion:
             for step in steps:
                 sample = self._samples[step.index]
                 if not sample.has_begun:
+                    # Once, not for each sample: the prompt can be long.
+                    has_prompt = self._body.return_token_ids and not any(it.has_begun for it in self._samples)
+                    more = {"prompt_token_ids": self._generation.prompt} if has_prompt else {}
                     sample.has_begun = True
                     delta = {"role": "assistant", "content": "", "refusal": None}
                     first = {"index": step.index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    if self._body.return_token_ids:
-                        head_more = {"prompt_token_ids": self._generation.prompt}
-                        chunks.append(event(head | head_more | {"choices": [first]}))
-                    else:
-                        chunks.append(chunk(first))
+                    chunks.append(chunk(first, more))
                 if (choice := self._chunk_choice(step)) is not None:
-                    chunks.append(chunk(choice))
+                    chunks.append(chunk(choice, {}))
             if chunks:
                 await write(b"".join(chunks))
 

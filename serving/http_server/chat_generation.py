@@ -45,6 +45,7 @@ class ChatGeneration:
 
     Attributes:
         usage: token counts so far.
+        num_entries: generated tokens and their log-probabilities so far.
         prompt: token ids of the prompt, after the start.
     """
 
@@ -84,8 +85,11 @@ class ChatGeneration:
         elif params.structured is not None and tools.functions:
             raise FieldError("tools", 'need tool_choice "none" together with a constraint of the text')
         self._params = params
+        self._stop_ids = handler.backend.eos_token_ids | frozenset(params.stop_token_ids)
+        if params.include_stop_str_in_output:
+            self._stop_ids = frozenset()
         self._parsers: list[OutputParser] = []
-        self.usage = Usage()
+        self.usage, self.num_entries = Usage(), 0
         self.prompt: list[int] = []
         self._call = Call(
             name=name,
@@ -128,6 +132,7 @@ class ChatGeneration:
 
         async def send_delta(delta: RequestDelta) -> None:
             self.usage.add(0, delta)
+            self.num_entries += delta.num_tokens * (1 + (self._params.logprobs or 0))
             await send(self._steps(delta))
 
         await self._handler.serve(self._call, send_delta)
@@ -145,6 +150,6 @@ class ChatGeneration:
                 pieces += parser.finish()
                 if reason == "stop" and parser.num_calls and self._tools.choice != "named":
                     reason = "tool_calls"
-            entries = text_entries(it, self._params.include_stop_str_in_output)
+            entries = text_entries(it, self._stop_ids)
             steps.append(Step(it.index, pieces, entries, it.token_ids, reason, it.stop_reason))
         return steps

@@ -8,12 +8,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from amoeba_jax.errors import RequestError
 from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.calls import Call
-from serving.grpc_server.field_limits import check_length
+from serving.grpc_server.field_limits import check_length, check_reply_entries
 from serving.grpc_server.request_handler import RequestHandler
 from serving.http_server.errors import FieldError, json_response
 from serving.http_server.fields import (
@@ -139,21 +138,29 @@ class _Completion:
         ]
         self._usage = Usage(len(prompts))
         self._prompt_logprobs: list[list[Any]] = [[] for _ in prompts]
-        self._num_entries = 0
+        self._num_entries = self._num_repeated = self._num_echoed_bytes = 0
 
     def _take_tokens(self, index: int, tokens: list[int]) -> SamplingParams:
         self._prompts[index] = tokens
+        body, limits, num_samples = self._body, self._handler.limits, self._params.n
+        if body.echo:
+            text = self._prompt_texts[index]
+            if text is None:
+                text = self._prompt_texts[index] = self._handler.tokenizer().decode(tokens, False)
+            self._num_echoed_bytes += num_samples * len(text.encode(errors="replace"))
+            check_length("the echo of the prompts", self._num_echoed_bytes, "max_echo_bytes", limits, "bytes")
+        if body.echo or body.return_token_ids or body.prompt_logprobs is not None:
+            self._num_repeated += num_samples * len(tokens) * (1 + (self._params.prompt_logprobs or 0))
+            name = "the part of the reply that repeats the prompts"
+            check_length(name, self._num_repeated, "max_reply_entries", limits, "tokens and log-probabilities")
         return self._params
 
     async def whole(self, answer: dict[str, Any]) -> None:
         """Generate, and fill `answer` with the reply."""
-        limit, per_token = self._handler.limits.max_reply_entries, 1 + (self._params.logprobs or 0)
 
         async def send(index: int, delta: RequestDelta) -> None:
-            self._num_entries += delta.num_tokens * per_token
-            self._num_entries += len(delta.prompt_logprobs) * (1 + (self._params.prompt_logprobs or 0))
-            if self._num_entries > limit:
-                raise RequestError(f"the reply has more than {limit} tokens and log-probabilities: ask for a stream")
+            self._num_entries += delta.num_tokens * (1 + (self._params.logprobs or 0))
+            check_reply_entries(self._num_entries + self._num_repeated, self._handler.limits)
             for choice in self._choices(index, delta):
                 sample = self._samples[choice["index"]]
                 sample.text.append(choice["text"])
@@ -233,7 +240,7 @@ class _Completion:
         ]
         text, built = completion.text, None
         if self._body.echo and not sample.has_begun:
-            text = self._echo(index) + text
+            text = (self._prompt_texts[index] or "") + text
             entries = self._prompt_entries(index) + entries
         sample.has_begun = True
         if sample.logprobs is not None and entries:
@@ -247,10 +254,6 @@ class _Completion:
             "stop_reason": completion.stop_reason,
             "token_ids": list(completion.token_ids),
         }
-
-    def _echo(self, index: int) -> str:
-        text = self._prompt_texts[index]
-        return self._handler.tokenizer().decode(self._prompts[index], False) if text is None else text
 
     def _prompt_entries(self, index: int) -> list[tuple[int, str, Any]]:
         """Return the tokens of a prompt with their log-probabilities, if the request asks for them."""

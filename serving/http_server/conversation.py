@@ -58,7 +58,10 @@ class Tools:
         for tool in self.functions:
             schema = dict(_parameters(tool))
             for name in ("$defs", "definitions"):
-                for key, value in (schema.pop(name, None) or {}).items():
+                own = schema.pop(name, None) or {}
+                if not isinstance(own, Mapping):
+                    raise FieldError(f"tools.parameters.{name}", f"must be an object, got {shorten(own)}")
+                for key, value in own.items():
                     if definitions.setdefault(name, {}).setdefault(key, value) != value:
                         raise FieldError("tools", f"have two different definitions {shorten(key)}")
             calls.append(
@@ -179,8 +182,14 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None, limits: Limits) -
             allowed = choice.get("allowed_tools")
             if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
                 raise FieldError("tool_choice.allowed_tools", f"must have a list of tools, got {shorten(allowed)}")
-            names = [_choice_name(it) for it in allowed["tools"]]
-            functions = [_find(functions, name) for name in names]
+            if (number := len(allowed["tools"])) > limits.max_tools:
+                raise FieldError(
+                    "tool_choice.allowed_tools",
+                    f"has {number} tools: at most {limits.max_tools} may be given (max_tools)",
+                )
+            functions = [_find(functions, _choice_name(it)) for it in allowed["tools"]]
+            if len({it["function"]["name"] for it in functions}) < number:
+                raise FieldError("tool_choice.allowed_tools", f"names a tool twice, got {shorten(allowed)}")
             mode = allowed.get("mode", "auto")
         else:
             functions, mode = [_find(functions, _choice_name(choice))], "named"

@@ -72,15 +72,15 @@ def dump(body: Any) -> bytes:
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
 
-def field_error(error: ValidationError, prefix: str = "") -> RequestError:
+def field_error(error: ValidationError) -> RequestError:
     """Return the error for the first problem that pydantic found. The message has the field, and a short value."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first.get("input")
-    if kind == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {shorten(first['msg'].removeprefix('Invalid JSON: '), 200)}")
-    if not first["loc"] and not prefix:
+    if kind == "too_many_keys":
+        return FieldError(".".join(map(str, first["loc"])) or "the body", first["msg"])
+    if not first["loc"]:
         return RequestError(f"the body must be a JSON object, got {shorten(value)}")
-    path = prefix + "".join(f"[{it}]" if isinstance(it, int) else f".{it[:100]}" for it in first["loc"])
+    path = "".join(f"[{it}]" if isinstance(it, int) else f".{it[:100]}" for it in first["loc"])
     path = path.removeprefix(".")
     if kind == "extra_forbidden":
         return FieldError(path, "is not a field that this server supports")

@@ -3,7 +3,8 @@
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from amoeba_jax.errors import RequestError
 from amoeba_jax.sampling_params import SamplingParams
@@ -15,12 +16,22 @@ from serving.grpc_server.settings_json import read_structured
 from serving.http_server.errors import FieldError, field_error
 
 M = TypeVar("M", bound=BaseModel)
+# Pydantic makes an error for each unknown key, and for each invalid element of a list without `FailFast`.
+_MAX_KEYS = 100
 
 
 class Body(BaseModel):
     """Base of all bodies: unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MAX_KEYS:
+            text = f"has {len(value)} keys: at most {_MAX_KEYS} are allowed"
+            raise PydanticCustomError("too_many_keys", text)  # type: ignore[arg-type]
+        return value
 
 
 class StreamOptions(Body):
@@ -80,7 +91,7 @@ class Penalties(Body):
     stop: Any = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
@@ -96,14 +107,18 @@ _DIRECT = (
 
 
 async def read_body(request: Request, kind: type[M]) -> M:
-    """Return the body of a request. Raise `RequestError` for JSON that is invalid, has another form than `kind`, or is
-    nested deeper than 200 levels (a limit of pydantic)."""
+    """Return the body of a request. Raise `RequestError` for JSON that is invalid, has another form than `kind`, has
+    NaN or Infinity, or is nested deeper than 200 levels (a limit of pydantic)."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Web pages of other sites can send other types without asking the browser.
     if media_type != "application/json":
         raise RequestError(f"the content type must be application/json, got {shorten(media_type)}")
     try:
-        return kind.model_validate_json(await request.body())
+        values = from_json(await request.body(), allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {shorten(str(error), 200)}") from None
+    try:
+        return kind.model_validate(values)
     except ValidationError as error:
         raise field_error(error) from None
 
@@ -137,6 +152,8 @@ def sampling_params(body: Any, limits: Limits, caller: Caller, **more: Any) -> S
             raise FieldError("seed", f"must be an integer of 64 bits, got {shorten(seed)}")
         values["seed"] = seed % 2**32
     if bias := getattr(body, "logit_bias", None):
+        if not isinstance(bias, dict):
+            raise FieldError("logit_bias", f"must be an object, got {shorten(bias)}")
         check_length("logit_bias", len(bias), "max_logit_bias", limits)
         values["logit_bias"] = {_token_id(token): value for token, value in bias.items()}
     if body.structured_outputs is not None:

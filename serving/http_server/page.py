@@ -2,17 +2,18 @@
 
 import ipaddress
 from importlib.resources import files
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import FailFast, Field
 
-from amoeba_jax.errors import RequestError
 from serving.grpc_server.request_handler import RequestHandler
 from serving.grpc_server.statuses import ForbiddenError
 from serving.grpc_server.transform_call import transform_instances
 from serving.http_server.cluster_state import cluster_state, recent
-from serving.http_server.errors import field_error, json_response
+from serving.http_server.errors import json_response
 from serving.http_server.feed import Feed, Write
+from serving.http_server.fields import Body, read_body
 from serving.http_server.streams import EventStream, event
 
 INTERVAL_S = 0.5
@@ -39,13 +40,11 @@ _HEADERS = {
 }
 
 
-class _Transform(BaseModel):
+class _Transform(Body):
     """Body of a transformation."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
     tensor_parallel_size: int = Field(ge=1, le=4096)
-    devices: list[int] = Field(default=[], max_length=4096)
+    devices: Annotated[list[int], FailFast()] = Field(default=[], max_length=4096)
 
 
 def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIRouter:
@@ -91,13 +90,7 @@ def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIR
     @routes.post("/cluster/transform")
     async def transform(request: Request) -> Response:
         _check_admin(handler, request)
-        # The body of a form of another web site has another type.
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise RequestError("the body must have the content type application/json")
-        try:
-            body = _Transform.model_validate_json(await request.body())
-        except ValidationError as error:
-            raise field_error(error) from None
+        body = await read_body(request, _Transform)
         report = await transform_instances(handler, body.tensor_parallel_size, body.devices, wait_for_programs=True)
         return json_response(
             {

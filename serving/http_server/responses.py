@@ -7,12 +7,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from amoeba_jax.errors import RequestError
 from amoeba_jax.shorten import shorten
+from serving.grpc_server.field_limits import check_reply_entries
 from serving.grpc_server.request_handler import RequestHandler
 from serving.http_server.chat import TemplateFields, read_format, template_settings
 from serving.http_server.chat_generation import ChatGeneration, Step
 from serving.http_server.conversation import read_arguments, read_message, read_text, read_tools
-from serving.http_server.errors import FieldError, error_body, json_response
+from serving.http_server.errors import FieldError, dump, error_body, json_response
 from serving.http_server.fields import (
     UNSUPPORTED,
     Body,
@@ -55,7 +57,7 @@ class ResponseRequest(TemplateFields):
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     reasoning: ReasoningFields | None = None
-    include: list[str] | None = None
+    include: Any = None
     top_logprobs: int | None = None
     truncation: str | None = None
     presence_penalty: float | None = None
@@ -114,6 +116,8 @@ class _Response:
         self._status, self._error = "in_progress", None
         self._sequence = 0
         include = body.include or []
+        if not isinstance(include, list):
+            raise FieldError("include", f"must be a list, got {shorten(include)}")
         for index, name in enumerate(include):
             if name not in _INCLUDABLE:
                 raise FieldError(f"include[{index}]", f"is not supported by this server, got {shorten(name)}")
@@ -148,11 +152,16 @@ class _Response:
             body.cache_salt or "",
         )
         self._items = ResponseItems(body.top_logprobs or 0)
+        try:
+            dump(self.resource())
+        except ValueError:  # such as 1e999, which is read as infinity
+            raise RequestError("the body has a number that is out of range: JSON has no infinity") from None
 
     async def whole(self) -> None:
         """Generate the whole response."""
 
         async def send(steps: list[Step]) -> None:
+            check_reply_entries(self._generation.num_entries, self._handler.limits)
             for step in steps:
                 self._take(step)
 

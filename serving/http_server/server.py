@@ -5,23 +5,30 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.grpc_server.binding import binding_error
 from serving.grpc_server.config import ServerConfig
+from serving.grpc_server.open_requests import OpenRequests
+from serving.grpc_server.output_coalescer import LAST_READ_S
 from serving.grpc_server.request_handler import RequestHandler
 from serving.http_server.app import create_app, with_gate
+from serving.http_server.gate import Receive, Scope, Send
 from serving.http_server.page import page_routes
 
 # Connections at the same time. Further connections get the status 503.
 _MAX_CONNECTIONS = 4096
+MAX_CLIENT_CONNECTIONS = 1024
+"""Connections of one client address at the same time. Further connections are closed."""
 # Bytes of a reply in the kernel, for each connection. Without a limit, Linux keeps up to 4 MB for a client that does
 # not read.
 _SEND_BUFFER_BYTES = 256 * 2**10
 HEADER_S = 30.0
-"""Seconds in which the headers of a connection's first request must arrive."""
+"""Seconds in which the headers of a request must arrive, from the start of the connection or from their first byte."""
 # Seconds that `stop` waits for running requests.
 _SHUTDOWN_GRACE_S = 2
 
@@ -45,7 +52,7 @@ class HttpServer:
             uvicorn.Config(
                 with_gate(self.app, handler),
                 loop="none",
-                http=_Protocol,
+                http=partial(_Protocol, handler.admission),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -69,7 +76,8 @@ class HttpServer:
         host = self._config.host
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            listener = socket.create_server(address[:2], family=family, backlog=2048)
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # as gRPC, `::` also serves IPv4
+            listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=both)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         except OSError as error:
             raise binding_error(host, port, "--http-port") from error
@@ -86,15 +94,75 @@ class HttpServer:
 
 
 class _Protocol(H11Protocol):
-    """Protocol that closes a connection without a request."""
+    """Protocol that closes excess connections of a client, and connections that wait too long for a request or for the
+    client to read a reply."""
+
+    def __init__(self, admission: OpenRequests, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self._admission, self._gate, self.app = admission, self.app, self._serve
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._unread: _UnreadReply | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_write_buffer_limits(high=1, low=0)  # so that `flow.write_paused` means that data is unread
         super().connection_made(transport)
-        self.loop.call_later(HEADER_S, self._check_headers)
+        address = self.client and self.client[0]
+        if sum(it.client is not None and it.client[0] == address for it in self.connections) > MAX_CLIENT_CONNECTIONS:
+            transport.abort()
+        self._limit_headers()
 
-    def _check_headers(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # any data stops uvicorn's own timer of an idle connection
+        self._limit_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_header_timer()
+        self._stop_unread()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. If its client does not read the end of the reply, close the connection later."""
+        try:
+            await self._gate(scope, receive, send)  # type: ignore[arg-type]
+        finally:
+            if self.flow.write_paused and self._unread is None:
+                self._unread = _UnreadReply(self.transport, self._admission, scope["caller"].client)
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.end()
+            self._unread = None
+
+    def _limit_headers(self) -> None:
+        """Close the connection after `HEADER_S` seconds without a request, if no request runs."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_S, self.transport.close)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class _UnreadReply:
+    """Reply of an ended request that the client has not read. Its bytes count against the client. After `LAST_READ_S`
+    seconds, the connection is closed and the bytes are dropped: `close` alone would wait for the client."""
+
+    def __init__(self, transport: asyncio.Transport, admission: OpenRequests, client: str):
+        self._admission, self._client, self._num_bytes = admission, client, transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(LAST_READ_S, transport.abort)
+        admission.count_bytes(client, self._num_bytes)
+
+    def end(self) -> None:
+        """Stop to count the bytes, because the client has read them or the connection is closed."""
+        self._timer.cancel()
+        self._admission.count_bytes(self._client, -self._num_bytes)
 
 
 class _Uvicorn(uvicorn.Server):

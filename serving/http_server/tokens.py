@@ -33,7 +33,7 @@ class DetokenizeRequest(Body):
     """Body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Any = None
 
 
 def token_routes(handler: RequestHandler) -> APIRouter:
@@ -73,9 +73,11 @@ def token_routes(handler: RequestHandler) -> APIRouter:
         body = await read_body(request, DetokenizeRequest)
         handler.check_model(body.model or "")
         vocabulary = handler.backend.dims.config.vocab_size
+        if not isinstance(body.tokens, list):
+            raise FieldError("tokens", f"must be a list of token ids, got {shorten(body.tokens)}")
         handler.check_num_tokens("tokens", len(body.tokens))
         for index, token in enumerate(body.tokens):
-            if not 0 <= token < vocabulary:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise FieldError(f"tokens[{index}]", f"must be in [0, {vocabulary}), got {shorten(token)}")
         async with handler.admitted(request.scope["caller"], 0, handler.limits.max_http_s):
             return json_response({"prompt": await handler.detokenize(body.tokens, False)})

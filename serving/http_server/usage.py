@@ -1,6 +1,6 @@
 """Token counts and log-probabilities in OpenAI's form."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta
@@ -45,14 +45,15 @@ class Usage:
         }
 
 
-def text_entries(delta: CompletionDelta, keeps_stop: bool) -> list[tuple[int, dict[int, Logprob]]]:
+def text_entries(delta: CompletionDelta, stop_ids: Container[int]) -> list[tuple[int, dict[int, Logprob]]]:
     """Return the tokens and log-probabilities that belong to the text of a delta.
 
-    A stop token is not text. `keeps_stop`: whether the text includes it.
+    `stop_ids`: tokens that end a sequence and are not text.
     """
     entries = list(zip(delta.token_ids, delta.logprobs or (), strict=False))
-    ended_by_token = delta.finish_reason == "stop" and not isinstance(delta.stop_reason, str)
-    return entries[:-1] if ended_by_token and not keeps_stop else entries
+    # The last token of constrained text can be text.
+    ended_by_token = delta.finish_reason == "stop" and bool(entries) and entries[-1][0] in stop_ids
+    return entries[:-1] if ended_by_token else entries
 
 
 def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:

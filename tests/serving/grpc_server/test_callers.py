@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from amoeba_jax.client._proto import inference_pb2_grpc as pb_grpc
 from serving.commands.serve_config import serve_settings
 from serving.grpc_server._proto import open_inference_pb2 as oip
 from serving.grpc_server._proto import open_inference_pb2_grpc as oip_grpc
+from serving.grpc_server.callers import Callers
 from serving.runtime.scheduling_config import SchedulingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -201,3 +203,24 @@ def test_no_token_takes_all_slots_from_another(start: Callable[..., Live], polic
     for stream in streams:
         stream.cancel()
     wait_until(lambda: not registry_of(live.llm).ids)
+
+
+@pytest.mark.parametrize("token", [None, "red"])
+@pytest.mark.parametrize(
+    ("peer", "hosts"),
+    [
+        ("ipv4:10.1.2.3:456", ("10.1.2.3", "::ffff:10.1.2.3")),
+        ("ipv6:%5B::ffff:10.1.2.3%5D:456", ("10.1.2.3",)),
+        ("ipv6:[2001:db8::1]:456", ("2001:db8::1", "2001:0db8:0:0::1")),
+        ("unix:", ("unix",)),
+        ("unix:/run/socket", ("unix",)),
+    ],
+)
+def test_a_client_is_the_same_over_grpc_and_http(token: str | None, peer: str, hosts: tuple[str, ...]):
+    callers = Callers(("red",) if token else ())
+    context = SimpleNamespace(peer=lambda: peer, invocation_metadata=lambda: bearer(token) if token else ())
+    over_grpc = callers.caller(cast(Any, context))
+    for host in hosts:
+        over_http = callers.identify(host, f"{host}:789", token)
+        assert (over_http.client, over_http.account) == (over_grpc.client, over_grpc.account)
+    assert over_grpc.client == hosts[0]

@@ -12,7 +12,7 @@ from deaf_peer import DeafPeer
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import engine_of, in_dispatcher
+from harness import engine_of, in_dispatcher, registry_of
 from live_server import TIMEOUT_S, Live, code_and_text, wait_until
 
 from amoeba_jax import LLM, SamplingParams
@@ -71,6 +71,17 @@ def test_event_loop_does_not_measure_the_tokenizer(start: Callable[..., Live], m
     loop_thread = live.loop.run(attach())
     assert len(threads) == 1
     assert loop_thread not in threads
+
+
+def test_vocabulary_for_constraints_is_loaded_before_the_start(
+    start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+):
+    """It blocks all threads."""
+    live = start(attach=False)
+    registry = registry_of(live.llm)
+    monkeypatch.setattr(registry, "_grammars", None)
+    live.loop.run(live.server.attach(live.llm))
+    assert registry.grammars()._tokens is not None
 
 
 def test_not_ready_while_an_admin_drains_it(start: Callable[..., Live]):

@@ -20,8 +20,9 @@ from amoeba_jax.errors import (
 from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta, RequestMetrics
 from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server.callers import Caller
-from serving.grpc_server.calls import Call
+from serving.grpc_server.calls import Call, Chat
 from serving.grpc_server.config import Limits
+from serving.grpc_server.field_limits import num_chars
 from serving.grpc_server.request_handler import _LAST_WRITE_S, RequestHandler
 from serving.grpc_server.statuses import LimitError, NotServingError, SlowReaderError
 from serving.runtime.metrics import ServerMetrics
@@ -244,7 +245,7 @@ def test_a_request_that_the_engine_does_not_have_yet_does_not_begin_after_a_drai
         backend = Late(reached, go_on)
         door.attach(cast(LLM, backend), None)
 
-        async def tokenize(_: Any) -> list[int]:
+        async def tokenize(*_: Any) -> list[int]:
             reached.set()
             await go_on.wait()
             return [1]
@@ -291,3 +292,37 @@ def test_the_first_token_is_not_what_comes_of_a_prompt_before_it():
     assert queued == [1, 0, 0]
     assert metrics.registry.get_sample_value("amoeba:prompt_tokens_total") == 1
     assert metrics.registry.get_sample_value("amoeba:inter_token_latency_seconds_count") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [("four", 4), ({"key": "four"}, 8), ({"key": [1, None, [], {}]}, 9), ([["a"]] * 3, 7), (1.5, 1)],
+)
+def test_keys_and_numbers_count_as_text(value: Any, size: int):
+    assert num_chars(value) == size
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x": [1] * 4100}])
+def test_a_conversation_that_becomes_too_long_is_not_tokenized(arguments: dict[str, Any]):
+    """A template may repeat its arguments."""
+
+    class Repeating:
+        longest_token_chars = 1
+
+        def render_chat(self, *_: Any, **__: Any) -> str:
+            assert not arguments, "over the limit already"
+            return "x" * 5000
+
+    class Backend(Scripted):
+        max_model_len, tokenizer = 4096, Repeating()
+
+    async def run() -> None:
+        door = RequestHandler(Limits(max_prompt_chars=4050), ServerMetrics())
+        door.attach(cast(LLM, Backend(never_done())), None)
+        try:
+            await door.tokenize(Chat([{"role": "user", "content": "x"}], settings={"arguments": arguments}))
+        finally:
+            door.close()
+
+    with pytest.raises(RequestError, match="characters: at most 4050"):
+        asyncio.run(run())

@@ -1,10 +1,16 @@
 """Constrained text and forced tool calls over HTTP."""
 
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
+from harness import registry_of
+from live_server import TIMEOUT_S
+
+from amoeba_jax import StructuredOutput
+from amoeba_jax.sampling import structured
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -117,6 +123,15 @@ def test_required_calls_name_known_tools(http, streams: bool):
         assert json.loads(call.function.arguments) == {}
 
 
+def test_last_token_of_constrained_text_has_a_logprob(http):
+    """Also if the text ends with it, and not with an end-of-sequence token."""
+    settings = SAMPLED | {"logprobs": True, "extra_body": {"structured_outputs": {"regex": "[ab]{3}"}}}
+    (choice,) = http.client.chat.completions.create(**settings).choices
+    assert choice.finish_reason == "stop"
+    assert "".join(it.token for it in choice.logprobs.content) == choice.message.content
+    assert len(choice.message.content) == 3
+
+
 def test_bad_schemas_are_refused(http):
     for schema in ({"type": "strange"}, {"$ref": "#/$defs/none"}):
         format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -126,6 +141,38 @@ def test_bad_schemas_are_refused(http):
         http.client.chat.completions.create(**SAMPLED, response_format=FORMAT, tools=TOOLS)
     assert caught.value.param == "tools"
     http.check_idle()
+
+
+def test_known_grammars_do_not_wait_for_new_ones(http, monkeypatch: pytest.MonkeyPatch):
+    """A client cannot fill the queue of new grammars."""
+    known, new = {"regex": "[ab]{2}"}, {"regex": "[cd]{2}"}
+
+    def complete(constraint: dict[str, Any]) -> str:
+        settings = {"model": "tiny-chat", "prompt": "x", "max_tokens": 8}
+        return http.client.completions.create(**settings, extra_body={"structured_outputs": constraint}).choices[0].text
+
+    complete(known)
+    go_on, compiler = threading.Event(), registry_of(http.llm).grammars()
+
+    def trial(_: str) -> str:
+        go_on.wait(TIMEOUT_S)
+        return ""
+
+    with monkeypatch.context() as patched:
+        patched.setattr(structured, "_trial", trial)
+        slow = [StructuredOutput(regex=f"x{{{index}}}") for index in range(1, structured.MAX_PENDING_GRAMMARS + 1)]
+        compilations = [compiler.compile_soon(it, "127.0.0.1") for it in slow]
+        try:
+            assert compiler.compile_soon(slow[0], "127.0.0.1") is compilations[0]
+            assert complete(known).strip("ab") == ""
+            with pytest.raises(openai.RateLimitError, match="new grammars of this client"):
+                complete(new)
+        finally:
+            go_on.set()
+        for it in compilations:
+            assert it is not None
+            it.result(TIMEOUT_S)
+    assert complete(new).strip("cd") == ""
 
 
 @pytest.mark.slow

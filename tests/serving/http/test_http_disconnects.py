@@ -24,6 +24,17 @@ def request(body: dict[str, Any]) -> bytes:
     return f"{head}\r\n\r\n".encode() + data
 
 
+def http_connection(http: Any) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S)
+
+
+def slow_connection(http: Any) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", http.http.port))
+    return connection
+
+
 @pytest.mark.parametrize("streams", [True, False])
 def test_client_that_leaves_frees_its_pages(http, streams: bool):
     with socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S) as connection:
@@ -40,15 +51,15 @@ def _plain(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key != "ignore_eos"}
 
 
-def test_client_that_does_not_read_is_cut_off(start_http):
+def test_client_that_does_not_read_is_cut_off(start_http, monkeypatch: pytest.MonkeyPatch):
     """The buffers of a connection hold some 100 events with 20 log-probabilities each."""
+    monkeypatch.setattr(http_server, "LAST_READ_S", 0.5)
     with start_http(max_buffered_tokens=16) as http:
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", http.http.port))
+        with slow_connection(http) as connection:
             connection.sendall(request(LONG | {"stream": True, "logprobs": 20}))
             wait_until(lambda: any(view.running for view in http.llm.instances))
             http.check_idle()
+            wait_until(lambda: not http.http._uvicorn.server_state.connections)
         assert http.server.metrics.requests.labels("abort")._value.get() == 1
 
 
@@ -57,6 +68,45 @@ def test_connection_without_a_request_is_closed(start_http, monkeypatch: pytest.
     with start_http() as http, socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
         assert connection.recv(1) == b""
+
+
+def test_idle_connection_is_closed_whatever_it_sends(http, monkeypatch: pytest.MonkeyPatch):
+    """One byte stops uvicorn's timer of idle connections. Further bytes do not start the time again."""
+    monkeypatch.setattr(http_server, "HEADER_S", 0.2)
+    with socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(4096)
+        for byte in b"GE":
+            connection.sendall(bytes([byte]))
+        assert connection.recv(1) == b""
+
+
+def test_client_address_has_a_limit_of_connections(start_http, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "MAX_CLIENT_CONNECTIONS", 1)
+    with start_http() as http, http_connection(http) as first:
+        first.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert first.recv(1) == b"H"
+        with http_connection(http) as second:
+            assert second.recv(1) == b""
+        first.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in first.recv(2**16), "the first connection goes on"
+
+
+def test_unread_reply_is_dropped_after_a_time(start_http, monkeypatch: pytest.MonkeyPatch):
+    """Until then, its bytes count against the client."""
+    monkeypatch.setattr(http_server, "LAST_READ_S", 0.5)
+    monkeypatch.setattr(http_server, "_SEND_BUFFER_BYTES", 4096)
+    body = LONG | {"prompt": [65] * 500, "n": 16, "temperature": 1, "max_tokens": 1}
+    body |= {"echo": True, "return_token_ids": True}
+    with start_http() as http:
+        admission, connections = http.server.request_handler.admission, http.http._uvicorn.server_state.connections
+        with slow_connection(http) as connection:
+            connection.sendall(request(body))
+            wait_until(lambda: admission._bytes_of["127.0.0.1"] > 2**13)
+            wait_until(lambda: not connections)
+        http.check_idle()
 
 
 @pytest.mark.slow

@@ -1,12 +1,17 @@
 """What the HTTP server refuses, and in what form."""
 
 import json
+import socket
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from live_server import TIMEOUT_S
+from pydantic import ValidationError
+
+from serving.http_server import fields
+from serving.http_server.errors import field_error
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -180,6 +185,84 @@ def test_tokenize_and_detokenize(http):
     check_error(post(http, "/detokenize", {"tokens": [0] * 5000}), 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/detokenize", {"tokens": ["x"] * 1000}, "tokens[0]"),
+        ("/detokenize", {"tokens": {}}, "tokens"),
+        ("/v1/chat/completions", CHAT | {"logit_bias": {str(index): "x" for index in range(1000)}}, None),
+        ("/v1/chat/completions", CHAT | {"modalities": [1] * 1000}, "modalities"),
+        ("/v1/chat/completions", CHAT | {str(index): 1 for index in range(1000)}, "the body"),
+        ("/v1/chat/completions", CHAT | {"stream_options": dict.fromkeys(map(str, range(1000)))}, "stream_options"),
+        ("/v1/responses", {"model": "tiny-chat", "input": "x", "include": [1] * 1000}, "include[0]"),
+        ("/cluster/transform", {"tensor_parallel_size": 1, "devices": ["x"] * 1000}, "devices[0]"),
+    ],
+    ids=["tokens", "object", "bias", "modalities", "keys", "nested keys", "include", "devices"],
+)
+def test_bad_elements_are_not_collected(http, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str | None):
+    """Each collected error takes time of the event loop."""
+    counts = []
+
+    def count(error: ValidationError) -> Any:
+        counts.append(error.error_count())
+        return field_error(error)
+
+    monkeypatch.setattr(fields, "field_error", count)
+    assert check_error(post(http, path, body), 400)["param"] == param
+    assert counts in ([], [1])
+
+
+def test_replies_that_repeat_prompts_are_limited(start_http):
+    """The limits hold for all samples of all prompts together, and also in streams."""
+    with start_http(max_reply_entries=60, max_echo_bytes=100) as http:
+        body = {"model": "tiny-chat", "prompt": ["x" * 10] * 2, "max_tokens": 1}
+        for more, name in (
+            ({"echo": True, "n": 6}, "max_echo_bytes"),
+            ({"prompt_logprobs": 1, "n": 2}, "max_reply_entries"),
+            ({"return_token_ids": True, "n": 4}, "max_reply_entries"),
+        ):
+            for streams in (False, True):
+                answer = post(http, "/v1/completions", body | more | {"stream": streams})
+                assert name in check_error(answer, 400)["message"]
+            assert post(http, "/v1/completions", body | more | {"n": 1}).status_code == 200
+        http.check_idle()
+
+
+def test_replies_of_every_endpoint_are_limited(start_http):
+    with start_http(max_reply_entries=4) as http:
+        for path, body in (
+            ("/v1/completions", {"model": "tiny-chat", "prompt": "x", "max_tokens": 8}),
+            ("/v1/chat/completions", CHAT | {"max_tokens": 8}),
+            ("/v1/responses", {"model": "tiny-chat", "input": "x", "max_output_tokens": 8}),
+        ):
+            answer = post(http, path, body | {"ignore_eos": True})
+            assert "max_reply_entries" in check_error(answer, 400)["message"]
+        http.check_idle()
+
+
+def test_a_stream_has_the_token_ids_of_its_prompt_once(http):
+    body = CHAT | {"n": 2, "temperature": 1, "stream": True, "return_token_ids": True}
+    text = post(http, "/v1/chat/completions", body).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    prompts = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert prompts == [http.llm.tokenizer.encode("<user> x\n<assistant>")]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["metadata", "tools"])
+def test_numbers_that_json_lacks_are_refused(http, number: str, field: str):
+    tools = [{"type": "function", "name": "f", "parameters": {"maximum": "NUMBER"}}]
+    body = {"model": "tiny-chat", "input": "x", "metadata": {"x": "NUMBER"}, "tools": tools, "max_output_tokens": 1}
+    del body["tools" if field == "metadata" else "metadata"]
+    check_error(post(http, "/v1/responses", json.dumps(body).replace('"NUMBER"', number)), 400)
+
+
+def test_definitions_of_tools_must_be_objects(http):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": [1]}}}
+    error = check_error(post(http, "/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": "required"}), 400)
+    assert error["param"] == "tools.parameters.$defs"
+
+
 def test_metrics_count_http_requests(http):
     def prompt_tokens() -> float:
         text = httpx2.get(f"{http.url}/metrics", timeout=TIMEOUT_S).text
@@ -189,3 +272,26 @@ def test_metrics_count_http_requests(http):
     before = prompt_tokens()
     assert post(http, "/v1/completions", {"model": "tiny-chat", "prompt": "hello"}).status_code == 200
     assert prompt_tokens() == before + 5
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_allowed_tools_are_limited_and_differ(http, path: str):
+    """Each name would repeat the description of its tool."""
+    tool: dict[str, Any] = {"type": "function", "name": "f"}
+    named: Any = {"type": "allowed_tools", "mode": "auto", "tools": [tool] * 2}
+    body = {"model": "tiny-chat", "input": "x", "max_output_tokens": 1, "tools": [tool], "tool_choice": named}
+    if path == "/v1/chat/completions":
+        tool = {"type": "function", "function": {"name": "f"}}
+        named = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool] * 2}}
+        body = CHAT | {"tools": [tool], "tool_choice": named}
+    assert "twice" in check_error(post(http, path, body), 400)["message"]
+    named.get("allowed_tools", named)["tools"] = [tool] * 129
+    assert "max_tools" in check_error(post(http, path, body), 400)["message"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_host_of_all_addresses_serves_ipv4_and_ipv6(start_http):
+    with start_http(host="::") as http:
+        for host in ("127.0.0.1", "[::1]"):
+            answer = httpx2.get(f"http://{host}:{http.http.port}/version", timeout=TIMEOUT_S)
+            assert answer.status_code == 200

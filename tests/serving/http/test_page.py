@@ -154,7 +154,7 @@ def test_forms_of_other_web_sites_change_nothing(http: Any):
     body = {"tensor_parallel_size": 2}
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         status, answer = ask(http, "POST", "/cluster/transform", body, content_type=kind)
-        assert (status, answer["error"]["message"]) == (400, "the body must have the content type application/json")
+        assert (status, answer["error"]["message"]) == (400, f"the content type must be application/json, got {kind!r}")
     for method, path in (("GET", "/cluster/events"), ("POST", "/cluster/transform")):
         status, answer = ask(http, method, path, body, Host="rebound.example:80", **JSON)
         assert status == 403
