@@ -106,8 +106,9 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.set_write_buffer_limits(high=1, low=0)  # so that `flow.write_paused` means that data is unread
         super().connection_made(transport)
+        peers: list[Any] = [getattr(it, "client", None) for it in self.connections]
         address = self.client and self.client[0]
-        if sum(it.client is not None and it.client[0] == address for it in self.connections) > MAX_CLIENT_CONNECTIONS:
+        if sum(it is not None and it[0] == address for it in peers) > MAX_CLIENT_CONNECTIONS:
             transport.abort()
         self._limit_headers()
 
