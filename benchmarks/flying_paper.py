@@ -27,8 +27,8 @@ BURSTS, PRIORITIES, LONGEST = (1850, 115), (1024, 600), (7900, 200)
 
 Lengths vary from 0.5 to 1.5 times the mean; the paper does not state the ranges (6.1.3). The means of `BURSTS` are
 fitted to static DP's TTFT in bursts in Figure 8 with seed 0: 4.28 s (paper 4.23 s). Bursts are near overload, so other
-seeds differ: the mean of three is 9.0 s. The peak is 12% above Figure 9. The means of `PRIORITIES` are fitted to the peaks of
-static TP and static DP in Table 1. `LONGEST` is the longest context of the model (6.5).
+seeds differ: the mean of three is 9.0 s. The peak is 12% above Figure 9. The means of `PRIORITIES` are fitted to the
+peaks of static TP and static DP in Table 1. `LONGEST` is the longest context of the model (6.5).
 """
 FITTED = ("peak tokens/s",)
 """Rows of Table 1 to which the lengths were fitted, for static policies."""

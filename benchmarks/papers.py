@@ -173,7 +173,7 @@ def figures_9_to_11() -> Iterable[Row]:
     )
     seesaw_s, own_s = host.seconds(QWEN.num_layers), change.seconds(QWEN.num_layers)
     yield Row("AMOEBA 2.4", "Seesaw's time over in place", 41, seesaw_s / own_s, PREDICTED)
-    # A cost of 97.2% less. As a share saved, the ratios 16 and 36 would look alike: 94% and 97%.
+    # A cost of 97.2% less. Shares saved hide the difference of the ratios 16 and 36: 94% and 97%.
     what = "Seesaw's extra cost over in place, all layers in a step"
     yield Row("AMOEBA Figure 11", what, 1 / (1 - 0.972), seesaw_s / own_s, PREDICTED)
     base = ModelStepCost(QWEN, device)
