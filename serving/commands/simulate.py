@@ -79,7 +79,9 @@ def simulate(
     slo_share: Annotated[float, typer.Option(help="Share of requests that must meet the limits.")] = 0.99,
     max_num_seqs: Annotated[
         int | None,
-        typer.Option(help="Maximum number of running requests of a device.", show_default="as many as its cache holds"),
+        typer.Option(
+            help="Maximum number of running requests of a device.", show_default="one for each 1,024 tokens of cache"
+        ),
     ] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Maximum prompt tokens of one step.")] = 2048,
     max_model_len: Annotated[int | None, typer.Option(help="Maximum tokens of prompt and output.")] = None,

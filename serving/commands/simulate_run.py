@@ -252,6 +252,7 @@ def _search(
                 passed = "within the objectives" if trial.passed else trial.lacks
                 progress.show(f"{name}: {trial.value:.4g} {what}: {passed}")
 
+            progress.show(f"{name}: search started")
             answers.append(find(config, name, tell))
     limits = ", ".join(f"{name} {limit:g} s" for name, limit in config.slo.limits_s.items())
     best = "Most" if output.find_max_rate else "Fewest"

@@ -38,8 +38,8 @@ class SimulationConfig:
     degrees: tuple[int, ...] = DEGREES
     """Possible degrees of instances."""
     max_num_seqs: int | None = None
-    """Maximum running requests for each device of an instance. None: as many as the cache holds (`MemoryPlan.limits`).
-    """
+    """Maximum running requests for each device of an instance. None: one for each 1,024 tokens of the cache
+    (`MemoryPlan.limits`)."""
     max_num_batched_tokens: int = 2048
     """Maximum prompt tokens of one step."""
     memory_utilization: float = 0.9

@@ -1,5 +1,6 @@
 """Answers for planners: refusals, classes, ranks, limits, layouts, sweeps, prices and sensitivity."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from shapes import QWEN_32B, config
 from serving.bench.workload import WorkloadConfig
 from serving.commands.simulate_run import OutputConfig, read_factors, run_simulation
 from serving.scheduler import DegreeLimits, UnknownPolicyError, load_policy
+from serving.simulator import search
 from serving.simulator.device_spec import find_device
 from serving.simulator.errors import DoesNotFitError, SimulationError
 from serving.simulator.explain import compare, explain, limits_line, ranking
 from serving.simulator.faults import Faults
 from serving.simulator.layouts import degrees_at_start, read_parts
 from serving.simulator.requests import RequestTable
+from serving.simulator.result import PolicyResult
 from serving.simulator.sensitivity import CONSTANTS, changed_devices, sensitivity, sensitivity_lines
 from serving.simulator.settings import SimulationConfig
 from serving.simulator.setups import make_setup, make_setups
@@ -332,8 +335,6 @@ def test_a_sweep_prints_goodput_of_all_policies_at_each_rate(tmp_path: Path, cap
     )  # fmt: skip
     out, plot = tmp_path / "out.json", tmp_path / "out.svg"
     assert run_simulation(settings, OutputConfig(json=out, plot=plot, sweep_rate=(0.5, 2.0))) == 0
-    import json
-
     points = json.loads(out.read_text())["sweep"]
     assert len(points) == 2
     assert points[1]["rate"] == pytest.approx(4 * points[0]["rate"], rel=0.3)
@@ -343,6 +344,38 @@ def test_a_sweep_prints_goodput_of_all_policies_at_each_rate(tmp_path: Path, cap
     assert "<svg" in plot.read_text()
     captured = capsys.readouterr()
     assert "static-tp4: " in captured.err, "progress without a terminal"
+
+
+def test_a_search_tells_each_trial_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """Without a terminal. The table goes to another stream."""
+    settings = config(
+        {"duration_s": 10.0, "long_per_minute": 0.0, "short_per_minute": 600.0}, slo=Slo(ttft_s=1.0),
+        policies=("static-tp1", "static-tp4"),
+    )  # fmt: skip
+    told, tables = [], ""
+
+    def watched(config: SimulationConfig, policy: str, queue_limit: int | None = None) -> PolicyResult:
+        nonlocal tables
+        out, err = capsys.readouterr()
+        told.append(err)
+        tables += out
+        return simulate(config, policy, queue_limit=queue_limit)
+
+    monkeypatch.setattr(search, "simulate", watched)
+    out = tmp_path / "out.json"
+    assert run_simulation(settings, OutputConfig(json=out, find_max_rate=True)) == 0
+    captured = capsys.readouterr()
+    expected = [""]
+    for answer in json.loads(out.read_text())["answers"]:
+        expected[-1] += f"{answer['policy']}: search started\n"
+        for trial in answer["trials"]:
+            passed = trial["lacks"] or "within the objectives"
+            expected.append(f"{answer['policy']}: {trial['value']:.4g} requests/s: {passed}\n")
+    assert [*told, captured.err] == expected
+    assert tables + captured.out
+    assert "search started" not in tables + captured.out
 
 
 def test_the_price_of_tokens_is_that_of_the_devices():
