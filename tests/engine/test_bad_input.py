@@ -169,7 +169,7 @@ def test_config_that_disagrees_with_the_weights(directory: Path):
     [
         ({"model_type": "mamba"}, "model_type='mamba'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
     ],
 )
