@@ -238,6 +238,7 @@ def test_load_and_transformations_from_the_start(directory: Path, between: list[
         check_idle(llm)
 
 
+@pytest.mark.slow
 def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(directory: Path, between: list[str]):
     """Those of the instances to come, whose devices have not sampled such a request yet."""
     penalized = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=12, ignore_eos=True)

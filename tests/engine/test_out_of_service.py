@@ -223,6 +223,7 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(
     assert tokens(running.result()) == expected
 
 
+@pytest.mark.slow
 def test_an_instance_on_two_devices_returns_to_its_start_placement(
     tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ):
