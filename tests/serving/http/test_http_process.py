@@ -31,7 +31,7 @@ def test_serve_has_an_http_port_and_finishes_streams(compile_cache: str, tmp_pat
                 line = process.stderr.readline()
                 assert line, said
                 said += line
-            url = re.search(r"OpenAI's API on (\S+)", said)
+            url = re.search(r"OpenAI's API on ([^\s,]+)", said)
             assert url is not None
             client = openai.OpenAI(base_url=url[1], api_key="none", max_retries=0, timeout=TIMEOUT_S)
             stream = client.chat.completions.create(
