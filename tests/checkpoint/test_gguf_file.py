@@ -339,12 +339,12 @@ def test_linear_rope_scaling_becomes_config(tmp_path):
             r"table \(rope_freqs\.weight\) that is not Llama 3's",
         ),
         (
-            lambda w: w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((2, FFN, HIDDEN), np.float32)),
-            r"tensor 'blk\.0\.ffn_gate_exps\.weight', which is not known in llama models",
+            lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32)),
+            r"tensor 'blk\.0\.attn_sinks\.weight', which is not known in llama models",
         ),
         (
-            lambda w: w.add_string("llama.rope.scaling.type", "yarn"),
-            r"rope\.scaling\.type 'yarn': only 'linear'",
+            lambda w: w.add_string("llama.rope.scaling.type", "longrope"),
+            r"rope\.scaling\.type 'longrope': only 'linear', 'yarn'",
         ),
         (lambda w: w.add_rope_dimension_count(4), r"rotates 4 of 8 head dimensions"),
         (lambda w: w.add_sliding_window(64), r"sliding-window attention \(64 of 128 tokens\)"),
