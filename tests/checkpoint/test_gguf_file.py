@@ -370,12 +370,12 @@ def test_layers_must_agree(tmp_path):
 
 
 def test_unsupported_architecture_lists_the_supported(tmp_path):
-    writer = GGUFWriter(tmp_path / "m.gguf", "gemma2")
+    writer = GGUFWriter(tmp_path / "m.gguf", "phi3")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="architecture 'gemma2': only llama, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match="architecture 'phi3': only llama, qwen2, qwen3"):
         GGUFCheckpoint(tmp_path / "m.gguf")
 
 

@@ -14,7 +14,6 @@ from shards import build_shards
 from tiny_models import tiny_config
 
 from amoeba_jax.models.config import ModelConfig
-from amoeba_jax.models.decoder import leaf_variables
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.experts import MixtureOfExperts
 from sharding.mesh import TP_AXIS, SubMeshPool
@@ -52,6 +51,10 @@ CASES = {
     "all experts and a shared expert": Case("qwen2-moe", {"num_experts_per_tok": 4}),
     "one expert for each token": Case("qwen2-moe", {"num_experts_per_tok": 1}),
 }
+
+
+def variables(module: MixtureOfExperts) -> list[nnx.Variable]:
+    return jax.tree.leaves(nnx.state(module), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def weights_of(case: Case, specs: list[ParamSpec]) -> dict[str, np.ndarray]:
@@ -116,7 +119,7 @@ def computed(module: MixtureOfExperts, tp: int, tensors: dict[str, np.ndarray], 
     graph, state = nnx.split(module)
     treedef = jax.tree.structure(state)
     weights = []
-    for variable in leaf_variables(module):
+    for variable in variables(module):
         spec, index = variable.get_metadata()["spec"], variable.get_metadata()["shard"]
         shards = build_shards(spec, tensors.__getitem__, np.dtype(np.float32))
         used = [shard.reshape(-1)[: math.prod(spec.shard_shape)].reshape(spec.shard_shape) for shard in shards]
@@ -144,7 +147,7 @@ def cases() -> list[Any]:
 def test_experts_equal_numpy_at_every_degree(case: Case, tp: int):
     dims = ModelDims(ModelConfig.from_hf(tiny_config(case.name) | case.changes), 4, 8, "float32")
     module = MixtureOfExperts(dims, LAYER, tp)
-    tensors, x = weights_of(case, [it.get_metadata()["spec"] for it in leaf_variables(module)]), hidden_states()
+    tensors, x = weights_of(case, [it.get_metadata()["spec"] for it in variables(module)]), hidden_states()
     expected, used = reference(dims.config, tensors, x)
     experts = dims.config.experts
     assert experts is not None
