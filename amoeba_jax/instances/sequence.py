@@ -199,17 +199,14 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled.
-
-        It is also 0 while the sequence waits for its token in flight.
-        """
-        if self.num_generated >= self.params.max_tokens or self.awaits_token:
+        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled."""
+        if self.num_generated >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the sequence is constrained and its matcher needs the token in flight before the next step."""
+        """Whether the sequence is constrained and its matcher needs the token in flight before the next is sampled."""
         return self.matcher is not None and self.num_in_flight > 0
 
     @property
