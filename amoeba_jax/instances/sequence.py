@@ -74,7 +74,7 @@ class Update(NamedTuple):
 class Sequence:
     """Tokens, pages and times of one sample. After submission, only the dispatcher thread uses it.
 
-    The host learns tokens one step late: the device has sampled `num_in_flight` tokens that the host has not read.
+    The host learns tokens one step late: launched steps sample `num_in_flight` tokens that the host has not read.
     Times are values of `time.monotonic()`, in seconds.
 
     Attributes:

@@ -119,6 +119,11 @@ class PendingStep:
     def done(self) -> bool:
         return self.result.done()
 
+    def drop(self) -> None:
+        """Record that the results are lost. Without sampling, nothing else ends `result`."""
+        if self.logits is not None:
+            self.result.set_exception(RuntimeError("a step before this step has failed"))
+
 
 def step_batch(
     plan: StepPlan,

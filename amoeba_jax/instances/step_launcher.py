@@ -144,11 +144,11 @@ class StepLauncher:
             if row.sequence.slot < 0:
                 drop_sample(row)
         step.sampled = [row for row in step.sampled if row.sequence.slot >= 0]
-        logits, step.logits = step.logits, None
-        assert logits is not None, "its sampling waits"
-        sample = self._sampler.prepare("full", logits.shape[1], step.sampled)
+        assert step.logits is not None, "its sampling waits"
+        sample = self._sampler.prepare("full", step.logits.shape[1], step.sampled)
         assert sample is not None, "constrained rows need the full sampler"
-        self._sample(step, sample, logits)
+        self._sample(step, sample, step.logits)
+        step.logits = None
 
     def _sample(self, step: PendingStep, sample: SampleCall, logits: jax.Array | None) -> None:
         assert logits is not None, "taken for the sampler"

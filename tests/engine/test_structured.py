@@ -15,6 +15,7 @@ from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
 from structured_cases import KINDS, PERSONS, PROMPT, TABLE, drawn, random_schema, valid_against
 
 from amoeba_jax import LLM, StructuredOutput
+from amoeba_jax.engine.steps import MAX_PENDING_STEPS
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.sequence import SequenceState
 from amoeba_jax.sampling.structured import GrammarCompiler
@@ -39,6 +40,15 @@ def llm(shared_data: Path, compile_cache: str) -> Iterator[LLM]:
     """2 x TP1 of a model with a SentencePiece vocabulary of 512 tokens."""
     with LLM(shared_data / "models" / "stories260K", **SIZES, compile_cache=compile_cache) as llm:
         yield llm
+
+
+Tokens = list[list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> Tokens:
+    """Tokens of `KINDS` without a disturbance."""
+    return expected_of(llm, KINDS)
 
 
 def test_every_complete_text_matches_its_constraint(llm: LLM):
@@ -101,11 +111,16 @@ def test_samples_of_a_request_have_matchers_of_their_own(llm: LLM):
     assert len(set(alone)) == 3
 
 
+def launch(llm: LLM) -> None:
+    """Launch as many steps as may be in flight."""
+    for _ in range(MAX_PENDING_STEPS):
+        engine_of(llm).advance()
+
+
 def turn(llm: LLM) -> None:
     """A turn of the loop that leaves no instance without work: one of its two steps in flight ends."""
     engine = engine_of(llm)
-    while engine.advance():
-        pass
+    launch(llm)
     for instance in engine.cluster.all_instances:
         if instance.pending:
             instance.pending[0].result.exception(TIMEOUT_S)
@@ -178,19 +193,16 @@ def constrained_steps(llm: LLM) -> int:
         pytest.param(replicate, marks=pytest.mark.slow),
     ],
 )
-def test_changes_do_not_disturb_constrained_requests(llm: LLM, disturb: Callable[[LLM], None]):
-    check_undisturbed(llm, disturb)
+def test_changes_do_not_disturb_constrained_requests(llm: LLM, expected: Tokens, disturb: Callable[[LLM], None]):
+    check_undisturbed(llm, expected, disturb)
 
 
-def check_undisturbed(llm: LLM, disturb: Callable[[LLM], None]) -> None:
-    expected = expected_of(llm, KINDS)
-
+def check_undisturbed(llm: LLM, expected: Tokens, disturb: Callable[[LLM], None]) -> None:
     def drive() -> None:
         requests = submit(llm, KINDS)
         while not all(len(s.output) >= 3 for r in requests for s in r.sequences):
             turn(llm)
-        while engine_of(llm).advance():
-            pass
+        launch(llm)
         assert constrained_steps(llm)
         disturb(llm)
         while not done(requests):
@@ -219,7 +231,7 @@ def test_new_instances_take_over_constrained_requests(shared_data: Path, compile
         placement=one,
         compile_cache=compile_cache,
     ) as llm:
-        check_undisturbed(llm, scale)
+        check_undisturbed(llm, expected_of(llm, KINDS), scale)
 
 
 def test_a_slot_is_free_although_its_last_step_awaits_its_matcher(llm: LLM):
@@ -232,8 +244,7 @@ def test_a_slot_is_free_although_its_last_step_awaits_its_matcher(llm: LLM):
         while not all(s.output for r in ended for s in r.sequences):
             turn(llm)
         requests = submit(llm, penalized)
-        while engine.advance():
-            pass
+        launch(llm)
         assert constrained_steps(llm) == 2
         engine.finish([s for r in ended for s in r.sequences], "abort")
         engine.advance()
@@ -243,6 +254,29 @@ def test_a_slot_is_free_although_its_last_step_awaits_its_matcher(llm: LLM):
             turn(llm)
         assert outputs(requests) == expected
         registry_of(llm).end([*ended, *requests])
+
+    in_dispatcher(llm, drive)
+    forget_prefixes(llm)
+    check_idle(llm)
+
+
+def test_a_failed_step_takes_the_step_that_awaits_its_tokens_along(llm: LLM, expected: Tokens):
+    def drive() -> None:
+        engine, requests = engine_of(llm), submit(llm, KINDS)
+        while not all(len(s.output) >= 3 for r in requests for s in r.sequences):
+            turn(llm)
+        launch(llm)
+        awaiting = [instance.pending[1] for instance in engine.instances]
+        assert all(step.logits is not None for step in awaiting)
+        for instance in engine.instances:
+            instance.pending[0].result = failed = Future[Any]()
+            failed.set_exception(RuntimeError("injected"))
+        engine.collect()
+        assert all(step.result.exception(0) is not None for step in awaiting)
+        while not done(requests):
+            turn(llm)
+        assert outputs(requests) == expected
+        registry_of(llm).end(requests)
 
     in_dispatcher(llm, drive)
     forget_prefixes(llm)

@@ -153,9 +153,8 @@ def test_bad_schemas_are_refused(http):
         ({"json": {"const": "x" * 2**20}}, "over the limit of 131072"),
         ({"json": {"$ref": "#"}}, "allows no text"),
         ({"regex": "(" * 2**16}, "cannot be used"),
-        ({"regex": "((a{0,100}){0,100}){0,100}"}, "cannot be used"),
     ],
-    ids=["size", "recursive", "parentheses", "repetitions"],
+    ids=["size", "recursive", "parentheses"],
 )
 def test_bombs_are_refused_beside_other_requests(http, constraint: dict[str, Any], reason: str):
     settings: dict[str, Any] = {"model": "tiny-chat", "prompt": "x", "temperature": 0, "max_tokens": 60}
