@@ -29,7 +29,7 @@ from serving.http_server.fields import (
 )
 from serving.http_server.output_parser import Piece
 from serving.http_server.streams import DONE, EventStream, Write, event, while_connected
-from serving.http_server.usage import chat_logprobs
+from serving.http_server.usage import chat_logprobs, prompt_entry
 
 # Arguments of the tokenizer that clients may not set through `chat_template_kwargs`.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}
@@ -54,6 +54,7 @@ class ChatRequest(TemplateFields, Penalties):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
@@ -195,6 +196,7 @@ class _ChatCompletion:
             request.scope["caller"],
             max_tokens=handler.backend.max_model_len if max_tokens is None else max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
             structured=constraint,
             skip_special_tokens=False if keeps_special and body.skip_special_tokens is None else None,
         )
@@ -234,6 +236,8 @@ class _ChatCompletion:
                 choice["token_ids"] = sample.token_ids
             choices.append(choice)
         answer.update(self._head("chat.completion"), choices=choices, usage=self._generation.usage.to_dict())
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = [*map(prompt_entry, self._generation.prompt_logprobs)]
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._generation.prompt
 

@@ -73,6 +73,16 @@ def chat_logprobs(
     ]
 
 
+def prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
+    """Return log-probabilities of a position of the prompt in vLLM's form."""
+    if entry is None:
+        return None
+    return {
+        str(token): {"logprob": max(it.logprob, _LOWEST), "rank": it.rank, "decoded_token": it.decoded_token}
+        for token, it in entry.items()
+    }
+
+
 def top(options: dict[int, Logprob], num_top: int) -> list[int]:
     """Return the ids of the most probable tokens at a position."""
     return sorted(options, key=lambda token: options[token].rank)[:num_top]

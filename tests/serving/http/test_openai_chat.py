@@ -83,6 +83,14 @@ def test_logprobs_are_those_of_the_api(http):
     assert streamed == choice.logprobs.content
 
 
+def test_logprobs_of_the_prompt_are_those_of_the_api(http):
+    expected = http.llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=2))[0]
+    answer = http.client.chat.completions.create(**GREEDY, n=2, extra_body={"prompt_logprobs": 2}).model_dump()
+    assert answer["prompt_logprobs"][0] is None
+    for given, entry in zip(answer["prompt_logprobs"][1:], expected.prompt_logprobs[1:], strict=True):
+        assert {token: it["logprob"] for token, it in given.items()} == {str(k): it.logprob for k, it in entry.items()}
+
+
 def test_samples_are_independent(http):
     settings = GREEDY | {"temperature": 1.0, "seed": 3, "n": 3}
     answer = http.client.chat.completions.create(**settings)
@@ -169,6 +177,7 @@ def image(kind: str) -> list[Any]:
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
         ({"tools": [WEATHER] * 129}, "tools"),
