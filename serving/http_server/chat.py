@@ -3,7 +3,7 @@
 import inspect
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,23 +121,43 @@ def template_settings(body: Any, effort: str | None) -> dict[str, Any]:
     return {"add_generation_prompt": opens, "continue_final_message": continues, "arguments": arguments}
 
 
+# Fields by type. In a response, the format itself holds the schema. The schema of a JSON object is an extension of
+# llama.cpp and others.
+_FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema", "name", "description", "schema", "strict"),
+}
+
+
 def read_format(value: Any, name: str = "response_format") -> StructuredOutput | None:
     """Return the constraint for a response format. Raise `FieldError` for a format that cannot be honoured."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
+    known: tuple[str, ...] = _FORMAT_FIELDS.get(kind if isinstance(kind, str) else "", ())
+    if not known:
+        raise FieldError(f"{name}.type", f"must be text, json_object or json_schema, got {shorten(kind)}")
+    _check_keys(value, known, name)
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and value.get("schema") is None:
         return StructuredOutput(json_object=True)
-    if kind == "json_schema":
-        # In a response, the format itself holds the schema.
-        inner = value.get("json_schema", value)
-        schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        if not isinstance(schema, Mapping | bool):
-            raise FieldError(f"{name}.json_schema.schema", f"must be a JSON schema, got {shorten(schema)}")
-        return StructuredOutput(json_schema=schema)  # type: ignore[arg-type]
-    raise FieldError(f"{name}.type", f"must be text, json_object or json_schema, got {shorten(kind)}")
+    inner, path = value, f"{name}.schema"
+    if "json_schema" in value:
+        inner, path = value["json_schema"], f"{name}.json_schema.schema"
+        if isinstance(inner, Mapping):
+            _check_keys(inner, _FORMAT_FIELDS["json_schema"][2:], f"{name}.json_schema")
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, Mapping | bool):
+        raise FieldError(path, f"must be a JSON schema, got {shorten(schema)}")
+    return StructuredOutput(json_schema=schema)  # type: ignore[arg-type]
+
+
+def _check_keys(value: Mapping[str, Any], known: Collection[str], name: str) -> None:
+    for key in value:
+        if key not in known:
+            raise FieldError(f"{name}.{key[:100]}", "is not a field that this server supports")
 
 
 @dataclass

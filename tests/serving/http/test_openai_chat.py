@@ -85,7 +85,8 @@ def test_logprobs_are_those_of_the_api(http):
 
 def test_logprobs_of_the_prompt_are_those_of_the_api(http):
     expected = http.llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=2))[0]
-    answer = http.client.chat.completions.create(**GREEDY, n=2, extra_body={"prompt_logprobs": 2}).model_dump()
+    settings = GREEDY | {"temperature": 1.0, "n": 2, "extra_body": {"prompt_logprobs": 2}}
+    answer = http.client.chat.completions.create(**settings).model_dump()
     assert answer["prompt_logprobs"][0] is None
     for given, entry in zip(answer["prompt_logprobs"][1:], expected.prompt_logprobs[1:], strict=True):
         assert {token: it["logprob"] for token, it in given.items()} == {str(k): it.logprob for k, it in entry.items()}
@@ -175,6 +176,8 @@ def image(kind: str) -> list[Any]:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"seed": 2**64}, "seed"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "mood": 1}}, "response_format.mood"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),

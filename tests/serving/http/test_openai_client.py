@@ -62,6 +62,9 @@ def test_answers_are_parsed_with_a_schema(http):
     settings = CHAT | {"temperature": 1.0, "max_completion_tokens": 200, "seed": 4}
     chat = http.client.chat.completions.parse(**settings, response_format=Weather)
     assert isinstance(chat.choices[0].message.parsed, Weather)
+    json_object: Any = {"type": "json_object", "schema": Weather.model_json_schema()}
+    chat = http.client.chat.completions.create(**settings, response_format=json_object)
+    Weather.model_validate_json(chat.choices[0].message.content)
     settings = RESPONSE | {"temperature": 1.0, "max_output_tokens": 200}
     response = http.client.responses.parse(**settings, text_format=Weather)
     assert isinstance(response.output_parsed, Weather)
