@@ -256,8 +256,9 @@ class _ChatCompletion:
                 choice["token_ids"] = sample.token_ids
             choices.append(choice)
         answer.update(self._head("chat.completion"), choices=choices, usage=self._generation.usage.to_dict())
-        if self._body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = [*map(prompt_entry, self._generation.prompt_logprobs)]
+        wants_prompt = self._body.prompt_logprobs is not None
+        entries = [prompt_entry(it) for it in self._generation.prompt_logprobs]
+        answer["prompt_logprobs"] = entries if wants_prompt else None
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._generation.prompt
 
@@ -292,14 +293,16 @@ class _ChatCompletion:
         wants_usage = options is not None and bool(options.include_usage)
         continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
+        num_sent = 0
 
-        def chunk(choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+        def chunk(choice: dict[str, Any], more: dict[str, Any], num_tokens: int | None = None) -> bytes:
             body = head | more | {"choices": [choice]}
             if wants_usage:
-                body["usage"] = self._generation.usage.to_dict() if continuous else None
+                body["usage"] = self._generation.usage.to_dict(num_tokens) if continuous else None
             return event(body)
 
         async def send(steps: list[Step]) -> None:
+            nonlocal num_sent
             chunks = []
             for step in steps:
                 sample = self._samples[step.index]
@@ -310,9 +313,10 @@ class _ChatCompletion:
                     sample.has_begun = True
                     delta = {"role": "assistant", "content": "", "refusal": None}
                     first = {"index": step.index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    chunks.append(chunk(first, more))
+                    chunks.append(chunk(first, more, num_sent))
                 if (choice := self._chunk_choice(step)) is not None:
                     chunks.append(chunk(choice, {}))
+            num_sent = self._generation.usage.completion_tokens
             if chunks:
                 await write(b"".join(chunks))
 

@@ -34,12 +34,16 @@ class Usage:
         """Number of prompt tokens that were found in the prefix cache."""
         return sum(self._cached)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object `usage` of completions and chat completions."""
+    def to_dict(self, completion_tokens: int | None = None) -> dict[str, Any]:
+        """Return the object `usage` of completions and chat completions.
+
+        `completion_tokens`: generated tokens up to an earlier time. None: all so far.
+        """
+        generated = self.completion_tokens if completion_tokens is None else completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }

@@ -37,6 +37,11 @@ def test_stream_adds_up_to_the_answer(http):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    counted = http.client.chat.completions.create(**GREEDY, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in counted]
+    assert (counts[0], counts[-2:]) == (0, [6, 6])
+    assert counts == sorted(counts)
     with http.client.chat.completions.stream(**GREEDY) as stream:
         for _ in stream:
             pass
