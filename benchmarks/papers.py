@@ -397,9 +397,7 @@ def rows_of_sweeps(stated: list[Point], tabled: list[Point], systems: list[Point
             merges = max(point.merges[name] for name in others), point.merges["amoeba"]
             what = f"{where}: merges of RR or LLF less amoeba's; above 0"
             yield Row("AMOEBA Figure 13", what, None, merges[0] - merges[1], PREDICTED)
-    gains = [
-        point.means["amoeba"] / point.means[name] for point in systems for name in ("kunserve", "loongserve")
-    ]  # fmt: skip
+    gains = [point.means["amoeba"] / point.means[name] for point in systems for name in ("kunserve", "loongserve")]
     for what, paper, gain in (("least", 1.75, min(gains)), ("most", 6.57, max(gains))):
         yield Row("AMOEBA Figure 14", f"times the tokens of KunServe and LoongServe, {what}", paper, gain, PREDICTED)
     for name, saved in (("ttft_ms", 53.0), ("tpot_ms", 74.0)):

@@ -434,11 +434,16 @@ def test_a_conclusion_that_is_reversed_is_told():
 # Policies from files
 
 
-def test_the_policy_of_the_document_is_loaded_from_a_file_and_simulated(tmp_path: Path):
-    """Shortest job first, as docs/extending.md prints it."""
+def policy_of_the_document(tmp_path: Path) -> Path:
+    """A file with shortest job first, as docs/extending.md prints it."""
     text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
     path = tmp_path / "my_policy.py"
     path.write_text(textwrap.dedent(text.split("   ```python\n")[1].split("   ```\n")[0]))
+    return path
+
+
+def test_the_policy_of_the_document_is_simulated(tmp_path: Path):
+    path = policy_of_the_document(tmp_path)
     rows = [f"0.{n:02d},{3000 if n % 2 == 0 else 300},20" for n in range(60)]
     settings = replace(config(num_devices=1, max_num_seqs=2, device="H200"), workload=trace(tmp_path, *rows))
     plain, shortest = (simulate(settings, name) for name in ("amoeba", f"{path}:Sjf"))
@@ -468,8 +473,7 @@ def test_a_server_loads_a_policy_file_at_its_start_only(tmp_path: Path):
     """A call of `SetPolicy` comes over the network and must not run files."""
     from serving.runtime.scheduling_config import SchedulingConfig
 
-    path = tmp_path / "my_policy.py"
-    path.write_text(SJF)
+    path = policy_of_the_document(tmp_path)
     config = SchedulingConfig(policy=f"{path}:Sjf")
     assert config.make_policy().name == "sjf"
     with pytest.raises(UnknownPolicyError):
