@@ -44,6 +44,8 @@ CAUSES = (
     ("Flying Serving Table 2", "TP2's weights kept",
      "1.9M tokens are more than TP2's weights leave if they are kept, as section 4.1 says: weights must be released "
      "for them."),
+    ("Flying Serving Table 2", "live switch",
+     "2 ms are set: this engine rebuilds its views of the cache. The paper's engine also synchronizes its workers."),
     ("Flying Serving Table 1", "static-tp8: mean TTFT, priority",
      "Urgent requests have their first token after 63 ms where all wait 2,130 ms: here, they wait for a slot."),
     ("Flying Serving Table 1", "static-tp8: mean TTFT",
