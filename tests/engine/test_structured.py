@@ -81,7 +81,7 @@ def test_500_schemas_lead_to_valid_texts(llm: LLM):
         if output.finish_reason == "stop":
             complete += 1
             valid_against(schema)(output.text)
-    assert complete >= 425
+    assert complete >= 400
 
 
 def test_a_cut_text_is_the_beginning_of_a_match(llm: LLM):
@@ -235,6 +235,7 @@ def test_new_instances_take_over_constrained_requests(shared_data: Path, compile
         check_undisturbed(llm, expected_of(llm, KINDS), scale)
 
 
+@pytest.mark.slow
 def test_a_slot_is_free_although_its_last_step_awaits_its_matcher(llm: LLM):
     """Each constrained sequence ends while a step in flight has yet to sample its token. Others take its slot."""
     penalized = [drawn(None, seed=i, repetition_penalty=1.3, max_tokens=12) for i in range(8)]
