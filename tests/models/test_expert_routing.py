@@ -133,17 +133,9 @@ def computed(module: MixtureOfExperts, tp: int, tensors: dict[str, np.ndarray], 
     return list(np.asarray(jax.jit(run)(weights, jnp.asarray(x))))
 
 
-def cases() -> list[Any]:
-    """Return each case at each degree, most of them for long runs."""
-    often = {("all tokens to one rank", 4), ("one of six experts without tokens", 4)}
-    return [
-        pytest.param(case, tp, id=f"{name}, TP{tp}", marks=() if (name, tp) in often else pytest.mark.slow)
-        for name, case in CASES.items()
-        for tp in (1, 2, 4)
-    ]
-
-
-@pytest.mark.parametrize(("case", "tp"), cases())
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_experts_equal_numpy_at_every_degree(case: Case, tp: int):
     dims = ModelDims(ModelConfig.from_hf(tiny_config(case.name) | case.changes), 4, 8, "float32")
     module = MixtureOfExperts(dims, LAYER, tp)
