@@ -7,14 +7,25 @@ import pytest
 from harness import engine_of
 from serving_checks import check_idle
 from tiny_models import tiny_model
-from transform_cases import SHARED, make
+from transform_cases import EXPERTS_FIRST, SHARED, make
 
 from amoeba_jax import LLM
 
 
+@pytest.fixture(scope="module", params=EXPERTS_FIRST)
+def model_name(request: pytest.FixtureRequest) -> str:
+    """Name of the tiny model of the module. The slow tests run each test with a dense model and with experts.
+
+    Running each test twice would take too long, so each module has one of the models by default. Modules that use the
+    engine `llm` below share its compiled programs, so all of them have experts. Modules with engines of other sizes
+    have either experts or, if they override this fixture with `DENSE_FIRST`, the dense model.
+    """
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+def directory(model_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(model_name, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
