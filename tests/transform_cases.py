@@ -32,7 +32,6 @@ SHARED: dict[str, Any] = {"kv_cache_tokens": 224 * SETTINGS["page_size"], "phase
 # Models of the tests, for the fixture `model_name`: the first by default, the other in slow tests.
 DENSE, EXPERTS = "llama2", "qwen3-moe"
 EXPERTS_FIRST = [EXPERTS, pytest.param(DENSE, marks=pytest.mark.slow)]
-DENSE_FIRST = [DENSE, pytest.param(EXPERTS, marks=pytest.mark.slow)]
 
 
 def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:

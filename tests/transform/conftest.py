@@ -7,20 +7,20 @@ import pytest
 from harness import engine_of
 from serving_checks import check_idle
 from tiny_models import tiny_model
-from transform_cases import EXPERTS_FIRST, SHARED, make
+from transform_cases import DENSE, SHARED, make
 
 from amoeba_jax import LLM
 
 
-@pytest.fixture(scope="module", params=EXPERTS_FIRST)
-def model_name(request: pytest.FixtureRequest) -> str:
-    """Name of the tiny model of the module. The slow tests run each test with a dense model and with experts.
+@pytest.fixture(scope="module")
+def model_name() -> str:
+    """Name of the tiny model of the module. Modules override this fixture with `EXPERTS_FIRST`.
 
-    Running each test twice would take too long, so each module has one of the models by default. Modules that use the
-    engine `llm` below share its compiled programs, so all of them have experts. Modules with engines of other sizes
-    have either experts or, if they override this fixture with `DENSE_FIRST`, the dense model.
+    Running each test with a dense model and with experts would take too long. So most modules have the dense model, and
+    `test_transform.py` and `test_parallel_attention.py`, which share compiled programs, have experts by default and the
+    dense model in slow tests.
     """
-    return request.param
+    return DENSE
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from device_memory import total_live_bytes
 from serving_checks import TIMEOUT_S, check_idle
-from tiny_models import tiny_model
-from transform_cases import DENSE, SHARED, Background, decoding, kv_of, make, requests, tokens, wait_until_decoding
+from transform_cases import SHARED, Background, decoding, kv_of, make, requests, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import RequestError
@@ -129,8 +128,8 @@ def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
 
 
 @pytest.mark.slow
-def test_copying_is_refused_where_there_is_no_room(tmp_path: Path, compile_cache: str):
-    with make(tiny_model(DENSE, tmp_path), compile_cache, **SHARED | {"device_memory": "2316KiB"}) as llm:
+def test_copying_is_refused_where_there_is_no_room(directory: Path, compile_cache: str):
+    with make(directory, compile_cache, **SHARED | {"device_memory": "2316KiB"}) as llm:
         running, expected = decoding(llm, 2, requests(4))
         with pytest.raises(RequestError, match=r"staging need.*kv_cache_tokens"):
             by("basic", llm, 4)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from harness import engine_of, in_dispatcher
 from serving_checks import check_idle
-from test_layer_changes import MODELS, NUM_LAYERS, ONE, check_bytes, engine, six_layers
+from test_layer_changes import NUM_LAYERS, ONE, check_bytes, engine
+from tiny_models import tiny_config, write_model
 from transform_cases import Background, decoding, requests, tokens, undisturbed, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
@@ -24,9 +25,10 @@ pytestmark = pytest.mark.usefixtures("quick_steps")
 ASKED = requests(3, max_tokens=80)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return six_layers(request.param, tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config("qwen3") | {"num_hidden_layers": NUM_LAYERS}
+    return write_model(config, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -32,19 +32,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-# By default, each segment has a dense layer and a layer with experts. In slow tests, all layers are dense.
-MODELS = ["qwen3-moe", pytest.param("qwen3", marks=pytest.mark.slow)]
-
-
-def six_layers(model_name: str, directory: Path) -> Path:
-    """Write one of `MODELS`."""
-    mixed = {"mlp_only_layers": [0, 2, 4]} if model_name == "qwen3-moe" else {}
-    return write_model(tiny_config(model_name) | {"num_hidden_layers": NUM_LAYERS} | mixed, directory)
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return six_layers(request.param, tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config("qwen3") | {"num_hidden_layers": NUM_LAYERS}
+    return write_model(config, tmp_path_factory.mktemp("model"))
 
 
 ENGINES: WeakSet[LLM] = WeakSet()

@@ -21,7 +21,8 @@ from pausing_cases import (
     transform,
 )
 from serving_checks import TIMEOUT_S, check_idle
-from transform_cases import DENSE_FIRST, SHARED, make
+from tiny_models import tiny_model
+from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
 from amoeba_jax.errors import RequestError
@@ -36,9 +37,9 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_com
 ALL = (0, 1, 2, 3)
 
 
-@pytest.fixture(scope="module", params=DENSE_FIRST)
-def model_name(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

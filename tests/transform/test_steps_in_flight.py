@@ -7,7 +7,8 @@ import pytest
 from harness import engine_of, in_dispatcher
 from pausing_cases import done, expected_of, greedy, outputs, prompt, steps, submit
 from serving_checks import TIMEOUT_S, check_idle
-from transform_cases import DENSE_FIRST, SHARED, make
+from tiny_models import tiny_model
+from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
 from amoeba_jax.engine.steps import MAX_PENDING_STEPS
@@ -21,13 +22,9 @@ ASKED = [(prompt(5 + i, 30 + i), greedy(24)) for i in range(4)]
 HALF, ALL = (0, 1), (0, 1, 2, 3)
 
 
-@pytest.fixture(scope="module", params=DENSE_FIRST)
-def model_name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    directory: Path = tiny_model("llama2", tmp_path_factory.mktemp("models"))
     with make(directory, compile_cache, **SHARED) as llm:
         yield llm
 

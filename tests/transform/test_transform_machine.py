@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tiny_models import tiny_model
 from transform_cases import make
 
 from amoeba_jax import LLM, SamplingParams
@@ -57,14 +58,10 @@ CASES = cases()
 
 
 class Machine(RuleBasedStateMachine):
-    """`llm`, with `expected[case]` the tokens that each case gives alone.
-
-    `attention` has the degrees of attention that transformations ask for.
-    """
+    """`llm`, with `expected[case]` the tokens that each case gives alone."""
 
     llm: LLM
     expected: list[list[tuple[int, ...]]]
-    attention: tuple[int | None, ...] = (None,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +104,6 @@ class Machine(RuleBasedStateMachine):
         release=st.booleans(),
         layers=st.integers(1, 4),
         running=st.sampled_from(get_args(RunningRequests)),
-        data=st.data(),
     )
     def transform(
         self,
@@ -117,11 +113,8 @@ class Machine(RuleBasedStateMachine):
         release: bool,
         layers: int,
         running: RunningRequests,
-        data: st.DataObject,
     ) -> None:
-        release &= running != "pause"
-        attention = data.draw(st.sampled_from(self.attention))
-        options = TransformOptions(tp, devices, variant, release, layers, running, attention_degree=attention)
+        options = TransformOptions(tp, devices, variant, release and running != "pause", layers, running)
         # These devices may not be whole instances, or busy, or the requests may not fit.
         with contextlib.suppress(LayoutError, RequestError):
             self.transformations.append(self.engine.transform(options))
@@ -132,9 +125,7 @@ class Machine(RuleBasedStateMachine):
         engine = self.engine
         for instance in engine.instances:
             present = [engine.cluster.factory.allocators[device] for device in instance.group.device_indices]
-            first = instance.group.start
-            homes = {home for lane in instance.lanes for home in lane.ranks}
-            views = {home: [present[device - first] for device in home.devices] for home in homes}
+            views = {instance.group.home: present}
             if instance.transition is not None:
                 transition, to_come = instance.transition, instance.transition.allocators
                 low, high = (present, to_come) if transition.up else (to_come, present)
@@ -231,6 +222,11 @@ def check_live(
         assert used <= live if at_most else used == live
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param(False, id="no prefix cache", marks=pytest.mark.slow), pytest.param(True, id="prefix cache")],
@@ -244,13 +240,10 @@ def llm(request: pytest.FixtureRequest, directory: Path, compile_cache: str) -> 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_any_order(llm: LLM, examples: int):
-    """The slow test also changes to data-parallel attention and back."""
-
     class ThisMachine(Machine):
         pass
 
     ThisMachine.llm = llm
-    ThisMachine.attention = (None,) if examples < 100 else (None, 1, 2)
     ThisMachine.expected = [
         [tuple(output.token_ids) for output in llm.generate(prompt, params)[0].outputs] for prompt, params in CASES
     ]

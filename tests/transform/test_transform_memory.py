@@ -10,6 +10,7 @@ import pytest
 from device_memory import frozen_heap, total_live_bytes
 from harness import engine_of, in_dispatcher
 from serving_checks import TIMEOUT_S, check_idle
+from tiny_models import tiny_model
 from transform_cases import Background, after_each_switch, make, requests, tokens
 
 from amoeba_jax import LLM, SamplingParams
@@ -20,6 +21,11 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_ste
 # What a step's inputs and outputs take, some of which come and go.
 SLACK = 64 << 10
 PROMPT, NEW_TOKENS = 120, 128
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
