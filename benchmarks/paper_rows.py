@@ -27,3 +27,8 @@ class Row:
     def ratio(self) -> float | None:
         """Simulated number divided by the number of the paper."""
         return None if self.paper in (None, 0) or self.twin is None else self.twin / self.paper
+
+    @property
+    def differs(self) -> bool:
+        """Whether the numbers differ by more than 15%."""
+        return self.ratio is not None and not 0.85 <= self.ratio <= 1.15

@@ -196,7 +196,7 @@ def _with_end(rules: str, token: int) -> str:
 def _grammar(structured: StructuredOutput) -> str:
     """Return a grammar in the form of llguidance. Most errors show when it is compiled.
 
-    Raises `ValueError` if a schema is `false`, or nested over 128 levels.
+    Raises `ValueError` if a schema is `false`, or nested over 127 levels.
     """
     if structured.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _WHITE_SPACE})

@@ -74,6 +74,10 @@ class OutputConfig:
         }
         if len(chosen := [name for name, is_set in kinds.items() if is_set]) > 1:
             raise ConfigError(f"{' and '.join(chosen)} cannot be combined")
+        searches = self.find_max_rate or self.find_min_devices
+        for name, is_set in (("--explain", self.explain and not self.sensitivity), ("--plot", searches and self.plot)):
+            if is_set and chosen:
+                raise ConfigError(f"{name} cannot be combined with {chosen[0]}, which compares no runs of one load")
 
 
 def read_factors(text: str | None) -> tuple[float, ...]:

@@ -48,7 +48,7 @@ def degrees_at_start(name: str, devices: int, limits: Sequence[DegreeLimits]) ->
     Raises `DoesNotFitError` if the policy needs a degree at which the model does not fit, or another number of devices.
     """
     fitting = [limit.degree for limit in limits]
-    known = f"on {devices} devices the model fits only at TP{', TP'.join(map(str, fitting))}"
+    known = f"on {devices} device{'s' if devices > 1 else ''} the model fits only at TP{', TP'.join(map(str, fitting))}"
     if (parts := read_parts(name)) is not None:
         degrees = sum(parts, ())
         if missing := next((degree for degree in degrees if degree not in fitting), None):

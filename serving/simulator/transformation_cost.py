@@ -17,8 +17,13 @@ from kvcache.relayout import moves, place_up
 from serving.simulator.device_spec import DeviceSpec
 from serving.simulator.model_shape import ModelShape
 
-PHASE_PIECES = 64
-"""Maximum number of pieces that two ranks exchange in a phase."""
+PHASE_PAGES = 16
+"""Pages that a device sends in a phase: the engine's default (`EngineConfig.phase_pages`)."""
+PHASES_AT_ONCE = 3
+"""Phases that one program of the engine runs on a GPU (`kvcache.exchange`)."""
+COPY_SHARE = 0.6
+"""Share of the memory bandwidth that gathers and scatters of pieces reach. Measured on an H100: 2.0 and 2.2 of 3.35
+TB/s (docs/kernels.md)."""
 PLANNED_DEGREE = 4
 """Highest degree for which the engine can plan moves."""
 _LARGEST_PLAN = 512
@@ -72,8 +77,10 @@ class TransformationCost(Protocol):
 
 
 @lru_cache(maxsize=64)
-def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
+def count_moves(lower: int, higher: int, pages_each: int, phase_pages: int = PHASE_PAGES) -> MoveCount:
     """Count the moves of pages if `higher / lower` instances of degree `lower` merge, each with `pages_each` pages.
+
+    `phase_pages`: pages that a device sends in a phase.
 
     The counts come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). The split back to `lower` has
     the same counts.
@@ -88,7 +95,7 @@ def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
         allocators.append(allocator)
     references = [np.ones(pages_each, np.int64)] * instances
     source, target = moves(tables, place_up(tables, references, geometry, allocators))
-    phases = plan_phases(source, target, higher, PHASE_PIECES)
+    phases = plan_phases(source, target, higher, phase_pages)
     crossing = source[:, 0] != target[:, 0]
     sent = np.bincount(source[crossing, 0], minlength=higher).max(initial=0)
     pieces_each = pages_each * higher // lower
@@ -99,17 +106,18 @@ def count_moves(lower: int, higher: int, pages_each: int) -> MoveCount:
 class InPlaceCost:
     """Transformations of this project's engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2, docs/transformation.md).
 
-    Pages move between devices in phases. A merge turns weights that a device no longer needs into KV cache, without a
-    copy. A split copies these weights back from other devices.
+    Pages move between devices in phases. Each phase gathers the pieces to send, exchanges them between two devices, and
+    scatters the received pieces. A merge turns weights that a device no longer needs into KV cache, without a copy. A
+    split copies these weights back from other devices.
     """
 
     model: ModelShape
     device: DeviceSpec
     launches_per_layer: int = 4
-    """Launches of programs to switch one layer, besides one launch for each phase."""
-    overlap: float = 0.0
-    """Share of the transfer time that overlaps with steps."""
+    """Launches of programs to switch one layer, besides the programs of the exchange."""
     page_size: int = 16
+    phase_pages: int = PHASE_PAGES
+    """Pages that a device sends in a phase."""
 
     @property
     def layers(self) -> int:
@@ -124,16 +132,21 @@ class InPlaceCost:
         if pages_each:
             several = max(higher // PLANNED_DEGREE, 1)  # Devices that count as one above the planner's highest degree.
             counted = max(lower // several, 1), higher // several
-            count = count_moves(*counted, min(_two_digits(pages_each), _LARGEST_PLAN))
+            planned = min(_two_digits(pages_each), max(_LARGEST_PLAN, 4 * self.phase_pages))
+            count = count_moves(*counted, planned, self.phase_pages)
             share, phases = count.share, count.phases_per_page * pages_each
         kv_device = self.model.kv_token_bytes(lower) * pages_each * self.page_size * share
         weights_device = 0.0
         if to_degree < from_degree and not kept:
             weights_device = self.model.ffn_bytes * (1 / to_degree - 1 / from_degree)
-        rate = self.device.link_bandwidth * self.device.link_efficiency
-        launches = self.launches_per_layer + phases
+        device = self.device
+        rate = device.link_bandwidth * device.link_efficiency
+        launches = self.launches_per_layer + phases / PHASES_AT_ONCE
         transfer_s = (kv_device + weights_device) / rate / self.layers
-        layer_s = transfer_s * (1 - self.overlap) + launches * self.device.launch_s
+        # A gather and a scatter, each with its operator: both read and write the pieces.
+        copies_s = 4 * kv_device / (device.memory_bandwidth * COPY_SHARE) / self.layers
+        phase_s = 2 * device.kernel_s + device.all_reduce_s(0.0, 2)
+        layer_s = transfer_s + copies_s + phases * phase_s + launches * device.launch_s
         return Change(layer_s, 0.0, kv_device * higher, weights_device * higher)
 
 

@@ -1,5 +1,7 @@
 """Costs against arithmetic, measured profiles and measured steps."""
 
+import csv
+import gzip
 import json
 import math
 from dataclasses import fields, replace
@@ -23,7 +25,7 @@ from serving.simulator.memory import MemoryPlan
 from serving.simulator.model_shape import ModelShape
 from serving.simulator.operator_profile import OperatorProfile, read_points
 from serving.simulator.step_cost import PROMPT_EXTRA_KEYS, ModelStepCost, StepShape, prompt_pairs, roofline_s
-from serving.simulator.transformation_cost import InPlaceCost, count_moves
+from serving.simulator.transformation_cost import PHASE_PAGES, PHASES_AT_ONCE, InPlaceCost, count_moves
 
 
 def test_unknown_devices_and_bad_files_say_so(tmp_path: Path):
@@ -198,6 +200,40 @@ def test_moves_are_those_of_the_planner():
     assert count_moves(1, 2, 100).share == 0.5
     assert count_moves(1, 4, 100).share == 0.75
     assert count_moves(1, 4, 400).phases_per_page == pytest.approx(count_moves(1, 4, 200).phases_per_page, rel=0.5)
+    assert count_moves(1, 4, 512).phases_per_page == 0.75 / PHASE_PAGES
+
+
+def test_phases_are_those_of_the_engine():
+    from amoeba_jax.programs.memory import DEFAULT_PHASE_PAGES
+    from kvcache.exchange import PHASES_AT_ONCE as PHASES_OF_PROGRAM
+
+    assert PHASE_PAGES == DEFAULT_PHASE_PAGES
+    assert PHASES_AT_ONCE == PHASES_OF_PROGRAM
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("A100-80", "a100"), ("H100", "h100")])
+def test_two_devices_exchange_a_phase_in_the_time_of_a_profile(shared_data: Path, name: str, prefix: str):
+    """Sends of 1 MiB: nothing of the model was fitted to them."""
+    with gzip.open(shared_data / "profiles" / f"{prefix}_dgx_send_recv.csv.gz", "rt") as file:
+        measured = [
+            float(row["time_stats.send_recv.median"]) / 1e3
+            for row in csv.DictReader(file)
+            if row["devices_per_node"] == "2" and abs(int(row["size"]) / 2**20 - 1) < 0.1
+        ]
+    device = find_device(name)
+    phase_s = device.all_reduce_s(0.0, 2) + 2**20 / (device.link_bandwidth * device.link_efficiency)
+    assert len(measured) > 10
+    assert phase_s == pytest.approx(np.median(measured), rel=0.25)
+
+
+def test_layers_switch_in_the_time_of_their_phases():
+    """55,520 tokens of each of four H20, three quarters of them in 163 phases of 16 pages."""
+    device, pages = find_device("H20"), 3470
+    sent_bytes = 0.75 * pages * 65_536
+    expected_s = sent_bytes / (0.753 * 450e9) + 4 * sent_bytes / (0.6 * 4e12)
+    expected_s += 163 * (2 * 3.4e-6 + 6e-6) + (4 + 163 / 3) * 8.2e-6
+    change = InPlaceCost(QWEN_32B, device).change(1, 4, 4 * 16 * pages)
+    assert change.layer_s == pytest.approx(expected_s, rel=0.02)
 
 
 def test_a_split_also_brings_back_the_weights_that_were_released():

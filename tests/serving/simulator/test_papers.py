@@ -18,7 +18,10 @@ import cocoserve_paper
 import flying_paper
 import papers
 import published_mechanisms
+from paper_differences import CAUSES, cause
 
+OTHERS = ("Shift Parallelism", "KunServe", "LoongServe")
+"""Papers whose rows a slow test compares."""
 DOCUMENT = Path(__file__).parents[3] / "docs" / "simulation.md"
 
 
@@ -89,9 +92,11 @@ def test_misses_are_printed_with_their_ratios():
     assert {row.where for row in misses()} == places | {"Gyges 3.4"}
     printed = io.StringIO()
     papers.print_rows(rows(), Console(file=printed, width=300))
+    table, causes = printed.getvalue().split("Differences over 15%:")
     for row in misses():
-        (line,) = [line for line in printed.getvalue().splitlines() if row.where in line and row.what in line]
+        (line,) = [line for line in table.splitlines() if row.where in line and f" {row.what} " in line]
         assert f" {row.ratio:.4g} " in line, row
+        assert f"- {row.where}, {row.what} ({row.ratio:.2g}): {cause(row)}\n" in causes
 
 
 def test_the_document_names_all_misses():
@@ -104,7 +109,7 @@ def test_the_document_names_all_misses():
 def test_the_document_names_the_light_load_of_flying_serving():
     (line,) = trusted("Flying Serving 6.2")
     for policy, paper_ms in (("static-tp8", 212.0), ("flying", 223.0)):
-        found_ms, _ = flying_paper.light(papers.LLAMA_70B, policy, 1, "1:2", flying_paper.BURSTS)
+        found_ms, _ = flying_paper.light(papers.LLAMA_70B, policy, 1, flying_paper.LOW, flying_paper.BURSTS)
         assert states(line, paper_ms)
         assert states(line, found_ms), found_ms
 
@@ -134,7 +139,7 @@ def test_comparators_are_within_20_percent_of_published_numbers_that_they_were_n
 
 
 def test_seesaw_takes_as_many_times_longer_as_its_links_are_slower():
-    """Nothing is fitted: bytes over links, and 45 launches in each layer in place.
+    """Nothing is fitted: bytes over links, copies, and 163 phases in each layer in place.
 
     Seesaw moves the whole cache twice, and a quarter of the weights, over a link of 50 GB/s. In place, three quarters
     of the cache move once over a link of 339 GB/s. AMOEBA measured 41 times (2.4), and 97.2% less, which is 36 times
@@ -142,11 +147,24 @@ def test_seesaw_takes_as_many_times_longer_as_its_links_are_slower():
     """
     kv_bytes = 0.9 * (96e9 - 65.53e9 - 14.3e9)
     seesaw_s = (2 * kv_bytes + 65.53e9 / 4) / 50e9
-    in_place_s = 0.75 * kv_bytes / (0.753 * 450e9) + 64 * 45 * 8.2e-6
+    in_place_s = 0.75 * kv_bytes * (1 / (0.753 * 450e9) + 4 / (0.6 * 4e12))
+    in_place_s += 64 * (163 * (2 * 3.4e-6 + 6e-6) + (4 + 163 / 3) * 8.2e-6)
     measured, figure_11 = found("AMOEBA 2.4", "Seesaw's"), found("AMOEBA Figure 11", "Seesaw's extra cost")
     assert measured.twin == figure_11.twin == pytest.approx(seesaw_s / in_place_s, rel=0.03)
-    assert measured.ratio == pytest.approx(0.40, abs=0.02)
-    assert figure_11.ratio == pytest.approx(0.46, abs=0.02)
+
+
+def test_each_difference_over_15_percent_has_a_cause():
+    """And each cause is of a row that is printed: of these rows, or of a load (`slow` below)."""
+    assert [row for row in rows() if row.differs and not cause(row)] == []
+    for where, what, _ in CAUSES:
+        named = [row for row in rows() if row.where.startswith(where) and what in row.what]
+        assert named or where.startswith(("AMOEBA Figure 12", "AMOEBA Figure 14", "Flying", "CoCoServe", *OTHERS)), what
+
+
+def test_released_weights_are_unmapped_in_the_time_of_figure_10():
+    """19,440 pages of 2 MiB at 25.6 us each: 1% below 620 ms less 18.9%. So the time is of all 64 layers."""
+    assert 0.75 * papers.QWEN.ffn_bytes / 2**21 == 19_440
+    assert found("AMOEBA Figure 10a", "weights").ratio == pytest.approx(1, abs=0.02)
 
 
 def test_sequence_parallelism_beside_tensor_parallelism_by_batch_and_length():

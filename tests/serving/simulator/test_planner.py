@@ -1,6 +1,7 @@
 """Answers for planners: refusals, classes, ranks, limits, layouts, sweeps, prices and sensitivity."""
 
 import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from shapes import QWEN_32B, config
 
+from amoeba_jax.errors import ConfigError
 from serving.bench.workload import WorkloadConfig
 from serving.commands.simulate_run import OutputConfig, read_factors, run_simulation
 from serving.scheduler import DegreeLimits, UnknownPolicyError, load_policy
@@ -386,6 +388,13 @@ def test_the_price_of_tokens_is_that_of_the_devices():
     assert result.report()["usd_per_million_tokens"] == pytest.approx(paid / tokens)
 
 
+def test_output_options_without_an_effect_are_refused():
+    with pytest.raises(ConfigError, match="--explain cannot be combined with --sweep-rate"):
+        OutputConfig(explain=True, sweep_rate=(1.0,))
+    with pytest.raises(ConfigError, match="--plot cannot be combined with --find-max-rate"):
+        OutputConfig(plot=Path("a.svg"), find_max_rate=True)
+
+
 def test_factors_of_a_sweep_are_checked():
     assert read_factors("0.5,2") == (0.5, 2.0)
     for text in ("", "0", "1,x", "2000", "nan", ",".join(["1"] * 51)):
@@ -424,27 +433,17 @@ def test_a_conclusion_that_is_reversed_is_told():
 
 # Policies from files
 
-SJF = """
-from serving.scheduler import Admission, AmoebaPolicy, QueueOrder
 
-
-class ShortestFirst(QueueOrder):
-    def due_key(self, request):
-        length = getattr(request, "prompt_tokens", None) or request.num_tokens
-        return (1 + request.beyond_share, length, request.arrival_s, request.request_id)
-
-
-class Sjf(AmoebaPolicy):
-    name = "sjf"
-
-    def __init__(self):
-        super().__init__(admission=Admission(order=ShortestFirst()))
-"""
-
-
-def test_a_policy_from_a_file_is_simulated(tmp_path: Path):
+def policy_of_the_document(tmp_path: Path) -> Path:
+    """A file with shortest job first, as docs/extending.md prints it."""
+    text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
     path = tmp_path / "my_policy.py"
-    path.write_text(SJF)
+    path.write_text(textwrap.dedent(text.split("   ```python\n")[1].split("   ```\n")[0]))
+    return path
+
+
+def test_the_policy_of_the_document_is_simulated(tmp_path: Path):
+    path = policy_of_the_document(tmp_path)
     rows = [f"0.{n:02d},{3000 if n % 2 == 0 else 300},20" for n in range(60)]
     settings = replace(config(num_devices=1, max_num_seqs=2, device="H200"), workload=trace(tmp_path, *rows))
     plain, shortest = (simulate(settings, name) for name in ("amoeba", f"{path}:Sjf"))
@@ -474,8 +473,7 @@ def test_a_server_loads_a_policy_file_at_its_start_only(tmp_path: Path):
     """A call of `SetPolicy` comes over the network and must not run files."""
     from serving.runtime.scheduling_config import SchedulingConfig
 
-    path = tmp_path / "my_policy.py"
-    path.write_text(SJF)
+    path = policy_of_the_document(tmp_path)
     config = SchedulingConfig(policy=f"{path}:Sjf")
     assert config.make_policy().name == "sjf"
     with pytest.raises(UnknownPolicyError):
