@@ -165,6 +165,7 @@ class EngineHandle:
         wait_for_programs: bool = True,
         running: RunningRequests = "migrate",
         order: ChangeOrder = "layer",
+        attention_degree: int | None = None,
     ) -> TransformReport:
         """Merge or split instances while requests run. Return a report when the transformation is done.
 
@@ -199,6 +200,9 @@ class EngineHandle:
                 weights return after the last page has moved. Steps during the change take longer, because every layer
                 exchanges hidden states twice. `"memory_first"` has no effect if no weights are released or restored,
                 and it needs programs that a warm-up does not compile.
+            attention_degree: degree of the attention, a power of two. Below `tensor_parallel_size`, the instances get
+                data-parallel attention: each part with this many devices computes the attention of its own requests,
+                and all devices together compute the FFNs or experts. Default: `tensor_parallel_size`.
 
         Raises:
             LayoutError: the devices cannot form instances of this degree.
@@ -223,7 +227,9 @@ class EngineHandle:
         if layers_per_step != "auto" and not is_count:
             raise RequestError(f"layers_per_step={shorten(layers_per_step)} must be a positive integer, or 'auto'")
         chosen = tuple(range(self.config.num_devices)) if devices is None else tuple(devices)
-        options = TransformOptions(tensor_parallel_size, chosen, how, release_weights, layers_per_step, running, order)
+        options = TransformOptions(
+            tensor_parallel_size, chosen, how, release_weights, layers_per_step, running, order, attention_degree
+        )
         return self._dispatcher.call(self._engine.transform, options, wait_for_programs).result().result()
 
     def replicate(

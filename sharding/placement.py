@@ -137,6 +137,18 @@ class Placement:
         homes = ((home,) * num_microbatches,) * num_layers
         return cls(home, homes, homes)
 
+    @classmethod
+    def parallel_attention(cls, group: Home, degree: int, num_layers: int) -> "Placement":
+        """Return a placement with data-parallel attention.
+
+        Parts of `group` with `degree` devices each compute the attention of one microbatch. The whole group computes
+        all FFNs, the embedding and the head.
+
+        Raises `LayoutError` if the parts are not equal.
+        """
+        parts = tuple(Home(start, degree) for start in range(group.start, group.devices.stop, degree))
+        return cls(group, (parts,) * num_layers, ((group,) * len(parts),) * num_layers)
+
     # Shape
 
     @property
@@ -158,6 +170,14 @@ class Placement:
         """Home of all modules, the embedding and the head. None if there are several homes or several microbatches."""
         only = {self.head, *(home for homes in (*self.attention, *self.ffn) for home in homes)}
         return self.head if len(only) == 1 and self.num_microbatches == 1 else None
+
+    @cached_property
+    def attention_degree(self) -> int | None:
+        """Degree of the attention if the placement has data-parallel attention (`parallel_attention`); else None."""
+        degree = self.attention[0][0].degree
+        if degree >= self.head.degree or self.num_microbatches * degree != self.head.degree:
+            return None
+        return degree if self == Placement.parallel_attention(self.head, degree, self.num_layers) else None
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

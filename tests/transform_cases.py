@@ -29,6 +29,10 @@ SETTINGS: dict[str, Any] = {
 # Of engines that several modules have: equal sizes make equal programs, which the compile cache then has.
 SHARED: dict[str, Any] = {"kv_cache_tokens": 224 * SETTINGS["page_size"], "phase_pages": 16}
 
+# Models of the tests, for the fixture `model_name`: the first by default, the other in slow tests.
+DENSE, EXPERTS = "llama2", "qwen3-moe"
+EXPERTS_FIRST = [EXPERTS, pytest.param(DENSE, marks=pytest.mark.slow)]
+
 
 def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:
     return LLM(directory, compile_cache=compile_cache, **{**SETTINGS, "num_devices": 4, **changes})

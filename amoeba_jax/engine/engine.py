@@ -167,9 +167,8 @@ class Engine:
         if not (instances := self.instances):
             return  # the engine is closed, and the next call raises the error for that
         capacity, tp = max(map(self.transformations.capacity_to_come, instances))
-        if self.scheduler_hook is not None:
-            degrees = self.cluster.plan.degrees
-            capacity, tp = max((capacity, tp), *((self.capacity_tokens(degree), degree) for degree in degrees))
+        for degree in self._scheduled_degrees:
+            capacity, tp = max((capacity, tp), (self.capacity_tokens(degree), degree))
         limit = min(self.max_model_len, capacity)
         if total > limit:
             raise ContextLengthError(
@@ -177,6 +176,12 @@ class Engine:
                 f"limit of {limit}: the model's context is {self.max_model_len} and the KV cache of a "
                 f"TP{tp} instance holds {capacity}"
             )
+
+    @property
+    def _scheduled_degrees(self) -> tuple[int, ...]:
+        """Degrees that a scheduler may give to the instances. Schedulers keep data-parallel attention."""
+        keeps = self.scheduler_hook is None or any(instance.has_parallel_attention for instance in self.instances)
+        return () if keeps else self.cluster.plan.degrees
 
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit: the free context of the
@@ -186,8 +191,7 @@ class Engine:
         this.
         """
         capacities = [self.transformations.capacity_to_come(it)[0] for it in self.instances]
-        if self.scheduler_hook is not None:
-            capacities += map(self.capacity_tokens, self.cluster.plan.degrees)
+        capacities += map(self.capacity_tokens, self._scheduled_degrees)
         free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it in capacities) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
 

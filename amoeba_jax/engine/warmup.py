@@ -13,7 +13,7 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.site import ExchangePart, Site
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.enumeration import enumerate_programs, placement_programs
+from amoeba_jax.programs.enumeration import enumerate_programs, parallel_attention_programs, placement_programs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
@@ -36,14 +36,16 @@ def count_programs(engine: Engine, degrees: list[int]) -> int:
 
 
 def _for_placements(engine: Engine) -> Specs:
-    """Return the programs of replicated and migrated layers; {} without `EngineConfig.prepare_placements`.
+    """Return the programs of placements that a warm-up compiles, but does not run.
 
-    A warm-up compiles them, but does not run them.
+    These are programs of data-parallel attention, if the engine starts with it, and of replicated and migrated layers,
+    with `EngineConfig.prepare_placements`.
     """
     cluster = engine.cluster
-    if not cluster.config.prepare_placements:
-        return {}
-    return {spec.key: spec for spec in placement_programs(cluster.plan, cluster.executables)}
+    found = parallel_attention_programs(cluster.plan, cluster.executables)
+    if cluster.config.prepare_placements:
+        found += placement_programs(cluster.plan, cluster.executables)
+    return {spec.key: spec for spec in found}
 
 
 def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
@@ -90,7 +92,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
 
     cluster, executables = engine.cluster, engine.cluster.executables
     engine.check_idle("programs cannot be warmed up")
-    present = [(instance.tp, instance.group.device_indices) for instance in engine.instances]
+    present = [(i.tp, i.group.device_indices, i.attention_degree) for i in engine.instances]
     before = executables.num_made
     usual, pausing = _wanted(engine, degrees)
     _clear_caches(engine)
@@ -114,9 +116,9 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
                 run_all(pausing, released=min(degrees))
         finally:
             if not engine.closing:
-                engine.set_layout(min(tp for tp, _ in present))
-                for tp, devices in present:
-                    engine.transform(TransformOptions(tp, devices))
+                engine.set_layout(min(tp for tp, *_ in present))
+                for tp, devices, attention in present:
+                    engine.transform(TransformOptions(tp, devices, attention_degree=attention))
                 engine.end_transformations()
     if cluster.plan.placement is not None or set(degrees) == set(cluster.plan.degrees):
         executables.set_complete()
@@ -141,6 +143,7 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
         else:
             has_buffers = instance.id == spec.devices[0] and instance.released == (released or instance.tp)
             fits = has_buffers and (spec.kind in ON_FIRST or len(spec.devices) == instance.tp)
+            fits &= not instance.has_parallel_attention
         if fits or engine.cluster.plan.placement is not None:
             run_once(engine, instance, spec)
             return True

@@ -97,7 +97,7 @@ class Cluster:
 
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
         """Load the weights, create the first instances, and reserve memory for temporaries."""
-        plan, tp = self.memory_plan, self.config.tensor_parallel_size
+        plan, tp = self.memory_plan, self.plan.start_tp
         with self.open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load, self.plan.start_shards())
         with allocation_errors(plan):
@@ -146,6 +146,8 @@ class Cluster:
         kv = [
             [assemble(group, extents), *self.weights.release(group, layer, 1, tp)] for layer, extents in enumerate(base)
         ]
+        if self.plan.start_attention < tp:
+            return self.factory.parallel_attention_instance(group, self.plan.start_attention, kv, tp)
         return self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp)
 
     def reserve_temporaries(self, executable: Executable) -> None:
@@ -353,7 +355,7 @@ class Cluster:
         it has the start placement.
         """
         for home, site in instance.runner.sites.items():
-            if instance.is_spread and home.degree == 1:
+            if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:
                 for layer in range(len(site.kv)):
                     self.drop_layer(site, layer)
             site.kv.clear()

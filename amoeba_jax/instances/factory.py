@@ -202,6 +202,24 @@ class InstanceFactory:
         owned = {group.home: allocators}
         return self._instance(placement, sites, owned, [lane], last_tokens, released, width=group.tp)
 
+    def parallel_attention_instance(self, group: SubMesh, degree: int, kv: KvBuffers, released: int) -> Instance:
+        """Return an instance with data-parallel attention, with the KV extents `kv` over the group.
+
+        Args:
+            degree: degree of the attention.
+            released: degree for which FFN weights are released.
+        """
+        placement = Placement.parallel_attention(group.home, degree, self._dims.config.num_layers)
+        sites = {group.home: self.new_site(group, [[] for _ in kv], released)}
+        for home in placement.attention[0]:
+            part = self._plan.sub_meshes.group(home.start, home.degree)
+            ranks = slice(home.start - group.start, home.devices.stop - group.start)
+            own = [[assemble(part, disassemble(group, extent)[ranks]) for extent in extents] for extents in kv]
+            sites[home] = self.new_site(part, own, released)
+        allocators = {home: [self.allocators[device] for device in home.devices] for home in placement.attention[0]}
+        lanes = self.new_lanes(placement, allocators, group.tp)
+        return self._instance(placement, sites, allocators, lanes, None, released, width=group.tp)
+
     def empty_instance(self, group: SubMesh, released: int) -> Instance:
         """Return an instance with new, empty KV extents.
 

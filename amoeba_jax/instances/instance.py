@@ -82,6 +82,7 @@ class Instance:
 
     Attributes:
         phase: present phase. `enter` changes it.
+        attention_degree: degree of the attention. It is less than `tp` with data-parallel attention.
         launcher: launches the steps.
         pending: launched steps whose results the host has not taken.
         num_launched: number of launched steps.
@@ -113,6 +114,7 @@ class Instance:
         self.runner, self.lanes, self.sampler = runner, lanes, sampler
         self.buckets, self.lane_buckets = buckets, lane_buckets
         self.released, self.width = released, width
+        self.attention_degree = runner.placement.attention_degree or self.group.tp
         self.batch_limit: int | None = None
         self.allocators: Mapping[Home, SequenceOf[BuddyAllocator]] = allocators
         self.pending: deque[PendingStep] = deque()
@@ -141,6 +143,11 @@ class Instance:
         """Whether modules of the instance are at several homes for a reason other than a merge or split."""
         placement = self.runner.placement
         return placement.home is None and (self.transition is None or not self.transition.changes_degree)
+
+    @property
+    def has_parallel_attention(self) -> bool:
+        """Whether the instance has data-parallel attention (`Placement.parallel_attention`)."""
+        return self.attention_degree < self.tp
 
     @property
     def devices(self) -> set[int]:

@@ -117,6 +117,29 @@ def _segment_kinds(plan: EnginePlan) -> Iterator[SegmentPlan]:
                 yield module_plan(plan.dims, layers, module, embeds=embeds)
 
 
+def parallel_attention_programs(plan: EnginePlan, executables: Executables) -> list[ProgramSpec]:
+    """Return the programs of data-parallel attention, and of changes to it and back, if the engine starts with it."""
+    if plan.start_attention == plan.start_tp:
+        return []
+    found: list[ProgramSpec] = []
+    tp, degree, num_layers = plan.start_tp, plan.start_attention, plan.dims.config.num_layers
+    for group in [group for group in plan.sub_meshes.groups(tp) if group.start in plan.start_devices]:
+        placement = Placement.parallel_attention(group.home, degree, num_layers)
+        extents = dict.fromkeys((group.home, *placement.attention[0]), plan.extent_pages(tp))
+        found += _steps_at(plan, executables, placement, extents, steps_of(plan, placement))
+        found += _sampling(plan, executables, group)
+        for home in placement.attention[0]:
+            part, make = plan.sub_meshes.group(home.start, home.degree), executables.specs
+            found += [make.page_copy(part, extents[home]), make.set_state(part, plan.num_slots)]
+        for rows in plan.buckets(degree).decode_sizes:
+            for up in (True, False):
+                programs = TransitionPrograms(
+                    plan, executables, group, degree, up=up, released=(tp, tp), rows=rows, memory_first=True
+                )
+                found += [*programs.step_specs(), *programs.prompt_specs(), *programs.exchange_specs()]
+    return list({spec.key: spec for spec in found}.values())
+
+
 class StepKind(NamedTuple):
     """A step that an instance with a start placement may run.
 

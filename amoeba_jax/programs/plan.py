@@ -6,7 +6,7 @@ from functools import cached_property
 import jax
 
 from amoeba_jax.config import EngineConfig
-from amoeba_jax.errors import ConfigError
+from amoeba_jax.errors import ConfigError, MemoryBudgetError
 from amoeba_jax.models.decoder import SegmentPlan, head_plan, plan_segments
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import BatchShape
@@ -55,6 +55,8 @@ class EnginePlan:
 
     Attributes:
         placement: start placement of the only instance. None if the engine has instances that merge and split.
+        start_tp: degree of these instances at the start.
+        start_attention: degree of their attention at the start: `start_tp`, or less with data-parallel attention.
         start_devices: devices that hold modules at the start. The other devices are empty.
         segments: runs of consecutive layers that cover the model. Each segment is compiled as one program.
         cutter: object that cuts runs of layers of a placement into segments.
@@ -88,8 +90,12 @@ class EnginePlan:
         self._platform = platform or devices[0].platform
         self.placement = self._start_placement(devices[0])
         self.start_devices = tuple(range(len(devices))) if self.placement is None else self.placement.devices
-        if self.placement is not None and (home := self.placement.home) is not None and home.degree == 1:
+        self.start_tp = self.start_attention = config.tensor_parallel_size
+        if (start := self.placement) is not None and start.home is not None and start.home.degree == 1:
             self.placement = None  # an instance as any other; the other devices are empty
+        elif start is not None and start.attention_degree is not None and self._can_change(devices[0]):
+            self.start_tp, self.start_attention = start.head.degree, start.attention_degree
+            self.placement = None
         self.memory = memory or self._plan_memory(devices[0])
         self.segments = plan_segments(
             dims, config.segment_layers or segment_layers(devices[0].platform, dims.config.num_layers)
@@ -109,6 +115,19 @@ class EnginePlan:
             budget, fixed = device_budget(self.config, device), self._fixed_bytes(self.config.max_tp)
             return auto_placement(self.config, self.weights, budget, fixed)
         return read_placement(self.config, self.dims)
+
+    def _can_change(self, device: jax.Device) -> bool:
+        """Return whether an instance with data-parallel attention can merge and split.
+
+        Its devices then hold all weights at the start, and turn FFN weights that a rank does not need into KV cache.
+        """
+        if self.dims.transform_attention:
+            return False
+        try:
+            plan_memory(self.dims, self.config, self.weights.num_bytes, device, self._platform)
+        except MemoryBudgetError:
+            return False
+        return True
 
     def _plan_memory(self, device: jax.Device) -> MemoryPlan:
         if self.placement is None:

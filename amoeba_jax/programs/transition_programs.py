@@ -35,7 +35,8 @@ class TransitionPrograms:
         rows: number of rows of each lower-degree instance in a decode step.
         memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
             (split). While pages move, the FFN weights that the higher degree does not need are then KV cache of every
-            layer. The moves therefore read and write all of `high_extents`.
+            layer. The moves therefore read and write all of `high_extents`. If no weights are released or restored,
+            only attention changes its degree (`attention_only`).
 
     Attributes:
         members: device groups of the lower-degree instances.
@@ -88,6 +89,11 @@ class TransitionPrograms:
         return elements * jnp.dtype(self.dims.dtype).itemsize * self.group.tp
 
     @property
+    def attention_only(self) -> bool:
+        """Whether only attention changes its degree, between data-parallel attention and attention of the group."""
+        return self.memory_first and not self.changes_weights
+
+    @property
     def changes_weights(self) -> bool:
         """Whether the transition releases weights to the KV cache or restores them."""
         return self.released[0] != self.released[1]
@@ -107,7 +113,7 @@ class TransitionPrograms:
         """
         specs, plan = self._executables.specs, self.plan
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
-        for member in self.members:
+        for member in self.members if not self.attention_only else ():
             needed += plan.step_specs(specs, member, self.low_shape, self.low_extents)
         if self.memory_first:
             needed += self._module_specs(self.shape, self.low_shape)
@@ -181,7 +187,7 @@ class TransitionPrograms:
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
         needed = list(plan.step_specs(specs, self.group, shape, self.high_extents))
-        for member in self.members:
+        for member in self.members if not self.attention_only else ():
             needed += plan.step_specs(specs, member, shape, self.low_extents)
         if self.memory_first:
             needed += self._module_specs(shape, shape)

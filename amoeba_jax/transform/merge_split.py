@@ -34,7 +34,7 @@ def merge(cluster: Cluster, options: TransformOptions, old: list[Instance], requ
     group, (before, after) = change.group, change.released
     parts = [LanePages.of(i.running, i.lane.cache.pages(), i.tp) for i in old]
     most = max(len(instance.running) for instance in old)
-    prepared = _prepare(cluster, options, change, most, old, parts)
+    prepared = prepare(cluster, options, change, most, old, parts)
     programs = prepared.programs
     if programs.changes_weights:
         cluster.weights.prepare_release(group, before, after)
@@ -81,7 +81,7 @@ def split(cluster: Cluster, options: TransformOptions, instance: Instance) -> Tr
     check_growth(cluster, instance, tp, after)
     kept, allocators, limits, parts = _deal_pages(cluster, instance, tp, after)
     most = max(len(part.sequences) for part in parts)
-    prepared = _prepare(cluster, options, change, most, [instance], parts)
+    prepared = prepare(cluster, options, change, most, [instance], parts)
     programs = prepared.programs
     tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
     settle_references(lane.pages, lane.cache.pages(), parts)
@@ -147,7 +147,7 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
                 raise RequestError(message) from error
 
 
-def _prepare(
+def prepare(
     cluster: Cluster,
     options: TransformOptions,
     change: GroupChange,
@@ -164,7 +164,8 @@ def _prepare(
         parts: sequences and cached pages of the instances of the lower degree.
     """
     start = time.perf_counter()
-    cluster.check_compiled(change.group, change.target, change.released[1])
+    if not change.attention_only:
+        cluster.check_compiled(change.group, change.target, change.released[1])
     programs = transition_programs(cluster, change, most, sampler_kinds(old))
     if most:
         programs.prepare_steps(prompts=any(s.num_uncomputed_tokens > 1 for part in parts for s in part.sequences))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.programs.enumeration import least_specs
+from amoeba_jax.programs.enumeration import least_specs, relocation_specs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from amoeba_jax.transform.options import TransformOptions
 from sharding.mesh import SubMesh
+from sharding.placement import Placement
 
 
 def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
@@ -43,6 +44,9 @@ class GroupChange:
         released: degrees for which weights are released before and after the change.
         memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
             (split).
+        attention_only: whether only the attention changes its degree. The FFNs stay at the higher degree, and the
+            released weights stay released. Before a merge of this kind and after a split, the group has data-parallel
+            attention.
     """
 
     group: SubMesh
@@ -50,13 +54,21 @@ class GroupChange:
     up: bool
     released: tuple[int, int]
     memory_first: bool = False
+    attention_only: bool = False
 
     @classmethod
     def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "GroupChange":
-        """Return the change of the instances `old`: a merge of several instances, or the split of one."""
+        """Return the change of the instances `old`: a merge of several instances, or the split of one.
+
+        One instance also changes to data-parallel attention and back.
+        """
         tp, up = options.tensor_parallel_size, len(old) > 1
         group = cluster.sub_meshes.group(old[0].id, sum(instance.tp for instance in old))
         before = max(instance.released for instance in old)
+        if old[0].has_parallel_attention:
+            return cls(group, old[0].attention_degree, True, (before, before), attention_only=True)
+        if not up and group.tp == tp:
+            return cls(group, options.attention, False, (before, before), attention_only=True)
         if not up:
             lower, released = tp, (before, min(before, tp))
         else:
@@ -74,7 +86,7 @@ class GroupChange:
         Either requests pause, or paused requests resume and no others run.
         """
         pauses = self.up and options.running == "pause"
-        resumes = not self.up and bool(old[0].paused) and not old[0].running
+        resumes = not self.up and not self.attention_only and bool(old[0].paused) and not old[0].running
         return pauses or resumes
 
 
@@ -87,7 +99,7 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
     kinds = sampler_kinds(old)
     change = GroupChange.of(cluster, options, old)
     group, buckets = change.group, cluster.buckets(change.lower)
-    most = max(len(instance.running) for instance in old)
+    most = max(len(lane.running) for instance in old for lane in instance.lanes)
     rows = min(most, buckets.max_num_seqs)  # a new instance of a split runs no more than this
     needed: list[ProgramSpec] = []
     moves = not change.is_view_only(options, old)
@@ -98,12 +110,22 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
         needed += _step_specs(cluster, programs, kinds)
     if programs is not None:
         needed += programs.restore_specs()
-        if most or any(instance.lane.cache.num_cached_pages for instance in old):
+        if most or any(lane.cache.num_cached_pages for instance in old for lane in instance.lanes):
             needed += programs.exchange_specs()
+    if change.attention_only and not change.up:
+        return needed + parallel_attention_specs(cluster, change, kinds)
     for first in range(group.start, group.start + group.tp, change.target):
         part = cluster.sub_meshes.group(first, change.target)
         needed += least_specs(cluster.plan, cluster.executables, part, change.released[1], kinds)
     return needed
+
+
+def parallel_attention_specs(cluster: Cluster, change: GroupChange, kinds: set[SamplerKind]) -> list[ProgramSpec]:
+    """Return the fewest programs with which a group can serve with data-parallel attention."""
+    home = change.group.home
+    placement = Placement.parallel_attention(home, change.lower, cluster.dims.config.num_layers)
+    extents = dict.fromkeys((home, *placement.attention[0]), cluster.plan.extent_pages(change.released[1]))
+    return relocation_specs(cluster.plan, cluster.executables, placement, home.degree, extents, kinds)
 
 
 def request_programs(cluster: Cluster, options: TransformOptions, groups: list[list[Instance]]) -> int:
@@ -150,7 +172,7 @@ def _programs(cluster: Cluster, change: GroupChange, rows: int) -> TransitionPro
         up=change.up,
         released=change.released,
         rows=rows,
-        memory_first=change.memory_first,
+        memory_first=change.memory_first or change.attention_only,
     )
 
 

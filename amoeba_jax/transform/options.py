@@ -57,3 +57,13 @@ class TransformOptions:
     layers_per_step: LayersPerStep = "auto"
     running: RunningRequests = "migrate"
     order: ChangeOrder = "layer"
+    attention_degree: int | None = None
+
+    @property
+    def attention(self) -> int:
+        """Degree of the attention. It is less than `tensor_parallel_size` with data-parallel attention."""
+        return self.tensor_parallel_size if self.attention_degree is None else self.attention_degree
+
+    def is_reached_by(self, degree: int, attention_degree: int) -> bool:
+        """Return whether an instance with these degrees does not change."""
+        return (degree, attention_degree) == (self.tensor_parallel_size, self.attention)

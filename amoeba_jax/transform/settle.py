@@ -11,6 +11,7 @@ from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.transform.lanes import adopt_prefixes, move_into, pages_at
 from amoeba_jax.transform.merge_split import Requeue, hand_over
+from amoeba_jax.transform.parallel_attention import divide_attention, serve_parallel
 from amoeba_jax.transform.transition import Transition
 from kvcache.pages import PagePool, SequencePages
 from sharding.placement import Placement
@@ -30,6 +31,7 @@ def _serve_high(cluster: Cluster, instance: Instance, pool: PagePool) -> None:
         sequence.pages = own
         lane.running.append(sequence)
     instance.lanes, instance.lane_buckets, instance.transition = [lane], instance.buckets, None
+    instance.attention_degree = instance.tp
     instance.enter(Phase.SERVING)
     instance.runner.sites, instance.allocators = {home: instance.site}, {home: pool.allocators}
     instance.runner.place(Placement.uniform(home, cluster.dims.config.num_layers))
@@ -40,9 +42,13 @@ def _serve_high(cluster: Cluster, instance: Instance, pool: PagePool) -> None:
 def settle_low(cluster: Cluster, transition: Transition, requeue: Requeue) -> None:
     """End a split: instances of the lower degree take over sequences and pages.
 
-    If the group has paused instances, they resume and take over. Otherwise new instances are created.
+    If only attention is divided, the instance stays. If the group has paused instances, they resume and take over.
+    Otherwise new instances are created.
     """
     instance, programs, factory = transition.instance, transition.programs, cluster.factory
+    if programs.attention_only:
+        divide_attention(cluster, transition)
+        return
     tokens, tp = factory.last_tokens_of(instance), programs.lower
     new, views = list(instance.paused), list[tuple[Instance, Lane, Sequence, SequencePages]]()
     for index, (site, lane) in enumerate(zip(transition.members, instance.lanes, strict=True)):
@@ -69,6 +75,9 @@ def abort(cluster: Cluster, transition: Transition) -> None:
     Call this before the first layer has switched: no page has moved, and no step has run.
     """
     instance, factory = transition.instance, cluster.factory
+    if transition.up and transition.programs.attention_only:
+        serve_parallel(cluster, instance, transition.members)
+        return
     if not transition.up:
         _serve_high(cluster, instance, PagePool(cluster.dims.pages, factory.allocators_of(instance.group), instance.tp))
         return

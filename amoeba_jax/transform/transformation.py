@@ -172,6 +172,8 @@ def check_options(options: TransformOptions, cluster: Cluster, present: Iterable
             "running='pause' needs release_weights=False: pages of paused requests stay where they are, and released "
             "weights would have to come back while they do"
         )
+    if options.attention_degree is not None:
+        _check_attention(options, cluster)
     if options.order == "memory_first" and cluster.dims.transform_attention:
         raise RequestError(
             "order='memory_first' needs transform_attention=False: attention weights change together with their pages"
@@ -182,7 +184,17 @@ def check_options(options: TransformOptions, cluster: Cluster, present: Iterable
             continue
         if instance.transition is not None and not instance.transition.changes_degree:
             raise RequestError(f"instance {instance.id} is changing its placement: wait until it is done")
-        if cluster.plan.placement is not None or instance.is_spread:
+        if cluster.plan.placement is not None and cluster.plan.placement.attention_degree is not None:
+            raise LayoutError(
+                f"instance {instance.id} ({placement}) has data-parallel attention, and its devices do not hold all "
+                "weights: it merges and splits only if the model fits on each device and transform_attention is off"
+            )
+        if instance.has_parallel_attention and options.running == "pause":
+            raise RequestError(
+                f"running='pause' is not possible for instance {instance.id}, which has data-parallel attention: its "
+                "requests cannot resume there. Use running='migrate'"
+            )
+        if cluster.plan.placement is not None or (instance.is_spread and not instance.has_parallel_attention):
             raise LayoutError(
                 f"instance {instance.id} has a placement of its own ({placement}): only instances whose layers are all "
                 "on the same devices merge and split. Evict its replicas and migrate its layers back first"
@@ -214,11 +226,28 @@ def check_options(options: TransformOptions, cluster: Cluster, present: Iterable
             )
 
 
+def _check_attention(options: TransformOptions, cluster: Cluster) -> None:
+    tp, degree = options.tensor_parallel_size, options.attention
+    if type(degree) is not int or degree < 1 or degree > tp or degree & (degree - 1):
+        raise LayoutError(f"attention_degree={degree} must be a power of two, and at most tensor_parallel_size={tp}")
+    if degree < tp and options.running == "pause":
+        raise RequestError("running='pause' does not fit attention_degree: paused requests resume at their old degree")
+    if degree < tp and cluster.dims.transform_attention:
+        raise RequestError(
+            "attention_degree needs transform_attention=False: attention of a lower degree needs all attention weights"
+        )
+
+
 def next_groups(options: TransformOptions, cluster: Cluster) -> list[list[Instance]]:
-    """Return the groups that change next. A group is one instance that splits, or several of one degree that merge."""
+    """Return the groups that change next. A group is one instance that splits, or several of one degree that merge.
+
+    An instance with data-parallel attention first gets attention of its own degree. An instance gets data-parallel
+    attention when it has the right degree. Both are groups of one instance.
+    """
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
-    groups = [[instance] for instance in mine if instance.tp > tp]
+    mine = [i for i in mine if not options.is_reached_by(i.tp, i.attention_degree)]
+    groups = [[i] for i in mine if i.has_parallel_attention or i.tp > tp or (i.tp == tp and options.attention < tp)]
     size = tp
     while size > 1:
         for start in range(0, len(cluster.sub_meshes.devices), size):

@@ -19,6 +19,7 @@ from amoeba_jax.instances.step import Row, StepPlan, clear_in_flight
 from amoeba_jax.transform.merge_split import Requeue, merge, split
 from amoeba_jax.transform.needs import GroupChange, request_programs, reserve_staging
 from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.parallel_attention import join_attention
 from amoeba_jax.transform.pausing import check_paused, forget, pause, resume
 from amoeba_jax.transform.report import GroupTransform, TransformReport
 from amoeba_jax.transform.settle import abort, recover, settle_high, settle_low
@@ -77,7 +78,9 @@ class Transformations:
             degree = one.options.tensor_parallel_size
             devices = {device for transition in one.transitions for device in transition.devices}
             if one.error is None:
-                to_come = [i for i in self._cluster.instances if i.tp != degree]
+                to_come = [
+                    i for i in self._cluster.instances if not one.options.is_reached_by(i.tp, i.attention_degree)
+                ]
                 devices |= {device for i in to_come for device in i.group.device_indices}
             targets |= dict.fromkeys(devices & set(one.options.devices), degree)
         return targets
@@ -96,14 +99,15 @@ class Transformations:
         """
         present = next((one for one in list(self._present) if instance.id in one.options.devices), None)
         options = present.options if present is not None else further
-        if options is None or instance.id not in options.devices or instance.tp == options.tensor_parallel_size:
-            return self._cluster.capacity_tokens(instance.tp, instance.released), instance.tp
+        attention = instance.attention_degree
+        if options is None or instance.id not in options.devices or options.is_reached_by(instance.tp, attention):
+            return self._cluster.capacity_tokens(attention, instance.released), instance.tp
         tp, released = options.tensor_parallel_size, instance.released
         if tp < instance.tp:
             released = min(released, tp)
-        elif options.release_weights:
+        elif options.release_weights and tp > instance.tp:
             released = max(released, tp)
-        return self._cluster.capacity_tokens(tp, released), tp
+        return self._cluster.capacity_tokens(options.attention, released), tp
 
     def names(self, devices: Iterable[int]) -> bool:
         """Return whether a transformation that has not ended includes one of these devices."""
@@ -211,6 +215,8 @@ class Transformations:
         try:
             if len(old) > 1:
                 transition = merge(cluster, options, old, self._requeue)
+            elif old[0].has_parallel_attention:
+                transition = join_attention(cluster, options, old[0])
             else:
                 transition = split(cluster, options, old[0])
         except BaseException:

@@ -110,7 +110,8 @@ class Transition:
         self._plan = Plan(0, 0)
         self._plan_of: list[np.ndarray] | None = None
         self._in_step: SwitchInStep | None = None
-        self._ffn_first, self._ffn_last = programs.memory_first and self.up, programs.memory_first and not self.up
+        moves_ffns = programs.memory_first and not programs.attention_only
+        self._ffn_first, self._ffn_last = moves_ffns and self.up, moves_ffns and not self.up
         self._num_released = 0
         if self._ffn_last:  # until then, layers keep all extents
             for site in members:
@@ -262,7 +263,8 @@ class Transition:
         if switched:
             layers = range(switched[0].layers.start, switched[-1].layers.stop)
             runner, homes = self.instance.runner, self._high_homes if self.up else self._low_homes
-            runner.place(runner.placement.with_modules(layers, "attention" if self._ffn_last else "layer", homes))
+            module = "attention" if self.programs.memory_first else "layer"
+            runner.place(runner.placement.with_modules(layers, module, homes))
 
     def _wait(self, arrays: list[Any]) -> None:
         if not self._overlapped:

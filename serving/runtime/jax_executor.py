@@ -228,6 +228,8 @@ class JaxExecutor:
             case ScaleUp(devices, degree) | ScaleDown(devices, degree):
                 if all(i.tp == degree for i in engine.instances if i.id in devices):
                     raise RequestError(f"the instances on devices {list(devices)} have degree {degree} already")
+                if kept := [i.id for i in engine.instances if i.id in devices and i.has_parallel_attention]:
+                    raise LayoutError(f"instance {kept[0]} has data-parallel attention, which policies keep")
                 options = self._options(action)
                 if not engine.transformations.request_programs(options):
                     self._preparing[devices, degree] = options

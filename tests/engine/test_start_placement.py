@@ -117,7 +117,9 @@ def check_bytes(llm: LLM, data: dict[str, Any]) -> None:
         weights = 0
         for spec in specs.values():
             if spec.layer is None:
-                homes, whole = [placement.head], llm.dims.config.tied_embeddings and spec.name == "head"
+                # Devices of an instance that can merge and split have the whole head.
+                whole = placement.attention_degree is not None or llm.dims.config.tied_embeddings
+                homes, whole = [placement.head], whole and spec.name == "head"
             else:
                 modules = placement.attention if "attention" in spec.name else placement.ffn
                 homes, whole = list(modules[spec.layer]), False

@@ -7,14 +7,25 @@ import pytest
 from harness import engine_of
 from serving_checks import check_idle
 from tiny_models import tiny_model
-from transform_cases import SHARED, make
+from transform_cases import DENSE, SHARED, make
 
 from amoeba_jax import LLM
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+def model_name() -> str:
+    """Name of the tiny model of the module. Modules override this fixture with `EXPERTS_FIRST`.
+
+    Running each test with a dense model and with experts would take too long. So most modules have the dense model, and
+    `test_transform.py` and `test_parallel_attention.py`, which share compiled programs, have experts by default and the
+    dense model in slow tests.
+    """
+    return DENSE
+
+
+@pytest.fixture(scope="module")
+def directory(model_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(model_name, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

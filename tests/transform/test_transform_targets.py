@@ -9,7 +9,8 @@ from amoeba_jax.transform.transformations import Transformations
 
 
 def instance(first: int, tp: int) -> Any:
-    return SimpleNamespace(id=first, tp=tp, group=SimpleNamespace(device_indices=tuple(range(first, first + tp))))
+    group = SimpleNamespace(device_indices=tuple(range(first, first + tp)))
+    return SimpleNamespace(id=first, tp=tp, attention_degree=tp, group=group)
 
 
 def transformations(*instances: Any) -> Transformations:
