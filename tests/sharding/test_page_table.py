@@ -81,7 +81,7 @@ def test_command_reads_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for argument in (path, tmp_path):
         main([str(argument), "--page-bytes", "1MiB"])
         cells = [[cell.strip() for cell in line.split("│")[2:-1]] for line in capsys.readouterr().out.splitlines()]
-        assert ["down", "8", "2", "2", "0.00%"] in cells
+        assert ["down", "8", "2", "2", "0.00%", ""] in cells
 
 
 @pytest.mark.parametrize(
