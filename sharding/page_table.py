@@ -95,12 +95,19 @@ class Row:
     shard_pages: float
     """Pages of a TP4 shard before padding."""
     stored_pages: int
-    """Pages of a TP4 shard after padding to whole pages."""
+    """Pages of a TP4 shard after padding to whole pages. The experts of a rank are padded together."""
+    alone_pages: int | None = None
+    """Pages of a TP4 shard if each expert is padded alone. None: the model has no experts."""
 
     @property
     def padding(self) -> float:
         """Padding of a TP4 shard, as a fraction of the shard before padding."""
         return self.stored_pages / self.shard_pages - 1
+
+    @property
+    def alone_padding(self) -> float | None:
+        """Padding of a TP4 shard if each expert is padded alone, as a fraction. None: the model has no experts."""
+        return None if self.alone_pages is None else self.alone_pages / self.shard_pages - 1
 
 
 def rows(model: FfnShape, page_bytes: int) -> list[Row]:
@@ -110,12 +117,12 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
     """
     if page_bytes < 1:
         raise ValueError(f"page_bytes is {page_bytes}; it must be at least 1")
-    result = []
+    result, experts = [], model.num_experts
     for tensor, elements in model.tensors.items():
         shard = elements * ITEM // TP
-        result.append(
-            Row(model.name, tensor, elements * ITEM / page_bytes, shard / page_bytes, -(-shard // page_bytes))
-        )
+        alone = None if experts == 1 or experts % TP else experts // TP * -(-elements * ITEM // experts // page_bytes)
+        pages = elements * ITEM / page_bytes, shard / page_bytes, -(-shard // page_bytes)
+        result.append(Row(model.name, tensor, *pages, alone))
     return result
 
 
@@ -134,11 +141,13 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
     share = model.ffn_size if model.num_experts > 1 else -(-model.ffn_size // TP)
     rows = matrices * model.hidden_size
     shard = round_up_to_pages(share, (2 * rows, rows), page_elems)
+    alone = round_up_to_pages(share, (2 * model.hidden_size, model.hidden_size), page_elems)
     result = []
     for tensor, columns in (("down", 1), ("gate_up", 2)):
         elements = columns * model.hidden_size * model.ffn_size * model.num_experts
         stored = columns * rows * shard // page_elems
-        result.append(Row(model.name, tensor, elements / page_elems, elements / TP / page_elems, stored))
+        separate = None if model.num_experts == 1 else columns * rows * alone // page_elems
+        result.append(Row(model.name, tensor, elements / page_elems, elements / TP / page_elems, stored, separate))
     return result
 
 
@@ -177,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def show(table: list[Row], title: str) -> None:
     """Print the rows, with a section for each model."""
     printed = Table(title=f"FFN tensors of one layer, bf16, {title}")
-    for column in ("model", "tensor", "TP1", f"TP{TP}", f"TP{TP}, whole pages", "padding"):
+    for column in ("model", "tensor", "TP1", f"TP{TP}", f"TP{TP}, whole pages", "padding", "each expert alone"):
         printed.add_column(column, justify="left" if column in ("model", "tensor") else "right")
     previous = None
     for row in table:
@@ -192,6 +201,7 @@ def show(table: list[Row], title: str) -> None:
             f"{row.shard_pages:,.10g}",
             f"{row.stored_pages:,}",
             f"{row.padding:.2%}",
+            "" if row.alone_padding is None else f"{row.alone_padding:.2%}",
         )
     Console(width=110).print(printed)
 

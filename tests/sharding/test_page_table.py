@@ -59,7 +59,14 @@ def test_engine_pads_whole_inner_features(page_size: int):
 
 def test_packed_experts_of_gpt_oss_need_no_padding():
     (model,) = [model for model in MODELS if model.name == "GPT-OSS-20B"]
-    assert [(row.stored_pages, row.padding) for row in engine_rows(model, 16)] == [(4050, 0), (8100, 0)]
+    found = [(row.stored_pages, row.padding, round(row.alone_padding or 0, 4)) for row in engine_rows(model, 16)]
+    assert found == [(4050, 0, 0.0667), (8100, 0, 0.0667)]
+
+
+def test_packed_experts_beside_pages_of_the_papers():
+    """Pages of 2 MiB at TP4: 63.28 and 126.56 become 64 and 127, and 64 and 128 if each expert is padded alone."""
+    (model,) = [model for model in MODELS if model.name == "GPT-OSS-20B"]
+    assert [(row.stored_pages, row.alone_pages) for row in rows(model, 2 * MIB)] == [(64, 64), (127, 128)]
 
 
 def test_command_reads_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -74,7 +81,7 @@ def test_command_reads_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for argument in (path, tmp_path):
         main([str(argument), "--page-bytes", "1MiB"])
         cells = [[cell.strip() for cell in line.split("│")[2:-1]] for line in capsys.readouterr().out.splitlines()]
-        assert ["down", "8", "2", "2", "0.00%"] in cells
+        assert ["down", "8", "2", "2", "0.00%", ""] in cells
 
 
 @pytest.mark.parametrize(
