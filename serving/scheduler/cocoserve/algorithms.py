@@ -111,14 +111,15 @@ def _best_placement(
     counted = {device: axis for axis, (device, room) in enumerate(rooms) if room < missing[device]}
     start = np.full([room + 1 if device in counted else 1 for device, room in rooms], _NEVER)
     start[(0,) * start.ndim] = 0
-    per_transition, costs, visited = round(transition_cost * _LAYER) + _TIE, {head: start}, []
+    costs: dict[Homes, np.ndarray] = {head: start}
+    per_transition, visited = round(transition_cost * _LAYER) + _TIE, []
     for layer in reversed(homes):
         tables = np.stack(list(costs.values()))
         lowest, cheapest = tables.min(axis=0) + per_transition, tables.argmin(axis=0).astype(np.uint8)
         options, stays, new = list(costs), {}, {}
         for added in _additions(layer, [device for device, _ in rooms], max_degree):
             home = tuple(sorted({*layer, *added}))
-            stay = costs.get(home, lowest + 1)
+            stay = costs[home] if home in costs else lowest + 1
             stays[home] = stay <= lowest
             total = np.minimum(stay, lowest) + _LAYER // len(home) + _TIE * len(added)
             for axis in (counted[device] for device in added if device in counted):
