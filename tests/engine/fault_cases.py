@@ -248,8 +248,10 @@ class Faults:
                 raise OSError("injected")
             return load(program, devices)
 
-        def faulty_read(reader: ResultReader, array: jax.Array) -> "Future[np.ndarray]":
-            return self._unread() or read(reader, array)
+        def faulty_read(
+            reader: ResultReader, array: jax.Array, result: "Future[np.ndarray] | None" = None
+        ) -> "Future[np.ndarray]":
+            return self._unread(result) or read(reader, array, result)
 
         def faulty_when_ready(reader: ResultReader, arrays: list[jax.Array]) -> "Future[Any]":
             return self._unread() or when_ready(reader, arrays)
@@ -263,11 +265,11 @@ class Faults:
             patch.setattr(ResultReader, "when_ready", faulty_when_ready)
             yield self
 
-    def _unread(self) -> "Future[Any] | None":
+    def _unread(self, failed: "Future[Any] | None" = None) -> "Future[Any] | None":
         if not self._fail_read:
             return None
         self._fail_read = False
-        failed: Future[Any] = Future()
+        failed = failed or Future()
         failed.set_exception(jax.errors.JaxRuntimeError(NO_MEMORY))
         return failed
 
