@@ -43,8 +43,13 @@ def apart(num_layers: int = 2, devices: int = 4, degree: int = 1) -> dict[str, A
     return {"head": whole, "stages": [attention, {"layers": [0, num_layers], "module": "ffn", "homes": [whole]}]}
 
 
+ELSEWHERE: dict[int, int] = {}
+"""Bytes of each device that earlier tests in this process left. They may become free at any time."""
+
+
 @pytest.fixture(scope="module")
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
+    ELSEWHERE.update(settled_live_bytes())
     with make(directory, compile_cache, placement=apart(), **SHARED) as llm:
         yield llm
 
@@ -76,7 +81,8 @@ def idle(llm: LLM, expected: list[list[tuple[int, ...]]]) -> Iterator[LLM]:
     assert ledger_entries(llm) == before
     live, report = settled_live_bytes(), llm.memory()
     for device in range(4):
-        assert report.device_bytes(device) == pytest.approx(live[device], rel=0.01, abs=4096)
+        most = 1.01 * report.device_bytes(device) + 4096
+        assert 0.99 * report.device_bytes(device) - 4096 <= live[device] <= most + ELSEWHERE.get(device, 0)
 
 
 def running(llm: LLM, count: int = 6) -> Background:
