@@ -52,7 +52,7 @@ def expected(directory: Path) -> list[tuple[list[int], np.ndarray]]:
     """Tokens of each prompt with its greedy continuation, and logits before each but the first, NaN where not known:
     recorded ones of the last 16, and those of all where torch is there."""
     golden, found = np.load(GOLDEN), []
-    for index in range(len(golden) // 2):
+    for index in range(sum(name.startswith("tokens_") for name in golden)):
         tokens, recorded = golden[f"tokens_{index}"].tolist(), golden[f"logits_{index}"]
         logits = np.full((len(tokens) - 1, recorded.shape[1]), np.nan, np.float32)
         logits[-len(recorded) :] = recorded
