@@ -33,7 +33,7 @@ _LAYER = 10**12
 """Cost of a layer with one home in the search of `scale_up`: the unit of its integer costs."""
 _TIE = 10**3
 """Cost of a replica and of a transition that decides between placements of equal speed-up."""
-_NEVER = 10**17
+_NEVER = 10**18
 """Cost of placements that do not fit."""
 Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
 """Actions of one reduction: a migration, an eviction, or a limit of the batch and the offloads for it."""
@@ -112,7 +112,8 @@ def _best_placement(
     start = np.full([room + 1 if device in counted else 1 for device, room in rooms], _NEVER)
     start[(0,) * start.ndim] = 0
     costs: dict[Homes, np.ndarray] = {head: start}
-    per_transition, visited = round(transition_cost * _LAYER) + _TIE, []
+    # From a cost of all layers on, no replica outweighs a transition: the result is the same for all higher costs.
+    per_transition, visited = round(min(transition_cost, len(homes)) * _LAYER) + _TIE, []
     for layer in reversed(homes):
         tables = np.stack(list(costs.values()))
         lowest, cheapest = tables.min(axis=0) + per_transition, tables.argmin(axis=0).astype(np.uint8)

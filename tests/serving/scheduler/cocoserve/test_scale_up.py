@@ -1,6 +1,7 @@
 """Algorithm 1 beside brute force: all placements of up to 6 layers on up to 3 devices."""
 
 import itertools
+import math
 from functools import cache
 
 import numpy as np
@@ -110,6 +111,15 @@ def test_no_layer_replicates_if_transitions_cost_more_than_they_gain():
     """One layer gains half a layer and needs two transitions; a run of three layers gains one and a half."""
     assert scale_up([HEAD] * 8, HEAD, {1: 1}, 0.26) == {}
     assert scale_up([HEAD] * 8, HEAD, {1: 3}, 0.26) == {1: (0, 1, 2)}
+
+
+@pytest.mark.parametrize("cost", [1e9, math.inf])
+def test_transitions_of_any_cost(cost: float):
+    """Without bandwidth between devices, only replicas that need no further transition pay."""
+    present = [HEAD, (0, 1), HEAD, (0, 1), HEAD, HEAD]
+    assert scale_up([HEAD] * 6, HEAD, {1: 5}, cost) == {}
+    assert scale_up(present, HEAD, {1: 1}, cost) == {1: (2,)}
+    assert scale_up(present, HEAD, {1: 3}, cost) == {1: (0, 2, 4)}
 
 
 def test_replicas_are_bounded_by_free_memory():
