@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
-
 from serving.scheduler.actions import Evict, LimitBatch, Migrate, Modules, Offload, identity
 from serving.scheduler.cocoserve.config import CocoServeConfig
 from serving.scheduler.cocoserve.speedup import Homes, count_transitions, even_speedup
@@ -107,6 +105,8 @@ def _best_placement(
     Costs are integers, so that equal placements have equal costs. An axis has length 1 if the device has room for every
     layer. The results are cached, because a controller asks while nothing changes.
     """
+    import numpy as np  # imported here, because the package imports only the standard library
+
     missing = {device: sum(device not in layer for layer in homes) for device, _ in rooms}
     counted = {device: axis for axis, (device, room) in enumerate(rooms) if room < missing[device]}
     start = np.full([room + 1 if device in counted else 1 for device, room in rooms], _NEVER)
