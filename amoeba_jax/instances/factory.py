@@ -34,7 +34,7 @@ class InstanceFactory:
 
     Attributes:
         allocators: page allocator of each device. It stays when instances change. Empty with a start placement.
-        hidden: buffers of hidden states of all devices that hold modules.
+        hidden: buffers of hidden states, and of the loads of experts, of all devices that hold modules.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class InstanceFactory:
         self._plan, self._weights, self._executables, self._on_result = plan, weights, executables, on_result
         self._dims = plan.dims
         placement, shape = plan.placement, (self._dims.config.hidden_size, plan.hidden_tokens)
-        self.hidden = HiddenStates(shape, self._dims.dtype)
+        self.hidden = HiddenStates(shape, self._dims.dtype, self._dims.load_shape)
         self._sampling_states: dict[int, SamplingState] = {}
         self._begins: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self._layer_numbers: dict[int, list[jax.Array]] = {}
         for index in plan.start_devices:
             self.open_device(index, samples=placement is None or index == placement.head.start)
         count = len(plan.sub_meshes.devices) if placement is None else 0
@@ -69,6 +70,7 @@ class InstanceFactory:
         self.hidden.add(index, device)
         if index not in self._begins:
             self._begins[index] = jax.device_put((np.bool_(False), np.bool_(True)), device)
+            self._layer_numbers[index] = jax.device_put([np.int32(i) for i in range(self._dims.load_shape[0])], device)
         if samples and index not in self._sampling_states:
             state = SamplingState.zeros(self._plan.num_slots, self._dims.config.vocab_size, device)
             jax.block_until_ready((state.flags, state.bias))
@@ -88,6 +90,7 @@ class InstanceFactory:
             self.allocators[index].become(self.empty_allocator(()))
         self.hidden.drop(index)
         self._begins.pop(index, None)
+        self._layer_numbers.pop(index, None)
         self._sampling_states.pop(index, None)
 
     # Allocators
@@ -129,7 +132,8 @@ class InstanceFactory:
     def _site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
         flags = [[self._begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
         begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
-        return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins)
+        numbers = [self._layer_numbers[device] for device in group.device_indices]
+        return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins, numbers)
 
     def empty_site(self, home: Home, extent_pages: tuple[int, ...]) -> Site:
         """Return a site without layers.
@@ -300,4 +304,5 @@ class InstanceFactory:
         """Drop the device buffers that instances share."""
         self._sampling_states.clear()
         self._begins.clear()
+        self._layer_numbers.clear()
         self.hidden.clear()

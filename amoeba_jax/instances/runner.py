@@ -154,7 +154,7 @@ class Runner:
                 continue
             at = item.shape(shape, num_microbatches)
             programs = self.sites[item.home].programs(item.segments, at)
-            needs_batch = item.segments[0].module != "ffn"
+            needs_batch = any(segment.takes_batch for segment in item.segments)
             packed = put(item.home, item.blocks, at)[0] if needs_batch else None
             work.append(PreparedCompute(item, programs, packed))
         head_spec = self._head_spec(shape, logits_of)
@@ -179,11 +179,11 @@ class Runner:
             within = switch if site.group is self.group else None
             exchanges = None if within is None else within.begin(inputs.shape)
             tokens = self._tokens_at(site.group) if work.segments[0].embeds else None
-            states = self.hidden.take(site.group)
+            states = self.hidden.take_states(site.group)
             states = site.run(
                 work.segments, prepared.programs, states, prepared.packed, tokens, exchanges, begins=work.begins
             )
-            self.hidden.put(site.group, states)
+            self.hidden.put_states(site.group, states)
             if within is not None:
                 within.end()
         states = self.hidden.take(self.group)
