@@ -158,7 +158,9 @@ class MixtureOfExperts(nnx.Module):
         return lax.platform_dependent(**ways)
 
     @staticmethod
-    def _ungrouped(dtype: jnp.dtype, stacks: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> str | None:
+    def _ungrouped(
+        dtype: jax.typing.DTypeLike, stacks: Sequence[nnx.Variable], shapes: Sequence[tuple[int, ...]]
+    ) -> str | None:
         """Return the reason why a GPU computes all experts with all tokens, or None if it groups the tokens."""
         if any(stack.shape != shape for stack, shape in zip(stacks, shapes, strict=True)):
             return "shards with padding (models with dense and expert layers) would have to be copied"

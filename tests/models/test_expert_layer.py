@@ -205,7 +205,7 @@ def test_grouped_experts_compute_what_a_loop_computes(name: str, tp: int, monkey
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
-WIDE = {"hidden_size": 128, "moe_intermediate_size": 64}
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
 
 
 @pytest.mark.parametrize(
