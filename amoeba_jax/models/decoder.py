@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.experts import MixtureOfExperts
@@ -54,12 +54,12 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext | None
-    ) -> tuple[Float[Array, "D N"], LayerKV, UInt32[Array, " E"] | None]:
-        """Return hidden states, extents with the new tokens, and the number of tokens of each expert.
+    ) -> tuple[Float[Array, "D N"], LayerKV, Int32[Array, "k N"] | None]:
+        """Return hidden states, extents with the new tokens, and the experts of each token (`MixtureOfExperts`).
 
         A layer without experts returns None for the last result.
         """
-        loads = None
+        chosen = None
         if self.attention is not None:
             assert context is not None, "attention needs the step's tables"
             attended, extents = self.attention(self._normed(x, self.attention_norm), extents, context)
@@ -67,11 +67,11 @@ class DecoderLayer(nnx.Module):
         if self.mlp is not None:
             normed = self._normed(x, self.mlp_norm)
             if isinstance(self.mlp, MixtureOfExperts):
-                result, loads = self.mlp(normed, context)
+                result, chosen = self.mlp(normed, context)
             else:
                 result = self.mlp(normed)
             x = x + self._normed(result, self.mlp_post_norm)
-        return x, extents, loads
+        return x, extents, chosen
 
     def _normed(self, x: Float[Array, "D N"], scale: nnx.Param | None) -> Float[Array, "D N"]:
         return x if scale is None else hidden_norm(x, scale[...], self.eps, self.offset)

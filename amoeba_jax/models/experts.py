@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import ACTIVATIONS, FeedForward, StepContext, matmul, parameter, rank_sum, shards
@@ -98,10 +98,10 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "D N"], context: StepContext | None = None
-    ) -> tuple[Float[Array, "D N"], UInt32[Array, " E"]]:
-        """Return the sum of the results of each token's experts, and the number of tokens of each expert.
+    ) -> tuple[Float[Array, "D N"], Int32[Array, "k N"]]:
+        """Return the sum of the results of each token's experts, and these experts, which are equal on all ranks.
 
-        With a `context`, no expert computes padding. The numbers are equal on all ranks.
+        With a `context`, no expert computes padding: the experts of a padding token are the number of experts.
         """
         ids, weights = self.route(x)
         if context is not None:
@@ -116,8 +116,7 @@ class MixtureOfExperts(nnx.Module):
             total = total + self._compute(x, local, weights, index)
         if self.shared is not None and self.shared_gate is not None:
             total = total + nnx.sigmoid(matmul(self.shared_gate[...], x)) * self.shared.partial(x)
-        loads = jnp.zeros(self.experts.count, jnp.uint32).at[ids.reshape(-1)].add(1, mode="drop")
-        return rank_sum(total, self.tp).astype(x.dtype), loads
+        return rank_sum(total, self.tp).astype(x.dtype), ids
 
     def route(self, x: Float[Array, "D N"]) -> tuple[Int32[Array, "k N"], Float[Array, "k N"]]:
         """Return the experts that compute each token, and the weights of their results."""

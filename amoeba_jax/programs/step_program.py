@@ -212,11 +212,11 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
                 context = _context(dims, shape, tp, key.extent_pages, fields)
         for index, (kind, layer) in enumerate(zip(plan.kinds, model.layers, strict=True)):
             leaves, extents = jax.tree.leaves(nnx.state(layer)), kv[index] if kv else []
-            x, extents, added = calls[kind](leaves, x, extents, context)
+            x, extents, chosen = calls[kind](leaves, x, extents, context)
             new_kv.append(extents)
-            if added is not None:
-                added = jnp.where(jax.lax.axis_index(TP_AXIS) == 0, added, 0) if tp > 1 else added
-                loads = loads.at[inputs["layer"] + index].add(added)
+            if chosen is not None:
+                one = (jax.lax.axis_index(TP_AXIS) == 0).astype(loads.dtype) if tp > 1 else 1
+                loads = loads.at[inputs["layer"] + index, chosen.reshape(-1)].add(one, mode="drop")
         hidden = jax.lax.dynamic_update_slice(hidden, x, (0, 0))
         return new_kv if kv else [], (hidden, loads) if plan.has_experts else hidden
 

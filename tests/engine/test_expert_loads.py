@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compile_watch import CompileWatch
 from serving_checks import check_idle
 from tiny_models import ragged_prompts, tiny_config, tiny_model
 from transform_cases import SHARED, make
@@ -61,7 +62,10 @@ def test_tokens_are_counted_through_changes_of_degree(llm: LLM, tmp_path: Path, 
     assert set(first.imbalance.values()) == {1.0}, "TP1 has one rank"
     llm.transform(4)
     assert answers(llm) == expected
-    both = llm.expert_loads()
+    with CompileWatch() as watch:
+        both = llm.expert_loads()
+        assert not (llm.expert_loads().tokens - both.tokens).any()
+    assert watch.programs == 0
     np.testing.assert_array_equal(both.tokens - first.tokens, first.tokens - before)
     (imbalance,) = both.imbalance.values()
     (view,) = llm.instances
