@@ -212,9 +212,7 @@ WIDE = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
 @pytest.mark.parametrize(
     ("capability", "dtype", "changes", "grouped"),
     [
-        pytest.param(
-            "9.0", "bfloat16", WIDE, True, marks=pytest.mark.slow, id="Hopper"
-        ),  # JAX's module is slow to import
+        pytest.param("9.0", "bfloat16", WIDE, True, marks=pytest.mark.slow, id="Hopper"),
         pytest.param("9.0", "float32", WIDE, False, id="f32"),
         pytest.param("9.0", "bfloat16", WIDE | {"hidden_size": 96}, False, id="96 features"),
         pytest.param("8.0", "bfloat16", WIDE, False, id="A100"),
