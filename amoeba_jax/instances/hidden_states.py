@@ -134,7 +134,7 @@ class ExpertLoads(DeviceBuffers):
                 self._arrays[(index,)] = jax.device_put(np.zeros(array.shape, array.dtype), self._devices[index])
         waiting = []
         for index, array in self._pending:
-            if not array.is_ready():
+            if not array.is_deleted() and not array.is_ready():
                 waiting.append((index, array))
             elif not is_lost(array):
                 self.totals[index] = self.totals.get(index, 0) + np.asarray(array).astype(np.int64)

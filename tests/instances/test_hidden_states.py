@@ -134,4 +134,8 @@ def test_loads_that_a_failed_step_has_lost_start_from_zero(pool: SubMeshPool):
     assert not hidden.are_lost([0])
     assert hidden.loads is not None
     assert hidden.loads.collect() == []
+    lost = hidden.loads.take(pool.group(0, 1))
+    lost.delete()
+    hidden.loads.put(pool.group(0, 1), lost)
+    assert hidden.loads.collect() == []
     assert not hidden.loads.totals[0].any()
