@@ -43,8 +43,8 @@ from transformation_report import print_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.step import PendingStep, StepPlan
-from amoeba_jax.instances.step_launcher import StepLauncher
 from amoeba_jax.transform.report import TransformReport
 from amoeba_jax.transform.transition import Transition
 
@@ -94,16 +94,16 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         direction: "up" for merges, "down" for splits.
     """
     found: list[Step] = []
-    launch_step, switch_layers = StepLauncher.launch, Transition.switch_layers
+    launch_step, switch_layers = Runner.launch, Transition.switch_layers
     turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
     switched: dict[Transition, bool] = {}
 
-    def launch(launcher: StepLauncher, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
-        group = launcher.group
-        transition = next((it for it in turns if it.instance.launcher is launcher and not it.done), None)
+    def launch(runner: Runner, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
+        group = runner.group
+        transition = next((it for it in turns if it.instance.runner is runner and not it.done), None)
         boundary = None if transition is None else transition.boundary
         did = transition is not None and switched.get(transition, False)
-        step = launch_step(launcher, plan, lanes)
+        step = launch_step(runner, plan, lanes)
 
         def arrived(_: Any) -> None:
             found.append(Step(time.perf_counter(), group.start, group.tp, boundary, did))
@@ -118,11 +118,11 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         if switched[transition] or not any(s.num_uncomputed_tokens for s in transition.instance.running):
             switch_layers(transition, step)
 
-    StepLauncher.launch, Transition.switch_layers = launch, switch
+    Runner.launch, Transition.switch_layers = launch, switch
     try:
         yield found
     finally:
-        StepLauncher.launch, Transition.switch_layers = launch_step, switch_layers
+        Runner.launch, Transition.switch_layers = launch_step, switch_layers
 
 
 class Running:

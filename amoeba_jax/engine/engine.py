@@ -12,42 +12,51 @@ While a device computes one step, the host takes the results of the step before.
 
 import itertools
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Protocol
 
-import jax
-
-from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.admission import Admission
 from amoeba_jax.engine.background_warmup import BackgroundWarmup
-from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.options import PlacementOptions, TransformOptions
 from amoeba_jax.transform.relocations import Relocations
 from amoeba_jax.transform.report import PlacementReport, TransformReport
 from amoeba_jax.transform.transformations import Transformations
-from amoeba_jax.weights.loading import OpenWeights
 
 ENOUGH_TOKENS = 512
 """Enough tokens for a usual answer. See `Engine.default_max_tokens`."""
+
+
+class SchedulerHook(Protocol):
+    """Interface of a scheduler that decides where the waiting sequences of an engine run.
+
+    Attributes:
+        interval_s: longest time between two calls of `schedule`, in seconds.
+    """
+
+    interval_s: float
+
+    def schedule(self) -> None:
+        """Decide: start, preempt or reject sequences, or change instances.
+
+        The methods for this are in `Engine.admission`, `Sequences.reject` and `Engine.transform`. All other sequences
+        stay in `Engine.waiting`. If `Sequences.num_changes` has not grown, the decision would be the same as before.
+        Runs in the dispatcher thread between steps, and must not wait for a device.
+        """
+        ...
 
 
 class Engine:
     """Instances and requests behind the Python API.
 
     All methods run in the dispatcher thread, except `check_request` and `default_max_tokens`.
-
-    The constructor loads the weights and calls `on_load(name)` after each parameter. At the same time, background
-    threads compile the programs of the degrees `compile_first`.
 
     Attributes:
         waiting: queued sequences, in the order in which they start.
@@ -57,26 +66,16 @@ class Engine:
             program.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        dims: ModelDims,
-        devices: tuple[jax.Device, ...],
-        open_weights: OpenWeights,
-        on_load: Callable[[str], None],
-        compile_first: tuple[int, ...] = (),
-    ):
-        self.config, self.dims = config, dims
-        self.cluster = cluster = Cluster(config, dims, devices, open_weights, on_load, compile_first)
+    def __init__(self, cluster: Cluster):
+        self.cluster, self.config, self.dims = cluster, cluster.config, cluster.dims
         self.max_model_len = cluster.max_model_len
         self.stats = stats = EngineStats()
-        self.room = room = Room(cluster)
-        self.sequences = sequences = Sequences(cluster, room, stats)
+        self.sequences = sequences = Sequences(cluster, stats)
         self.waiting = sequences.waiting
         self.transformations = Transformations(cluster, self._drain, sequences.preempt)
         self.relocations = Relocations(cluster, sequences.preempt, self.transformations.names)
-        self.steps = Steps(cluster, room, sequences, self.transformations, self.relocations, stats)
-        self.admission = Admission(cluster, room, sequences, self.transformations, self.steps, stats)
+        self.steps = Steps(cluster, sequences, self.transformations, self.relocations, stats)
+        self.admission = Admission(cluster, sequences, self.transformations, self.steps, stats)
         self.background_warmup = BackgroundWarmup(cluster)
         self.scheduler_hook: SchedulerHook | None = None
         self.closing = False
@@ -161,15 +160,12 @@ class Engine:
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise `RequestError` if no instance can hold a request after the present transformations.
 
-        With a scheduler, which may change the layout, instances of all degrees count. Any thread may call this.
+        Any thread may call this.
         """
         total = num_prompt_tokens + max_tokens
-        if not (instances := self.instances):
+        if not self.instances:
             return  # the engine is closed, and the next call raises the error for that
-        capacity, tp = max(map(self.transformations.capacity_to_come, instances))
-        if self.scheduler_hook is not None:
-            degrees = self.cluster.plan.degrees
-            capacity, tp = max((capacity, tp), *((self.capacity_tokens(degree), degree) for degree in degrees))
+        capacity, tp = max(self._capacities())
         limit = min(self.max_model_len, capacity)
         if total > limit:
             raise RequestError(
@@ -185,11 +181,18 @@ class Engine:
         Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
         this.
         """
-        capacities = [self.transformations.capacity_to_come(it)[0] for it in self.instances]
-        if self.scheduler_hook is not None:
-            capacities += map(self.capacity_tokens, self.cluster.plan.degrees)
-        free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it in capacities) or [1]
+        free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it, _ in self._capacities()) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
+
+    def _capacities(self) -> list[tuple[int, int]]:
+        """Return capacity in tokens and degree of each instance after the present transformations.
+
+        With a scheduler, which may change the layout, instances of all degrees count too.
+        """
+        found = [self.transformations.capacity_to_come(instance) for instance in self.instances]
+        if self.scheduler_hook is not None:
+            found += [(self.capacity_tokens(degree), degree) for degree in self.cluster.plan.degrees]
+        return found
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue sequences. Skip sequences that have been cancelled.
@@ -252,10 +255,6 @@ class Engine:
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if the change is impossible.
         """
         return self.relocations.request(options)
-
-    def offload(self, sequence: Sequence) -> None:
-        """Move the KV cache of a running sequence to host memory (`Admission.offload`)."""
-        self.admission.offload(sequence)
 
     def limit_batch(self, instance_id: int, size: int | None) -> None:
         """Limit the number of running sequences of an instance. None: only its slots limit it.

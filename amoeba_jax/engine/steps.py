@@ -17,7 +17,6 @@ from amoeba_jax.errors import MemoryBudgetError, NotANumberError, RequestError, 
 from amoeba_jax.instances.batcher import lane_plans, other_plans, plan_step, roomy_plans
 from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, clear_in_flight
 from amoeba_jax.instances.step_sampler import StateLostError
@@ -51,13 +50,12 @@ class Steps:
     def __init__(
         self,
         cluster: Cluster,
-        room: Room,
         sequences: Sequences,
         transformations: Transformations,
         relocations: Relocations,
         stats: EngineStats,
     ):
-        self._cluster, self._room, self._sequences = cluster, room, sequences
+        self._cluster, self._sequences = cluster, sequences
         self._transformations, self._relocations, self._stats = transformations, relocations, stats
         self._failures_in_a_row = 0
 
@@ -84,7 +82,7 @@ class Steps:
                 return True  # the switch failed, and the group has recovered
         while (plan := self._plan(instance)) is not None:
             try:
-                step = instance.launcher.launch(plan, instance.lanes)
+                step = instance.runner.launch(plan, instance.lanes)
             except StepNotLaunchedError as error:
                 # A switch was left to this step: launch it alone.
                 if isinstance(instance.transition, Transition) and not changes.switch_alone(instance):
@@ -113,7 +111,7 @@ class Steps:
         for sequence in sorted((s for s in instance.running if s.num_uncomputed_tokens > 0), key=lambda s: s.order):
             while sequence.slot >= 0 and (holders := instance.reserve(sequence, sequence.num_tokens)):
                 last = max(holders, key=lambda s: s.order)
-                self._sequences.preempt(self._room.home(last), last)
+                self._sequences.preempt(self._cluster.instance_of(last), last)
                 num_preempted += 1
         return num_preempted
 
@@ -123,12 +121,12 @@ class Steps:
         Also request the missing programs of the best step. Until they are compiled, sequences that do not need them
         continue.
         """
-        plans, launcher = self._plans(instance), instance.launcher
+        plans, runner = self._plans(instance), instance.runner
         best = next(plans, None)
-        if best is None or (launcher.can_launch(best) and not launcher.fails(best)):
+        if best is None or (runner.can_launch(best) and not runner.fails(best)):
             return best
-        other = next((plan for plan in plans if launcher.can_launch(plan) and not launcher.fails(plan)), None)
-        if other is None and launcher.can_launch(best):
+        other = next((plan for plan in plans if runner.can_launch(plan) and not runner.fails(plan)), None)
+        if other is None and runner.can_launch(best):
             return best  # its launch raises the error of the failed program, which ends one request
         self._request_programs(instance, best, other)
         return other
@@ -152,20 +150,20 @@ class Steps:
         """
         executables = self._cluster.executables
         if len(instance.lanes) > 1:
-            executables.request(instance.launcher.specs(best))
+            executables.request(instance.runner.specs(best))
             return
         peers = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
         peers = [instance] if instance.is_spread else [i for i in peers if i.transition is None and not i.is_spread]
-        launchers = [peer.launcher for peer in peers]
+        runners = [peer.runner for peer in peers]
         if best.logits_of == "all":
-            executables.request(spec for launcher in launchers for spec in launcher.specs(best))
+            executables.request(spec for runner in runners for spec in runner.specs(best))
             return
         if other is None or len(other.rows) < len(best.rows):
             kinds: set[SamplerKind] = {s.sampling.kind for s in instance.running if s.num_uncomputed_tokens > 0}
             for plan in roomy_plans(instance.running, instance.buckets):
                 for kind in sorted(kinds, reverse=True):
-                    executables.request(spec for launcher in launchers for spec in launcher.specs(plan, kind))
-        executables.compile_later(spec for launcher in launchers for spec in launcher.specs(best))
+                    executables.request(spec for runner in runners for spec in runner.specs(plan, kind))
+        executables.compile_later(spec for runner in runners for spec in runner.specs(best))
 
     def _launched(self, instance: Instance, plan: StepPlan, step: PendingStep) -> None:
         """Record a launched step.

@@ -239,7 +239,7 @@ class JaxExecutor:
                 placed = engine.change_placement(_placement_options(action))
                 placed.add_done_callback(partial(self._on_placed, action))
             case Offload(request_id):
-                engine.offload(_known(self._running, request_id))
+                engine.admission.offload(_known(self._running, request_id))
             case LimitBatch(instance_id, size):
                 engine.limit_batch(instance_id, size)
             case Preempt(request_id):
@@ -339,7 +339,7 @@ class EngineScheduler:
             if (
                 not sequence.beyond_share
                 and not engine.admission.awaits_program(sequence)
-                and (home := engine.room.leader_home(sequence)) is not None
+                and (home := engine.admission.leader_home(sequence)) is not None
             ):
                 with contextlib.suppress(RequestError):  # a step of this instance has failed
                     engine.admission.start(home, sequence)

@@ -25,8 +25,8 @@ from amoeba_jax.accumulate import wait_for
 from amoeba_jax.cpu_cache import PortableProgram
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step import ResultReader
 from amoeba_jax.programs import compiling
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec

@@ -26,8 +26,8 @@ from amoeba_jax import LLM
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, RequestFailedError, TransformError
 from amoeba_jax.instances.factory import InstanceFactory
-from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence, Update
+from amoeba_jax.instances.step import ResultReader
 from amoeba_jax.request import Request
 from amoeba_jax.transform import transition
 from amoeba_jax.transform.transformations import Transformations

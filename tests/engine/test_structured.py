@@ -117,14 +117,14 @@ def pause_and_resume(llm: LLM) -> None:
 def preempt(llm: LLM) -> None:
     engine = engine_of(llm)
     for sequence in engine.sequences.running:
-        engine.sequences.preempt(engine.room.home(sequence), sequence)
+        engine.sequences.preempt(engine.cluster.instance_of(sequence), sequence)
 
 
 def offload(llm: LLM) -> None:
     engine = engine_of(llm)
     offloaded = engine.sequences.running
     for sequence in offloaded:
-        engine.offload(sequence)
+        engine.admission.offload(sequence)
     assert {sequence.state for sequence in offloaded} == {SequenceState.OFFLOADED}
 
 

@@ -11,8 +11,8 @@ from tiny_models import tiny_config, write_model
 from transform_cases import SETTINGS, Background, after_each_switch, make, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.admission import Admission
 from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
@@ -146,12 +146,12 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
         scarce._registry.make(prompt(length, i), params, lambda _: None, None, None) for i, length in enumerate(lengths)
     ]
     sequences = [handle.sequences[0] for handle in handles]
-    choose = Room.choose
+    choose = Admission.choose
 
-    def chosen(room: Room, sequence: Sequence) -> Any:
+    def chosen(admission: Admission, sequence: Sequence) -> Any:
         instances = scarce._engine.instances
         if sequence.num_preemptions or len(instances) < 4:
-            return choose(room, sequence)
+            return choose(admission, sequence)
         instance = instances[homes[sequences.index(sequence)]]
         return instance, instance.lane
 
@@ -165,7 +165,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
         engine.end_transformations()
         return sum(group.recomputed for group in report.result().groups)
 
-    monkeypatch.setattr(Room, "choose", chosen)
+    monkeypatch.setattr(Admission, "choose", chosen)
     recomputed = scarce._dispatcher.call(serve).result(TIMEOUT_S)
     wait_until(lambda: all(sequence.finished for sequence in sequences))
     scarce._registry.end(handles)
