@@ -86,6 +86,7 @@ def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[Sampli
                      for i, (k, m) in enumerate(zip(chosen, limits, strict=True))]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_random_load_with_transformations_compiles_nothing(llm: LLM):
     """Counted by JAX itself: whatever would be compiled, in whatever thread, by these programs or around them."""
     with CompileWatch() as watch:
@@ -114,6 +115,7 @@ def test_transformation_without_programs_is_refused(llm: LLM):
     assert llm.generate([5, 6, 7], LONG)[0].error is None
 
 
+@pytest.mark.slow
 def test_pausing_compiles_nothing_where_it_was_prepared(directory: Path, compile_cache: str):
     """Nor do merges and splits that keep weights, also of instances whose requests are paused."""
     with make(directory, compile_cache, strict_compile=True, prepare_pausing=True) as llm:

@@ -49,6 +49,7 @@ def padding(dims: ModelDims) -> dict[str, float]:
     return {kind: padding.ratio for kind, padding in WeightLayout(dims).padding().items()}
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("model", ["Llama-3.1-70B", "Llama-3.1-8B", "Qwen3-32B"])
 @pytest.mark.parametrize("max_tp", [*(pytest.param(tp, marks=pytest.mark.slow) for tp in (1, 2)), 4])
 def test_models_of_round_sizes_need_no_padding(shared_data, model, max_tp):

@@ -310,6 +310,7 @@ def measure(models: dict[str, Path], form: str, devices: int, *, keep: bool = Fa
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux reports it")
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_peak_host_memory_while_loading(models: dict[str, Path], devices: int):
