@@ -173,6 +173,11 @@ class InstanceFactory:
         kv = jax.block_until_ready(self._new_extents(group, self._plan.extent_pages(released), layers))
         return self.new_instance(group, allocators, kv, released)
 
+    def instance_on(self, home: Home, site: Site, allocators: SequenceOf[BuddyAllocator]) -> Instance:
+        """Return an instance with all layers on one device. `site` must have the buffers of all layers."""
+        placement = Placement.uniform(home, self._dims.config.num_layers)
+        return self.instance(placement, {home: site}, {home: allocators}, 1, home.degree)
+
     def placed_instance(self, placement: Placement) -> Instance:
         """Return an instance with a start placement and new buffers."""
         plan = self._plan

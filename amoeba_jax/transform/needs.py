@@ -14,7 +14,6 @@ from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
 from amoeba_jax.transform.options import TransformOptions
 from sharding.mesh import SubMesh
-from sharding.placement import Placement
 
 
 def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
@@ -103,9 +102,7 @@ def needed_programs(cluster: Cluster, options: TransformOptions, old: list[Insta
             needed += programs.exchange_specs()
     for first in range(group.start, group.start + group.tp, change.target):
         part = cluster.sub_meshes.group(first, change.target)
-        placement = Placement.uniform(part.home, cluster.dims.config.num_layers)
-        extents = {part.home: cluster.plan.extent_pages(change.released[1])}
-        needed += least_specs(cluster.plan, cluster.executables, placement, part.tp, extents, kinds)
+        needed += least_specs(cluster.plan, cluster.executables, part, change.released[1], kinds)
     return needed
 
 

@@ -470,9 +470,7 @@ class Relocation:
         self.copied_bytes += sum(copy.nbytes for copy in copies)
         self.arrays += copies
         cluster.open_device(device, samples=True)
-        placement = Placement.uniform(home, instance.runner.placement.num_layers)
-        sites, allocators = {home: instance.runner.sites[home]}, {home: instance.allocators[home]}
-        new = cluster.factory.instance(placement, sites, allocators, 1, 1)
+        new = cluster.factory.instance_on(home, instance.runner.sites[home], instance.allocators[home])
         moved = list(last.running)
         slots = [sequence.slot for sequence in moved]
         regroup(new.lane, [last], pools)

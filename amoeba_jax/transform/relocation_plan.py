@@ -7,7 +7,7 @@ from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.site import Site
-from amoeba_jax.programs.enumeration import least_specs
+from amoeba_jax.programs.enumeration import relocation_specs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.transform.extra_extents import extra_pages
 from amoeba_jax.transform.needs import sampler_kinds
@@ -249,9 +249,11 @@ def needed_programs(cluster: Cluster, plan: RelocationPlan) -> list[ProgramSpec]
         extents |= {home: site.extent_pages for home, site in plan.joining.runner.sites.items()}
     during = extents | {home: pages[: len(extents.get(home, pages[:1]))] for home, pages in plan.extents.items()}
     kinds, width = sampler_kinds([plan.instance, *([plan.joining] if plan.joining else [])]), plan.instance.width
-    specs = [s for p in placements for s in least_specs(cluster.plan, cluster.executables, p, width, during, kinds)]
+    specs = [
+        s for p in placements for s in relocation_specs(cluster.plan, cluster.executables, p, width, during, kinds)
+    ]
     last = during | plan.extents
-    specs += least_specs(cluster.plan, cluster.executables, placements[-1], width, last, kinds)
+    specs += relocation_specs(cluster.plan, cluster.executables, placements[-1], width, last, kinds)
     for home in {home for p in (plan.before, plan.after) for homes in p.attention for home in homes}:
         group, make = cluster.sub_meshes.group(home.start, home.degree), cluster.executables.specs
         sizes = during[home], cluster.plan.transfer_pages
