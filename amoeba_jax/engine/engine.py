@@ -19,7 +19,7 @@ from amoeba_jax.engine.admission import Admission
 from amoeba_jax.engine.background_warmup import BackgroundWarmup
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.engine.steps import Steps
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import ContextLengthError, RequestError
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
@@ -158,7 +158,7 @@ class Engine:
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `RequestError` if no instance can hold a request after the present transformations.
+        """Raise `ContextLengthError` if no instance can hold a request after the present transformations.
 
         Any thread may call this.
         """
@@ -168,7 +168,7 @@ class Engine:
         capacity, tp = max(self._capacities())
         limit = min(self.max_model_len, capacity)
         if total > limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt of {num_prompt_tokens} tokens plus max_tokens={max_tokens} is {total} tokens, over the "
                 f"limit of {limit}: the model's context is {self.max_model_len} and the KV cache of a "
                 f"TP{tp} instance holds {capacity}"

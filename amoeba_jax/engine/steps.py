@@ -70,8 +70,6 @@ class Steps:
         changes, relocations, change = self._transformations, self._relocations, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance) or relocations.holds(instance):
             return False
-        if change is not None and _all_await_tokens(instance):
-            return False  # switch the next layers before the next step, not before its tokens
         num_preempted = self._reserve_next_tokens(instance)
         if isinstance(change, Relocation):
             if not relocations.switch_layers(instance, num_preempted):
@@ -205,7 +203,10 @@ class Steps:
     # Results
 
     def take(self, instance: Instance, step: PendingStep) -> None:
-        """Wait for the results of a step, report its tokens, and end sequences that are complete."""
+        """Wait for the results of a step, report its tokens, and end sequences that are complete.
+
+        If the sampling of the next step waits for these tokens, launch it.
+        """
         try:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
             result = unpack_result(step.result.result())
@@ -241,6 +242,19 @@ class Steps:
             if sequence.finished:
                 self._sequences.remove(sequence)
             self._sequences.report(Update(sequence, (token,), entries, sequence.finished))
+        self._sample_late(instance)
+
+    def _sample_late(self, instance: Instance) -> None:
+        """Launch the sampling of the next step in flight, if the sampling has waited for its matchers."""
+        step = next(iter(instance.pending), None)
+        if step is None or step.logits is None:
+            return
+        if any(row.sequence.slot < 0 for row in step.sampled):
+            self._sequences.num_changes += 1  # a preempted sequence may start again without this sample
+        try:
+            instance.runner.sample_late(step)
+        except Exception as error:
+            self.recover(instance, error, step.rows, step.sampled)
 
     def _report_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
         """Report the log-probabilities of a chunk of a prompt.
@@ -357,9 +371,3 @@ class Steps:
                 logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
             gc.collect()  # the frames of the error may have held the missing memory
         self._cluster.take_back(instances)
-
-
-def _all_await_tokens(instance: Instance) -> bool:
-    """Return whether no sequence can run before a token in flight arrives. False if no token is in flight."""
-    running = instance.running
-    return any(s.awaits_token for s in running) and not any(s.num_uncomputed_tokens for s in running)

@@ -9,8 +9,8 @@ import numpy as np
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.site import ExchangePart, Site
-from amoeba_jax.instances.step import PendingStep, ResultReader, StepNotLaunchedError, StepPlan
-from amoeba_jax.instances.step_sampler import StepSampler, sampler_kind
+from amoeba_jax.instances.step import PendingStep, ResultReader, StepNotLaunchedError, StepPlan, drop_sample
+from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
@@ -166,6 +166,9 @@ class Runner:
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Launch a step and its sampling. The reader's thread reads the results.
 
+        If a matcher needs a token in flight first, only the layers and the head are launched. `sample_late` must launch
+        the sampling when the results of the step before are taken.
+
         Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. Nothing
         has changed then. Any other error comes after the first program was launched, and the cache may be lost.
         """
@@ -177,7 +180,7 @@ class Runner:
             if every:
                 sampled = [row._replace(place=0) for row in sampled]  # row of its only column of logits
             try:
-                sample = self.sampler.prepare(plan, sampled)
+                sample = self.sampler.prepare(sampler_kind(plan), 1 if every else shape.num_rows, sampled)
                 columns = self.sampler.column_programs(shape.num_tokens) if every else None
                 inputs = self.prepare(plan, lanes)
             except Exception as error:
@@ -195,20 +198,45 @@ class Runner:
                 prompt_result = self.reader.read(token_logprobs(logits, targets))
                 if sample is not None:
                     logits = take_column(logits, np.int32(prompt_row.place + prompt_row.length - 1))
-            if sample is not None:
-                assert logits is not None, "taken for the sampler"
-                tokens, result = self.sampler.sample(sample, logits, self._first_rank(self.last_tokens))
-                self.last_tokens = self._on_all_ranks(tokens)
-            else:
+            step = PendingStep(plan.rows, sampled, plan.decodes, prompt_row=prompt_row, prompt_result=prompt_result)
+            if sample is None:
                 if sampled:
                     self.last_tokens = head.last_tokens
-                result = self._first_rank(head.argmax_ids)  # read also without samples: it tells when the step is done
-            step = PendingStep(plan.rows, sampled, self.reader.read(result), plan.decodes, prompt_row, prompt_result)
+                # Read also without samples: it tells when the step is done.
+                self.reader.read(self._first_rank(head.argmax_ids), step.result)
+            elif any(row.sequence.awaits_token for row in sampled):
+                step.logits = logits
+            else:
+                self._sample(step, sample, logits)
         for row in plan.rows:
-            row.sequence.num_computed = row.start + row.length
+            row.sequence.num_computed = row.stop
         for row in sampled:
             row.sequence.num_in_flight += 1
         return step
+
+    def sample_late(self, step: PendingStep) -> None:
+        """Launch the sampling of a step that has waited for the tokens of the step before.
+
+        Rows of sequences that have ended or were preempted are dropped: other sequences may use their slots.
+        """
+        for row in step.sampled:
+            if row.sequence.slot < 0:
+                drop_sample(row)
+        step.sampled = [row for row in step.sampled if row.sequence.slot >= 0]
+        assert step.logits is not None, "its sampling waits"
+        sample = self.sampler.prepare("full", step.logits.shape[1], step.sampled)
+        assert sample is not None, "constrained rows need the full sampler"
+        self._sample(step, sample, step.logits)
+        step.logits = None
+
+    def _sample(self, step: PendingStep, sample: SampleCall, logits: jax.Array | None) -> None:
+        assert logits is not None, "taken for the sampler"
+        tokens, result = self.sampler.sample(sample, logits, self._first_rank(self.last_tokens))
+        if self.group.tp == 1:
+            self.last_tokens = assemble(self.group, [tokens], replicated=True)
+        else:
+            self.last_tokens = jax.device_put(tokens, self.group.replicated)
+        self.reader.read(result, step.result)
 
     def prepare(self, plan: StepPlan, lanes: list[Lane]) -> StepInputs:
         """Collect the programs and inputs of the layers and the head. If this raises, nothing has changed."""
@@ -295,8 +323,3 @@ class Runner:
 
     def _first_rank(self, array: jax.Array) -> jax.Array:
         return disassemble(self.group, array)[0]
-
-    def _on_all_ranks(self, tokens: jax.Array) -> jax.Array:
-        if self.group.tp == 1:
-            return assemble(self.group, [tokens], replicated=True)
-        return jax.device_put(tokens, self.group.replicated)

@@ -33,7 +33,22 @@ class Row(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the step samples the next token of this sequence, because the row contains its last token."""
-        return self.start + self.length == self.sequence.num_tokens
+        return self.stop == self.sequence.num_tokens
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def drop_sample(row: Row) -> None:
+    """Take back the sample of a row whose sequence has ended or was preempted.
+
+    A preempted sequence will sample this token when it runs again.
+    """
+    sequence = row.sequence
+    sequence.num_in_flight -= 1
+    if (pages := sequence.host_pages) is not None:
+        pages.num_computed = min(pages.num_computed, sequence.num_tokens - 1)
 
 
 def clear_in_flight(sampled: Iterable[Row]) -> None:
@@ -120,14 +135,17 @@ class PendingStep:
         sampled: rows whose next token the step samples.
         result: result of the sampler. It is the last result of the step that the reader thread reads.
         decodes: whether all rows decode, and no layer switches during the step.
+        logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`Runner.sample_late`).
+            None: the sampling is launched.
         prompt_row: row of a prompt whose log-probabilities the step computes (`prompt_result`).
         launched_at: time of the launch, a value of `time.perf_counter()`.
     """
 
     rows: tuple[Row, ...]
     sampled: list[Row]
-    result: "Future[np.ndarray]"
     decodes: bool
+    result: "Future[np.ndarray]" = field(default_factory=Future)
+    logits: jax.Array | None = None
     prompt_row: Row | None = None
     prompt_result: "Future[np.ndarray] | None" = None
     launched_at: float = field(default_factory=time.perf_counter)
@@ -146,6 +164,11 @@ class PendingStep:
     def done(self) -> bool:
         return self.result.done()
 
+    def drop(self) -> None:
+        """Record that the results are lost. Without sampling, nothing else ends `result`."""
+        if self.logits is not None:
+            self.result.set_exception(RuntimeError("a step before this step has failed"))
+
 
 class ResultReader:
     """Thread that reads results in the order of the calls.
@@ -159,12 +182,12 @@ class ResultReader:
         self._on_result = on_result
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def read(self, array: jax.Array) -> "Future[np.ndarray]":
+    def read(self, array: jax.Array, result: "Future[np.ndarray] | None" = None) -> "Future[np.ndarray]":
         """Copy a result `[rows, ...]` to the host in the thread.
 
-        The future returns an array with two axes: rows and values.
+        The future returns an array with two axes: rows and values. It is `result`, or a new future.
         """
-        return self._submit(lambda: np.asarray(array).reshape(len(array), -1))
+        return self._submit(lambda: np.asarray(array).reshape(len(array), -1), result)
 
     def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
         """Return a future that is done when the arrays are computed.
@@ -173,10 +196,17 @@ class ResultReader:
         """
         return self._submit(lambda: jax.block_until_ready(arrays))
 
-    def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
-        future = self._thread.submit(call)
-        future.add_done_callback(lambda _: self._on_result())
+    def _submit(self, call: Callable[[], Any], future: "Future[Any] | None" = None) -> "Future[Any]":
+        future = future or Future()
+        self._thread.submit(self._run, call, future)
         return future
+
+    def _run(self, call: Callable[[], Any], future: "Future[Any]") -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        self._on_result()
 
     def close(self, wait: bool) -> None:
         """End the thread after all requested results. If `wait`, wait for the end of the thread."""

@@ -20,7 +20,7 @@ from harness import engine_of
 from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_model
 from transform_cases import Background, wait_until_decoding
 
-from amoeba_jax import LLM, SamplingParams
+from amoeba_jax import LLM, SamplingParams, StructuredOutput
 from amoeba_jax.cpu_cache import ProgramStore
 from amoeba_jax.engine import warmup
 from amoeba_jax.engine.engine import Engine
@@ -79,6 +79,7 @@ def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[Sampli
         {"temperature": 0.7, "logprobs": 3},
         {"temperature": 0, "prompt_logprobs": 2, "max_tokens": 1},
         {"temperature": 1, "prompt_logprobs": 0, "frequency_penalty": 0.5, "bad_words": ["ab", "xyz"]},
+        {"temperature": 1, "structured": StructuredOutput(regex="[a-z ]{40}")},
     ]
     chosen = [kinds[index] for index in random.permutation(np.arange(count) % len(kinds))]
     limits = random.integers(1, 12, count).tolist()
