@@ -7,13 +7,13 @@ from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import DeadlineError, RequestError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.host_pages import page_specs, read_to_host, write_from_host
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.stats import EngineStats
+from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformations import Transformations
 from kvcache.pages import SequencePages
 from sharding.ledger import format_bytes, parse_bytes
 
@@ -31,12 +31,12 @@ class Admission:
         cluster: Cluster,
         room: Room,
         sequences: Sequences,
-        transformations: Transformations,
+        changes: Changes,
         steps: Steps,
         stats: EngineStats,
     ):
         self._cluster, self._room, self._sequences = cluster, room, sequences
-        self._transformations, self._steps, self._stats = transformations, steps, stats
+        self._changes, self._steps, self._stats = changes, steps, stats
 
     def admit(self) -> None:
         """Start waiting sequences in the order of the queue.
@@ -79,7 +79,7 @@ class Admission:
 
     def check_waiting(self, options: TransformOptions) -> None:
         """Raise `RequestError` if a waiting request would fit on no instance after this transformation."""
-        limit, degree = max(self._transformations.capacity_to_come(i, options) for i in self._cluster.instances)
+        limit, degree = max(self._changes.capacity_to_come(i, options) for i in self._cluster.instances)
         for sequence in self._sequences.waiting:
             if sequence.max_total_tokens > limit:
                 raise RequestError(
@@ -89,7 +89,7 @@ class Admission:
 
     def _never_fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence fits on no instance, and no instance will become larger."""
-        if self._transformations.busy or self._cluster.lost:
+        if self._changes.busy or self._cluster.lost:
             return False
         return all(i.capacity_tokens < sequence.max_total_tokens for i in self._cluster.instances)
 
@@ -115,7 +115,7 @@ class Admission:
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
         home = self._room.home(sequence)
-        if home.transition is not None or self._transformations.is_about_to_change(home):
+        if home.phase in (Phase.DRAINING, Phase.CHANGING):
             raise RequestError(f"instance {home.id} is being transformed")
         self._sequences.preempt(home, sequence)
 
@@ -168,7 +168,7 @@ class Admission:
         if sequence.slot < 0 or sequence.paused or sequence.pages is None:
             raise RequestError(f"request {sequence.request_id!r} does not run")
         home, cluster = self._room.home(sequence), self._cluster
-        if home.transition is not None or self._transformations.is_about_to_change(home):
+        if home.phase in (Phase.DRAINING, Phase.CHANGING):
             raise RequestError(f"instance {home.id} is changing")
         if not cluster.executables.request(page_specs(home.runner, cluster.executables, cluster.plan.transfer_pages)):
             raise RequestError("programs to copy pages are being compiled: try again later")
