@@ -19,6 +19,10 @@ class RequestError(ValueError):
     """A request cannot be served. Other requests are not affected."""
 
 
+class ContextLengthError(RequestError):
+    """A request has more tokens than the context of the model, or more than any instance can hold."""
+
+
 class DeadlineError(RequestError):
     """The deadline of a request passed before the request started."""
 
@@ -64,6 +68,7 @@ class EngineStuckError(RuntimeError):
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "ContextLengthError",
     "DeadlineError",
     "EngineClosedError",
     "EngineStuckError",

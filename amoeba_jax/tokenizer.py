@@ -177,6 +177,11 @@ class Tokenizer:
         twice = self.decode([token_id, token_id], skip_special_tokens=False)
         return twice[len(text) :] if twice.startswith(text) else text
 
+    def vocabulary_entry(self, token_id: int) -> str:
+        """Return the entry of a token in the vocabulary, with the tokenizer's own mark for a leading space. "": the
+        vocabulary has no such token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def has_text(self, token_id: int) -> bool:
         """Return whether the token is in the vocabulary and not empty."""
         return bool(self._backend.id_to_token(token_id))

@@ -28,6 +28,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow-part", metavar="I/N", help="of the slow tests, run only every N-th, from the I-th on")
 
 
+def leave_one_case_by_default(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test with the mark `first_by_default` as slow, except for the first case that is not slow."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("first_by_default") and not item.get_closest_marker("slow"):
+            name = item.nodeid.split("[")[0]
+            if name in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(name)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the tests, and select a part of the slow tests if `--slow-part` is given.
 
@@ -39,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         used = {name for mark in item.iter_markers("usefixtures") for name in mark.args}
         return not item.path.is_relative_to(ROOT / "tests" / "transform"), "quick_steps" not in used
 
+    leave_one_case_by_default(items)
     items.sort(key=place)
     if (chosen := config.getoption("--slow-part")) is None:
         return

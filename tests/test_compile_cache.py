@@ -81,6 +81,7 @@ def copy_of(filled: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_damaged_files_are_compiled_again(filled: Path, directory: Path):
     copy_of(filled, directory)
     count = len(entries(directory))
@@ -118,6 +119,7 @@ jax.jit(lambda x: x + 1)(1.0)
     assert result(start(directory))["hits"] >= 3
 
 
+@pytest.mark.slow
 def test_full_disk_stops_nothing_and_leaves_nothing_damaged(filled: Path, directory: Path):
     """Files cannot grow beyond 64 bytes, so every program is truncated, as on a full disk."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)); sys.dont_write_bytecode = True"

@@ -175,6 +175,7 @@ REPEATING = st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(1, 8), 
 )
 
 
+@pytest.mark.slow
 @settings(FUZZ, max_examples=400)
 @given(
     text=st.one_of(LETTERS, st.lists(REPEATING, min_size=1, max_size=4).map("".join)),
@@ -238,6 +239,7 @@ def steps(stop: tuple[str, ...], ids: list[int], tokenizer: Tokenizer, include: 
     return lines + sum(string.characters for string in counted)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("period", ["a", "ab", "aab"])
 def test_work_for_a_character_does_not_grow_with_the_stop_strings(byte_level, period, include):

@@ -26,6 +26,32 @@ _BASE = {
     "torch_dtype": "float32",
 }
 
+_GPT_OSS = {
+    "head_dim": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 36,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 13,
+    "attention_bias": True,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 2.0, 3.0],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
+}
+CLOSE_CALL = 1e-4
+"""Logits of tokens or of experts that are closer than this may be chosen either way."""
+
 # Every head count is awkward at some degree: at TP4, 3 and 6 KV heads need padding, 1 and 2 need copies.
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama"},
@@ -58,6 +84,24 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 32},
+    # The defaults of YaRN. `llama-yarn` sets all fields, gpt-oss does not round.
+    "qwen3-yarn": {
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "llama-yarn": {
+        "model_type": "llama",
+        "num_attention_heads": 8,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "attention_factor": 1.3,
+            "original_max_position_embeddings": 32,
+        },
+    },
     # 2 experts for each rank at TP4.
     "qwen3-moe": {
         "model_type": "qwen3_moe",
@@ -90,6 +134,18 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 30,
     },
+    # Dense layers that are much smaller than the layers with experts.
+    "qwen2-moe-mixed": {
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 3,
+        "intermediate_size": 30,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 30,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+    },
     "gemma2": {
         "model_type": "gemma2",
         "head_dim": 16,
@@ -110,37 +166,35 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         "tie_word_embeddings": True,
     },
+    # Requests of up to 128 tokens have the short factors of LongRoPE.
     "phi3": {
         "model_type": "phi3",
         "num_key_value_heads": 2,
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": 128,
         "pad_token_id": 0,
         "eos_token_id": 2,
-        "rope_scaling": {
-            "rope_type": "longrope",
-            "short_factor": [1.0, 1.1, 1.2, 1.4, 2.0, 3.0],
-            "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
-        },
+        "rope_scaling": _LONGROPE,
     },
-    "gpt-oss": {
-        "model_type": "gpt_oss",
-        "head_dim": 16,
-        "num_attention_heads": 8,
+    # The long factors from the second token on: at position 0 all factors do the same.
+    "phi3-long": {
+        "model_type": "phi3",
         "num_key_value_heads": 2,
-        "intermediate_size": 36,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 13,
-        "attention_bias": True,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 64,
-        },
+        "original_max_position_embeddings": 1,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "rope_scaling": _LONGROPE | {"attention_factor": 1.2},
     },
+    "gpt-oss": {"model_type": "gpt_oss", **_GPT_OSS},
+    "gpt-oss-mxfp4": {
+        "model_type": "gpt_oss",
+        **_GPT_OSS,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    # See ROUTER_BIASES. 2 experts for each rank at TP4; 6 experts that TP4 divides within each.
+    "gpt-oss-one-rank": {"model_type": "gpt_oss", **_GPT_OSS, "num_local_experts": 8},
+    "gpt-oss-unused": {"model_type": "gpt_oss", **_GPT_OSS, "num_local_experts": 6},
     "smollm2": {
         "model_type": "llama",
         "hidden_size": 72,
@@ -149,25 +203,16 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-_CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3",
-    "gpt_oss": "GptOss",
-    "phi3": "Phi3",
+ROUTER_BIASES: dict[str, list[float]] = {
+    "gpt-oss-one-rank": [9.0, 9.0, -9.0, -9.0, -9.0, -9.0, -9.0, -9.0],
+    "gpt-oss-unused": [0.0, 0.0, 0.0, -90.0, 0.0, 0.0],
 }
+"""Router biases of tiny models in all layers. All tokens go to experts 0 and 1, or no token goes to expert 3."""
 
 
 def tiny_config(name: str) -> dict[str, Any]:
     """Return the `config.json` of a tiny model."""
-    config = {**_BASE, **TINY_CONFIGS[name]}
-    return config | {"architectures": [f"{_CLASSES[config['model_type']]}ForCausalLM"]}
+    return {**_BASE, **TINY_CONFIGS[name]}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -221,7 +266,11 @@ def ffn_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]
         }
     if config["model_type"] == "mixtral":
         experts, names, ffns = "block_sparse_moe", ("w1", "w3", "w2"), [ffn] * config["num_local_experts"]
-    elif "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
+    elif (
+        "num_experts" in config
+        and layer not in config.get("mlp_only_layers", ())
+        and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    ):
         experts, names = "mlp", ("gate_proj", "up_proj", "down_proj")
         ffns = [config["moe_intermediate_size"]] * config["num_experts"]
     else:
@@ -247,20 +296,42 @@ def write_model(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
         values = random.standard_normal(shape, np.float32)
         mean = 0 if config["model_type"].startswith("gemma") else 1
         tensors[name] = mean + 0.2 * values if name.endswith("norm.weight") else 0.15 * values
-    save_file({name: value.astype(np.float32) for name, value in tensors.items()}, directory / "model.safetensors")
+        tensors[name] = tensors[name].astype(np.float32)
+    if "quantization_config" in config:
+        quantize_experts(tensors, random)
+    save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
+def quantize_experts(tensors: dict[str, np.ndarray], random: np.random.Generator) -> None:
+    """Replace the matrices of gpt-oss's experts with random blocks and scales of MXFP4."""
+    for name in [it for it in tensors if it.endswith(("gate_up_proj", "down_proj"))]:
+        count, inner, out = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = random.integers(0, 256, (count, out, inner // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = random.integers(118, 124, (count, out, inner // 32), np.uint8)
+
+
 def tiny_model(name: str, directory: Path, seed: int = 0) -> Path:
     """Write a tiny model, chosen by name."""
-    return write_model(tiny_config(name), directory / name, seed)
+    path = write_model(tiny_config(name), directory / name, seed)
+    if name in ROUTER_BIASES:
+        tensors = load_file(path / "model.safetensors")
+        for router in [it for it in tensors if it.endswith(".router.bias")]:
+            tensors[router] = np.array(ROUTER_BIASES[name], np.float32)
+        save_file(tensors, path / "model.safetensors")
+    return path
 
 
 def ragged_prompts(vocab_size: int) -> list[list[int]]:
     """Return prompts whose lengths are around page and shard borders."""
     random = np.random.default_rng(7)
     return [random.integers(0, vocab_size, length).tolist() for length in (1, 5, 16, 17, 43)]
+
+
+def spread_positions(length: int) -> np.ndarray:
+    """Return 16 positions of a sequence, from the first to the last, at equal distances."""
+    return np.linspace(0, length - 1, 16).astype(int)
 
 
 def write_byte_tokenizer(directory: Path, chat_template: str | None) -> None:

@@ -1,4 +1,4 @@
-"""GGUF files of the Llama, Qwen and Gemma 3 families, read as Hugging Face checkpoints."""
+"""GGUF files of the Llama, Qwen, Gemma and gpt-oss families, read as Hugging Face checkpoints."""
 
 import hashlib
 import os
@@ -25,10 +25,16 @@ ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
 }
 """`model_type` and class of each architecture."""
+
+MIXTRAL = ("mixtral", "MixtralForCausalLM")
+"""`model_type` and class of the architecture `llama` with experts."""
 
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -48,19 +54,32 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Names that an architecture has in addition, or in another meaning. Experts are one tensor `[E, out, in]`.
+# Experts are one tensor `[E, out, in]`.
+_EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_GEMMA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Names that an architecture has in addition, or in another meaning.
 OWN_NAMES = {
-    "qwen3moe": {
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.gate_proj",
-        "ffn_up_exps": "mlp.experts.up_proj",
-        "ffn_down_exps": "mlp.experts.down_proj",
+    "llama": _EXPERT_NAMES,
+    "qwen2moe": _EXPERT_NAMES
+    | {
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
-    "gemma3": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    "qwen3moe": _EXPERT_NAMES,
+    "gemma2": _GEMMA_NAMES,
+    "gemma3": _GEMMA_NAMES,
+    "gpt-oss": _EXPERT_NAMES | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
 }
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -162,7 +181,7 @@ class GGUFCheckpoint:
         if self._architecture == "llama" and (found := re.search(r"\.([qk])_proj\.", name)):
             heads = "num_attention_heads" if found[1] == "q" else "num_key_value_heads"
             return unpermute(array, self.config[heads])
-        if self._architecture == "gemma3" and name.endswith("norm.weight"):
+        if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
             return array - 1  # llama.cpp stores the whole scale, Hugging Face its difference from 1
         return array
 
@@ -210,7 +229,7 @@ class GGUFCheckpoint:
         """Return a stored tensor by its Hugging Face name, or the tensor of each expert if it holds all experts."""
         name = self._hf_name(entry.stored_name)
         prefix, experts, part = name.partition(".experts.")
-        if not experts or len(entry.shape) != 3:
+        if not experts or len(entry.shape) < 2:
             return {name: entry}
         count, size = entry.shape[0], entry.num_bytes // max(entry.shape[0], 1)
         one = entry._replace(shape=entry.shape[1:], stored_shape=entry.stored_shape[1:], num_bytes=size)
@@ -229,7 +248,8 @@ class GGUFCheckpoint:
                 f"{self._path} has a tensor {stored_name!r}, which is not known in {self._architecture} models: "
                 f"use the safetensors directory"
             )
-        return f"model.layers.{found[1]}.{names[found[2]]}.{found[3]}"
+        name = f"model.layers.{found[1]}.{names[found[2]]}"
+        return name if found[2] == "attn_sinks" else f"{name}.{found[3]}"
 
     def _make_config(self, rope_freqs: np.ndarray | None) -> dict[str, Any]:
         heads = self._number("attention.head_count")
@@ -238,9 +258,11 @@ class GGUFCheckpoint:
         context = self._number("context_length")
         if (rotary := self._number("rope.dimension_count", head_dim)) != head_dim:
             raise CheckpointError(f"{self._path} rotates {rotary} of {head_dim} head dimensions: all are required")
-        model_type, name = ARCHITECTURES[self._architecture]
+        num_experts = self._number("expert_count", 0)
+        is_mixtral = self._architecture == "llama" and num_experts > 0
+        model_type, name = MIXTRAL if is_mixtral else ARCHITECTURES[self._architecture]
         window = self._number("attention.sliding_window", 0)
-        if 0 < window < context and self._architecture != "gemma3":
+        if 0 < window < context and self._architecture not in ("gemma2", "gemma3", "gpt-oss"):
             raise CheckpointError(
                 f"{self._path} uses sliding-window attention ({window} of {context} tokens), "
                 f"which is not read from GGUF: use the safetensors directory"
@@ -265,22 +287,34 @@ class GGUFCheckpoint:
         }
         if self._architecture != "qwen2":  # which has biases by definition, and no such key
             config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._entries
-        if self._architecture == "qwen3moe":
+        if num_experts > 0:
             config |= {
-                "num_experts": self._number("expert_count"),
+                "num_local_experts" if model_type in ("mixtral", "gpt_oss") else "num_experts": num_experts,
                 "num_experts_per_tok": self._number("expert_used_count"),
-                "moe_intermediate_size": self._experts_size(),
-                "norm_topk_prob": True,  # in all published models; GGUF has no key for it
             }
-        if self._architecture == "gemma3":
-            self._check_window_pattern()
-            is_27b = config["num_hidden_layers"] == 62  # llama.cpp also tells the model by its number of layers
+        if self._architecture in ("qwen2moe", "qwen3moe"):
+            config |= {
+                "moe_intermediate_size": self._number("expert_feed_forward_length"),
+                "norm_topk_prob": model_type == "qwen3_moe",  # so in all published models; GGUF has no key for it
+            }
+        if self._architecture == "qwen2moe":
+            config["shared_expert_intermediate_size"] = self._number("expert_shared_feed_forward_length")
+        if self._architecture == "gpt-oss":
+            config["sliding_window"] = window or None
+        if self._architecture.startswith("gemma"):
+            # llama.cpp also tells the 27B models by their number of layers.
+            is_27b = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[self._architecture]
             config |= {
                 "sliding_window": window or None,
                 "hidden_activation": "gelu_pytorch_tanh",
                 "query_pre_attn_scalar": hidden // heads if is_27b else head_dim,
-                "rope_local_base_freq": _shortest(self._number("rope.freq_base_swa", 10000.0)),
             }
+        if self._architecture == "gemma2":
+            caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+            config |= {key: _shortest(self._number(key, default)) for key, default in caps.items()}
+        if self._architecture == "gemma3":
+            self._check_window_pattern()
+            config["rope_local_base_freq"] = _shortest(self._number("rope.freq_base_swa", 10000.0))
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             config[f"{role}_token_id"] = self._metadata.get(f"tokenizer.ggml.{key}_token_id")
         return config
@@ -319,9 +353,18 @@ class GGUFCheckpoint:
                     f"Llama 3's (8192 tokens, factors 1 and 4): use the safetensors directory"
                 )
             return scaling
+        if kind == "yarn":
+            return {
+                "rope_type": "yarn",
+                "factor": _shortest(factor),
+                "original_max_position_embeddings": self._number("rope.scaling.original_context_length"),
+                "beta_fast": _shortest(self._number("rope.scaling.yarn_beta_fast", 32.0)),
+                "beta_slow": _shortest(self._number("rope.scaling.yarn_beta_slow", 1.0)),
+                "truncate": self._architecture != "gpt-oss",
+            }
         if kind not in ("none", "linear"):
             raise CheckpointError(
-                f"{self._path} has rope.scaling.type {kind!r}: only 'linear' and Llama 3's table are read "
+                f"{self._path} has rope.scaling.type {kind!r}: only 'linear', 'yarn' and Llama 3's table are read "
                 f"from GGUF; use the safetensors directory"
             )
         return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": _shortest(factor)}

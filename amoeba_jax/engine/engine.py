@@ -23,7 +23,7 @@ from amoeba_jax.engine.background_warmup import BackgroundWarmup
 from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.engine.steps import Steps
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import ContextLengthError, RequestError
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.room import Room
@@ -154,7 +154,7 @@ class Engine:
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `RequestError` if no instance can hold a request after the present transformations.
+        """Raise `ContextLengthError` if no instance can hold a request after the present transformations.
 
         With a scheduler, which may change the layout, instances of all degrees count. Any thread may call this.
         """
@@ -167,7 +167,7 @@ class Engine:
             capacity, tp = max((capacity, tp), *((self.capacity_tokens(degree), degree) for degree in degrees))
         limit = min(self.max_model_len, capacity)
         if total > limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt of {num_prompt_tokens} tokens plus max_tokens={max_tokens} is {total} tokens, over the "
                 f"limit of {limit}: the model's context is {self.max_model_len} and the KV cache of a "
                 f"TP{tp} instance holds {capacity}"

@@ -65,7 +65,8 @@ class Sequences:
     def preempt(self, instance: Instance, sequence: Sequence) -> None:
         """Free the pages of a sequence and requeue it as the first of its priority.
 
-        The sequence is computed again from its tokens. If one of its tokens is in flight, the token is still used.
+        The sequence is computed again from its tokens. If one of its tokens is in flight, the token is still used. A
+        token whose sampling waits for a matcher is sampled again later.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0

@@ -68,8 +68,6 @@ class Steps:
         changes, transition = self._changes, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance):
             return False
-        if transition is not None and _all_await_tokens(instance):
-            return False  # switch the next layers before the next step, not before its tokens
         num_preempted = self._reserve_next_tokens(instance)
         if transition is not None:
             step = self._plan(instance) if transition.overlaps else None
@@ -198,7 +196,10 @@ class Steps:
     # Results
 
     def take(self, instance: Instance, step: PendingStep) -> None:
-        """Wait for the results of a step, report its tokens, and end sequences that are complete."""
+        """Wait for the results of a step, report its tokens, and end sequences that are complete.
+
+        If the sampling of the next step waits for these tokens, launch it.
+        """
         try:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
             result = unpack_result(step.result.result())
@@ -234,6 +235,19 @@ class Steps:
             if sequence.finished:
                 self._sequences.remove(sequence)
             self._sequences.report(Update(sequence, (token,), entries, sequence.finished))
+        self._sample_late(instance)
+
+    def _sample_late(self, instance: Instance) -> None:
+        """Launch the sampling of the next step in flight, if the sampling has waited for its matchers."""
+        step = next(iter(instance.pending), None)
+        if step is None or step.logits is None:
+            return
+        if any(row.sequence.slot < 0 for row in step.sampled):
+            self._sequences.num_changes += 1  # a preempted sequence may start again without this sample
+        try:
+            instance.launcher.sample_late(step)
+        except Exception as error:
+            self.recover(instance, error, step.rows, step.sampled)
 
     def _report_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
         """Report the log-probabilities of a chunk of a prompt.
@@ -350,9 +364,3 @@ class Steps:
                 logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
             gc.collect()  # the frames of the error may have held the missing memory
         self._cluster.take_back(instances)
-
-
-def _all_await_tokens(instance: Instance) -> bool:
-    """Return whether no sequence can run before a token in flight arrives. False if no token is in flight."""
-    running = instance.running
-    return any(s.awaits_token for s in running) and not any(s.num_uncomputed_tokens for s in running)

@@ -344,6 +344,8 @@ class Instance:
     def clear_pending(self) -> None:
         """Drop the steps in flight, because their results are lost."""
         clear_in_flight(row for step in self.pending for row in step.sampled)
+        for step in self.pending:
+            step.drop()
         self.pending.clear()
 
     def retire(self) -> None:

@@ -20,12 +20,12 @@ class ResultReader:
         self._on_result = on_result
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def read(self, array: jax.Array) -> "Future[np.ndarray]":
+    def read(self, array: jax.Array, result: "Future[np.ndarray] | None" = None) -> "Future[np.ndarray]":
         """Copy a result `[rows, ...]` to the host in the thread.
 
-        The future returns an array with two axes: rows and values.
+        The future returns an array with two axes: rows and values. It is `result`, or a new future.
         """
-        return self._submit(lambda: np.asarray(array).reshape(len(array), -1))
+        return self._submit(lambda: np.asarray(array).reshape(len(array), -1), result)
 
     def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
         """Return a future that is done when the arrays are computed.
@@ -34,10 +34,17 @@ class ResultReader:
         """
         return self._submit(lambda: jax.block_until_ready(arrays))
 
-    def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
-        future = self._thread.submit(call)
-        future.add_done_callback(lambda _: self._on_result())
+    def _submit(self, call: Callable[[], Any], future: "Future[Any] | None" = None) -> "Future[Any]":
+        future = future or Future()
+        self._thread.submit(self._run, call, future)
         return future
+
+    def _run(self, call: Callable[[], Any], future: "Future[Any]") -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        self._on_result()
 
     def close(self, wait: bool) -> None:
         """End the thread after all requested results. If `wait`, wait for the end of the thread."""

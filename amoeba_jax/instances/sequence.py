@@ -74,7 +74,7 @@ class Update(NamedTuple):
 class Sequence:
     """Tokens, pages and times of one sample. After submission, only the dispatcher thread uses it.
 
-    The host learns tokens one step late: the device has sampled `num_in_flight` tokens that the host has not read.
+    The host learns tokens one step late: launched steps sample `num_in_flight` tokens that the host has not read.
     Times are values of `time.monotonic()`, in seconds.
 
     Attributes:
@@ -199,17 +199,14 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled.
-
-        It is also 0 while the sequence waits for its token in flight.
-        """
-        if self.num_generated >= self.params.max_tokens or self.awaits_token:
+        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled."""
+        if self.num_generated >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the sequence is constrained and its matcher needs the token in flight before the next step."""
+        """Whether the sequence is constrained and its matcher needs the token in flight before the next is sampled."""
         return self.matcher is not None and self.num_in_flight > 0
 
     @property

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from amoeba_jax.instances.lane import Lane
@@ -32,7 +33,22 @@ class Row(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the step samples the next token of this sequence, because the row contains its last token."""
-        return self.start + self.length == self.sequence.num_tokens
+        return self.stop == self.sequence.num_tokens
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def drop_sample(row: Row) -> None:
+    """Take back the sample of a row whose sequence has ended or was preempted.
+
+    A preempted sequence will sample this token when it runs again.
+    """
+    sequence = row.sequence
+    sequence.num_in_flight -= 1
+    if (pages := sequence.host_pages) is not None:
+        pages.num_computed = min(pages.num_computed, sequence.num_tokens - 1)
 
 
 def clear_in_flight(sampled: Iterable[Row]) -> None:
@@ -74,14 +90,17 @@ class PendingStep:
         sampled: rows whose next token the step samples.
         result: result of the sampler. It is the last result of the step that the reader thread reads.
         decodes: whether all rows decode, and no layer switches during the step.
+        logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`StepLauncher.sample_late`).
+            None: the sampling is launched.
         prompt_row: row of a prompt whose log-probabilities the step computes (`prompt_result`).
         launched_at: time of the launch, a value of `time.perf_counter()`.
     """
 
     rows: tuple[Row, ...]
     sampled: list[Row]
-    result: "Future[np.ndarray]"
     decodes: bool
+    result: "Future[np.ndarray]" = field(default_factory=Future)
+    logits: jax.Array | None = None
     prompt_row: Row | None = None
     prompt_result: "Future[np.ndarray] | None" = None
     launched_at: float = field(default_factory=time.perf_counter)
@@ -99,6 +118,11 @@ class PendingStep:
     @property
     def done(self) -> bool:
         return self.result.done()
+
+    def drop(self) -> None:
+        """Record that the results are lost. Without sampling, nothing else ends `result`."""
+        if self.logits is not None:
+            self.result.set_exception(RuntimeError("a step before this step has failed"))
 
 
 def step_batch(

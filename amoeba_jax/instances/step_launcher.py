@@ -9,7 +9,7 @@ import numpy as np
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import BatchAt, Runner, StepInputs
-from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, step_batch
+from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, drop_sample, step_batch
 from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
@@ -76,6 +76,9 @@ class StepLauncher:
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Launch a step and its sampling. The reader's thread reads the results.
 
+        If a matcher needs a token in flight first, only the layers and the head are launched. `sample_late` must launch
+        the sampling when the results of the step before are taken.
+
         Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. Nothing
         has changed then. Any other error comes after the first program was launched, and the cache may be lost.
         """
@@ -94,7 +97,8 @@ class StepLauncher:
         sampled = [row for row in plan.rows if row.samples]
         if every:
             sampled = [row._replace(place=0) for row in sampled]  # row of its only column of logits
-        sample = self._sampler.prepare(plan, sampled)
+        num_rows = 1 if every else plan.shape.num_rows
+        sample = self._sampler.prepare(sampler_kind(plan), num_rows, sampled)
         columns = self._sampler.column_programs(plan.shape.num_tokens) if every else []
         batch_at = partial(step_batch, plan, lanes)
         inputs = self._runner.prepare(plan.shape, plan.logits_of, plan.lane, batch_at)
@@ -115,20 +119,42 @@ class StepLauncher:
             prompt_row, prompt_result = row, self._reader.read(token_logprobs(logits, targets))
             if sample is not None:
                 logits = take_column(logits, np.int32(row.place + row.length - 1))
-        if sample is not None:
-            assert logits is not None, "taken for the sampler"
-            tokens, result = self._sampler.sample(sample, logits, self._first_rank(self._runner.last_tokens))
-            self._set_last_tokens(tokens)
-        else:
+        step = PendingStep(plan.rows, sampled, plan.decodes, prompt_row=prompt_row, prompt_result=prompt_result)
+        if sample is None:
             if sampled:
                 self._runner.last_tokens = head.last_tokens
-            result = self._first_rank(head.argmax_ids)  # read also without samples: it tells when the step is done
+            # Read also without samples: it tells when the step is done.
+            self._reader.read(self._first_rank(head.argmax_ids), step.result)
+        elif any(row.sequence.awaits_token for row in sampled):
+            step.logits = logits
+        else:
+            self._sample(step, sample, logits)
         for row in plan.rows:
-            row.sequence.num_computed = row.start + row.length
-        step = PendingStep(plan.rows, sampled, self._reader.read(result), plan.decodes, prompt_row, prompt_result)
+            row.sequence.num_computed = row.stop
         for row in sampled:
             row.sequence.num_in_flight += 1
         return step
+
+    def sample_late(self, step: PendingStep) -> None:
+        """Launch the sampling of a step that has waited for the tokens of the step before.
+
+        Rows of sequences that have ended or were preempted are dropped: other sequences may use their slots.
+        """
+        for row in step.sampled:
+            if row.sequence.slot < 0:
+                drop_sample(row)
+        step.sampled = [row for row in step.sampled if row.sequence.slot >= 0]
+        assert step.logits is not None, "its sampling waits"
+        sample = self._sampler.prepare("full", step.logits.shape[1], step.sampled)
+        assert sample is not None, "constrained rows need the full sampler"
+        self._sample(step, sample, step.logits)
+        step.logits = None
+
+    def _sample(self, step: PendingStep, sample: SampleCall, logits: jax.Array | None) -> None:
+        assert logits is not None, "taken for the sampler"
+        tokens, result = self._sampler.sample(sample, logits, self._first_rank(self._runner.last_tokens))
+        self._set_last_tokens(tokens)
+        self._reader.read(result, step.result)
 
     def launch_batch(
         self, shape: BatchShape, microbatch: int | None, batch_at: BatchAt, logits_of: LogitsOf = "last"

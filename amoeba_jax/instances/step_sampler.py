@@ -141,18 +141,22 @@ class StepSampler:
         """Return two programs for logits of all tokens: take a column, and compute log-probabilities."""
         return [self._executables.get(spec) for spec in self._column_specs(num_tokens)]
 
-    def prepare(self, plan: StepPlan, sampled: list[Row]) -> SampleCall | None:
-        """Return the sampling call of a step. Return None if the greedy tokens of the head are enough."""
-        kind = sampler_kind(plan)
+    def prepare(self, kind: SamplerKind, num_rows: int, sampled: list[Row]) -> SampleCall | None:
+        """Return the sampling call of a step. Return None if the greedy tokens of the head are enough.
+
+        Args:
+            kind: kind of sampler that the rows need (`sampler_kind`).
+            num_rows: number of columns of the logits.
+        """
         if kind == "greedy":
             return None
-        num_rows, full = 1 if plan.logits_of == "all" else plan.shape.num_rows, kind == "full"
+        full = kind == "full"
         rows = [_NO_SAMPLE] * num_rows
         for row in sampled:
-            s = row.sequence
-            # At most one token is in flight: the token of the step before.
-            pairs = bad_word_pairs(s.sampling, s.output, s.num_in_flight > 0)
-            rows[row.place] = StepRow(s.sampling, s.slot, s.num_tokens, s.num_generated, pairs)
+            s, position = row.sequence, row.stop
+            # The host knows all tokens before this position, or all except the token of the step before.
+            pairs = bad_word_pairs(s.sampling, s.output, position > s.num_known)
+            rows[row.place] = StepRow(s.sampling, s.slot, position, position - len(s.prompt), pairs)
         packed = pack(rows, num_rows, full=full)
         masks = _masks(sampled, num_rows, self.state.flags.shape[1]) if full else None
         return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, masks)

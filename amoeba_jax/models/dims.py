@@ -13,7 +13,7 @@ from sharding.params import round_up_to_pages
 # Rows of a vocabulary shard are a multiple of this number, so that each rank's matrix is aligned.
 VOCAB_ALIGNMENT = 16
 MOST_FFN_PADDING = 4
-"""Limit of stored size over used size for the smaller FFN shards of a model with dense and expert layers."""
+"""Limit of stored size over used size for the FFN shards of a model with dense and expert layers."""
 
 
 class ExpertShards(NamedTuple):
@@ -93,13 +93,14 @@ class ModelDims:
         if self.ffn_page_elems is None:
             return 0
         features = self._features
-        if max(features) > MOST_FFN_PADDING * min(features):
+        used = sum(features[-1] if kind.has_experts else features[0] for kind in self.config.kinds)
+        padding = max(features) * self.config.num_layers / used
+        if padding > MOST_FFN_PADDING:
             dense, experts = features
             raise ConfigError(
                 f"{self.config.family} with dense and expert layers: FFN shards have {dense} features in dense layers "
-                f"and {experts} in layers with experts. The smaller ones would be padded to "
-                f"{max(features) / min(features):.1f} times their size, the limit is {MOST_FFN_PADDING}: set "
-                "max_tensor_parallel_size=1"
+                f"and {experts} in layers with experts. With equal shards in all layers, the FFNs would take "
+                f"{padding:.1f} times their size, the limit is {MOST_FFN_PADDING}: set max_tensor_parallel_size=1"
             )
         return max(features) * self.config.hidden_size // self.ffn_page_elems
 

@@ -119,11 +119,16 @@ def _longrope(rope: dict[str, Any], max_position: int, head_dim: int) -> dict[st
             raise CheckpointError(f"config.json: {name} of LongRoPE must be a list of {head_dim // 2} numbers")
         settings[name] = tuple(_positive_number({name: factor}, name) for factor in factors)
     original = _positive_number(rope, "original_max_position_embeddings")
-    scale = _positive_number(rope, "factor") if rope.get("factor") is not None else max_position / original
-    settings["attention_factor"] = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
     if rope.get("attention_factor") is not None:
-        settings["attention_factor"] = _positive_number(rope, "attention_factor")
-    return settings
+        return settings | {"attention_factor": _positive_number(rope, "attention_factor")}
+    scale = _positive_number(rope, "factor") if rope.get("factor") is not None else max_position / original
+    if scale > 1 and original <= 1:
+        raise CheckpointError(
+            f"config.json: original_max_position_embeddings={original:g} of LongRoPE must be above 1 if there is no "
+            "attention_factor"
+        )
+    attention_factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+    return settings | {"attention_factor": attention_factor}
 
 
 def _positive_number(rope: dict[str, Any], field: str) -> float:

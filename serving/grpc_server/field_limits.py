@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sized
 from typing import Any
 
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import ContextLengthError, RequestError
 from amoeba_jax.sampling_params import SamplingParams
 from serving.grpc_server.callers import Caller
 from serving.grpc_server.config import Limits
@@ -76,7 +76,7 @@ def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_t
     check_length("the prompt", length, "max_prompt_chars", limits, "characters")
     limit = max_model_len * longest_token_chars
     if length > limit:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {length} characters: at most {limit} fit in {max_model_len} tokens (max_model_len) of "
             "this model"
         )

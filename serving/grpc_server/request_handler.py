@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amoeba_jax.errors import (
+    ContextLengthError,
     DeadlineError,
     EngineClosedError,
     LayoutError,
@@ -235,7 +236,7 @@ class RequestHandler:
     def check_num_tokens(self, name: str, num_tokens: int) -> None:
         """Raise `RequestError` for more tokens than the longest context has."""
         if num_tokens > (limit := self.backend.max_model_len):
-            raise RequestError(f"{name} has {num_tokens} tokens: at most {limit} may be given (max_model_len)")
+            raise ContextLengthError(f"{name} has {num_tokens} tokens: at most {limit} may be given (max_model_len)")
 
     def _encode_chat(self, chat: Chat) -> list[int]:
         tokenizer = self.tokenizer()

@@ -3,7 +3,7 @@
 import inspect
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from serving.http_server.fields import (
 )
 from serving.http_server.output_parser import Piece
 from serving.http_server.streams import DONE, EventStream, Write, event, while_connected
-from serving.http_server.usage import chat_logprobs
+from serving.http_server.usage import chat_logprobs, prompt_entry
 
 # Arguments of the tokenizer that clients may not set through `chat_template_kwargs`.
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}
@@ -54,6 +54,7 @@ class ChatRequest(TemplateFields, Penalties):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
@@ -120,23 +121,43 @@ def template_settings(body: Any, effort: str | None) -> dict[str, Any]:
     return {"add_generation_prompt": opens, "continue_final_message": continues, "arguments": arguments}
 
 
+# Fields by type. In a response, the format itself holds the schema. The schema of a JSON object is an extension of
+# llama.cpp and others.
+_FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema", "name", "description", "schema", "strict"),
+}
+
+
 def read_format(value: Any, name: str = "response_format") -> StructuredOutput | None:
     """Return the constraint for a response format. Raise `FieldError` for a format that cannot be honoured."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
+    known: tuple[str, ...] = _FORMAT_FIELDS.get(kind if isinstance(kind, str) else "", ())
+    if not known:
+        raise FieldError(f"{name}.type", f"must be text, json_object or json_schema, got {shorten(kind)}")
+    _check_keys(value, known, name)
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and value.get("schema") is None:
         return StructuredOutput(json_object=True)
-    if kind == "json_schema":
-        # In a response, the format itself holds the schema.
-        inner = value.get("json_schema", value)
-        schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        if not isinstance(schema, Mapping | bool):
-            raise FieldError(f"{name}.json_schema.schema", f"must be a JSON schema, got {shorten(schema)}")
-        return StructuredOutput(json_schema=schema)  # type: ignore[arg-type]
-    raise FieldError(f"{name}.type", f"must be text, json_object or json_schema, got {shorten(kind)}")
+    inner, path = value, f"{name}.schema"
+    if "json_schema" in value:
+        inner, path = value["json_schema"], f"{name}.json_schema.schema"
+        if isinstance(inner, Mapping):
+            _check_keys(inner, _FORMAT_FIELDS["json_schema"][2:], f"{name}.json_schema")
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, Mapping | bool):
+        raise FieldError(path, f"must be a JSON schema, got {shorten(schema)}")
+    return StructuredOutput(json_schema=schema)  # type: ignore[arg-type]
+
+
+def _check_keys(value: Mapping[str, Any], known: Collection[str], name: str) -> None:
+    for key in value:
+        if key not in known:
+            raise FieldError(f"{name}.{key[:100]}", "is not a field that this server supports")
 
 
 @dataclass
@@ -195,6 +216,7 @@ class _ChatCompletion:
             request.scope["caller"],
             max_tokens=handler.backend.max_model_len if max_tokens is None else max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
             structured=constraint,
             skip_special_tokens=False if keeps_special and body.skip_special_tokens is None else None,
         )
@@ -234,6 +256,9 @@ class _ChatCompletion:
                 choice["token_ids"] = sample.token_ids
             choices.append(choice)
         answer.update(self._head("chat.completion"), choices=choices, usage=self._generation.usage.to_dict())
+        wants_prompt = self._body.prompt_logprobs is not None
+        entries = [prompt_entry(it) for it in self._generation.prompt_logprobs]
+        answer["prompt_logprobs"] = entries if wants_prompt else None
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._generation.prompt
 
@@ -268,14 +293,16 @@ class _ChatCompletion:
         wants_usage = options is not None and bool(options.include_usage)
         continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
+        num_sent = 0
 
-        def chunk(choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+        def chunk(choice: dict[str, Any], more: dict[str, Any], num_tokens: int | None = None) -> bytes:
             body = head | more | {"choices": [choice]}
             if wants_usage:
-                body["usage"] = self._generation.usage.to_dict() if continuous else None
+                body["usage"] = self._generation.usage.to_dict(num_tokens) if continuous else None
             return event(body)
 
         async def send(steps: list[Step]) -> None:
+            nonlocal num_sent
             chunks = []
             for step in steps:
                 sample = self._samples[step.index]
@@ -286,9 +313,10 @@ class _ChatCompletion:
                     sample.has_begun = True
                     delta = {"role": "assistant", "content": "", "refusal": None}
                     first = {"index": step.index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    chunks.append(chunk(first, more))
+                    chunks.append(chunk(first, more, num_sent))
                 if (choice := self._chunk_choice(step)) is not None:
                     chunks.append(chunk(choice, {}))
+            num_sent = self._generation.usage.completion_tokens
             if chunks:
                 await write(b"".join(chunks))
 

@@ -45,8 +45,9 @@ class ChatGeneration:
 
     Attributes:
         usage: token counts so far.
-        num_entries: generated tokens and their log-probabilities so far.
+        num_entries: generated tokens and all log-probabilities so far.
         prompt: token ids of the prompt, after the start.
+        prompt_logprobs: log-probabilities of the prompt so far, one entry for each position.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ChatGeneration:
         self._parsers: list[OutputParser] = []
         self.usage, self.num_entries = Usage(), 0
         self.prompt: list[int] = []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] = []
         self._call = Call(
             name=name,
             prompt=Chat(for_template(messages, tools, template), tools.functions, settings),
@@ -132,7 +134,9 @@ class ChatGeneration:
 
         async def send_delta(delta: RequestDelta) -> None:
             self.usage.add(0, delta)
+            self.prompt_logprobs += delta.prompt_logprobs
             self.num_entries += delta.num_tokens * (1 + (self._params.logprobs or 0))
+            self.num_entries += len(delta.prompt_logprobs) * (1 + (self._params.prompt_logprobs or 0))
             await send(self._steps(delta))
 
         await self._handler.serve(self._call, send_delta)

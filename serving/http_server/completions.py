@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from amoeba_jax.outputs import CompletionDelta, Logprob, RequestDelta
+from amoeba_jax.outputs import CompletionDelta, RequestDelta
 from amoeba_jax.sampling_params import SamplingParams
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.calls import Call
@@ -26,7 +26,7 @@ from serving.http_server.fields import (
     sampling_params,
 )
 from serving.http_server.streams import DONE, EventStream, Write, event, serve_all, while_connected
-from serving.http_server.usage import CompletionLogprobs, Usage
+from serving.http_server.usage import CompletionLogprobs, Usage, prompt_entry
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -183,7 +183,7 @@ class _Completion:
             }
             prompt = number // self._params.n
             if self._body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = [*map(_prompt_entry, self._prompt_logprobs[prompt])]
+                choice["prompt_logprobs"] = [*map(prompt_entry, self._prompt_logprobs[prompt])]
             if self._body.return_token_ids:
                 choice |= {"token_ids": sample.token_ids, "prompt_token_ids": self._prompts[prompt]}
             choices.append(choice)
@@ -269,16 +269,6 @@ class _Completion:
 def _without_text(completion: CompletionDelta) -> CompletionDelta:
     reason = None if completion.finish_reason is None else "length"
     return CompletionDelta(completion.index, "", (), None, None, reason, None)
-
-
-def _prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
-    """Return log-probabilities of a position of the prompt in vLLM's form."""
-    if entry is None:
-        return None
-    return {
-        str(token): {"logprob": max(it.logprob, -9999.0), "rank": it.rank, "decoded_token": it.decoded_token}
-        for token, it in entry.items()
-    }
 
 
 def _prompts(prompt: Any, most: int) -> list[str | list[int]]:

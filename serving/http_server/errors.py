@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from amoeba_jax.errors import RequestError
+from amoeba_jax.errors import ContextLengthError, RequestError
 from amoeba_jax.shorten import shorten
 from serving.grpc_server.statuses import http_status_of, status_of
 
@@ -44,6 +44,8 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     _, text = status_of(error)
     default = ("server_error", None) if status >= 500 else ("invalid_request_error", None)
     kind, code = _TYPES.get(status, default)
+    if isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
     return status, error_object(text, kind, getattr(error, "param", None), code)
 
 

@@ -177,6 +177,8 @@ def check_names(body: Any, limits: Limits) -> None:
 
 
 def check_stream(body: Any) -> None:
-    """Raise `FieldError` for options of a stream if the answer is no stream."""
+    """Raise `FieldError` for options of a stream if the answer is no stream, and for fields that streams lack."""
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "needs stream=true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise FieldError("prompt_logprobs", "needs stream=false")

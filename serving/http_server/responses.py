@@ -210,7 +210,6 @@ class _Response:
     def resource(self) -> dict[str, Any]:
         """Return the response object, with the output so far."""
         body, usage = self._body, self._generation.usage
-        has_ended = self._status != "in_progress"
         text: dict[str, Any] = {"format": _shown_format(body.text.format if body.text else None)}
         if body.text and body.text.verbosity is not None:
             text["verbosity"] = body.text.verbosity
@@ -244,9 +243,7 @@ class _Response:
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens},
                 "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            }
-            if has_ended
-            else None,
+            },
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "store": False,

@@ -58,13 +58,13 @@ def token_routes(handler: RequestHandler) -> APIRouter:
         async with handler.admitted(request.scope["caller"], 0, handler.limits.max_http_s):
             special = body.add_special_tokens is not False
             tokens = [] if prompt == "" else await handler.tokenize(prompt, special)
-        text = handler.tokenizer().token_text
+        entry = handler.tokenizer().vocabulary_entry
         return json_response(
             {
                 "count": len(tokens),
                 "max_model_len": handler.backend.max_model_len,
                 "tokens": tokens,
-                "token_strs": [text(token) for token in tokens] if body.return_token_strs else None,
+                "token_strs": [entry(token) for token in tokens] if body.return_token_strs else None,
             }
         )
 

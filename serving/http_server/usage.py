@@ -34,12 +34,16 @@ class Usage:
         """Number of prompt tokens that were found in the prefix cache."""
         return sum(self._cached)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object `usage` of completions and chat completions."""
+    def to_dict(self, completion_tokens: int | None = None) -> dict[str, Any]:
+        """Return the object `usage` of completions and chat completions.
+
+        `completion_tokens`: generated tokens up to an earlier time. None: all so far.
+        """
+        generated = self.completion_tokens if completion_tokens is None else completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
@@ -71,6 +75,16 @@ def chat_logprobs(
         | {"top_logprobs": [token_entry(other, options[other], as_id) for other in top(options, num_top)]}
         for token, options in entries
     ]
+
+
+def prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
+    """Return log-probabilities of a position of the prompt in vLLM's form."""
+    if entry is None:
+        return None
+    return {
+        str(token): {"logprob": max(it.logprob, _LOWEST), "rank": it.rank, "decoded_token": it.decoded_token}
+        for token, it in entry.items()
+    }
 
 
 def top(options: dict[int, Logprob], num_top: int) -> list[int]:

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.reports import engine_stats
 from amoeba_jax.errors import (
+    ContextLengthError,
     DeadlineError,
     LayoutError,
     MemoryBudgetError,
@@ -62,7 +63,7 @@ from sharding.placement import Placement
 logger = logging.getLogger(__name__)
 
 _ERRORS = {
-    RejectKind.NEVER_FITS: RequestError,
+    RejectKind.NEVER_FITS: ContextLengthError,
     RejectKind.DEADLINE: DeadlineError,
     RejectKind.QUEUE_FULL: QueueFullError,
 }

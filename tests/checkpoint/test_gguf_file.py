@@ -339,12 +339,12 @@ def test_linear_rope_scaling_becomes_config(tmp_path):
             r"table \(rope_freqs\.weight\) that is not Llama 3's",
         ),
         (
-            lambda w: w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((2, FFN, HIDDEN), np.float32)),
-            r"tensor 'blk\.0\.ffn_gate_exps\.weight', which is not known in llama models",
+            lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32)),
+            r"tensor 'blk\.0\.attn_sinks\.weight', which is not known in llama models",
         ),
         (
-            lambda w: w.add_string("llama.rope.scaling.type", "yarn"),
-            r"rope\.scaling\.type 'yarn': only 'linear'",
+            lambda w: w.add_string("llama.rope.scaling.type", "longrope"),
+            r"rope\.scaling\.type 'longrope': only 'linear', 'yarn'",
         ),
         (lambda w: w.add_rope_dimension_count(4), r"rotates 4 of 8 head dimensions"),
         (lambda w: w.add_sliding_window(64), r"sliding-window attention \(64 of 128 tokens\)"),
@@ -370,12 +370,12 @@ def test_layers_must_agree(tmp_path):
 
 
 def test_unsupported_architecture_lists_the_supported(tmp_path):
-    writer = GGUFWriter(tmp_path / "m.gguf", "gemma2")
+    writer = GGUFWriter(tmp_path / "m.gguf", "phi3")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="architecture 'gemma2': only llama, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match="architecture 'phi3': only llama, qwen2, qwen3"):
         GGUFCheckpoint(tmp_path / "m.gguf")
 
 

@@ -1,12 +1,13 @@
 """Tensors of the model, from checkpoints that store them in other forms."""
 
+import json
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import tiny_config, tiny_model, write_model
+from tiny_models import tiny_config, tiny_model
 
 from amoeba_jax.checkpoint import SafetensorsCheckpoint, mxfp4
 from amoeba_jax.checkpoint.mxfp4 import Mxfp4Checkpoint, expand
@@ -18,13 +19,13 @@ from amoeba_jax.models.families import FAMILIES
 from amoeba_jax.weights.readers import check_checkpoint
 
 
-def opened(directory: Path) -> tuple[SplitCheckpoint, ModelDims]:
+def opened(directory: Path) -> tuple[SplitCheckpoint | SafetensorsCheckpoint, ModelDims]:
     """Return the checkpoint as an engine reads it, after all checks."""
     stored = SafetensorsCheckpoint(directory)
     config = ModelConfig.from_hf(stored.config)
     split = FAMILIES[config.family].split
-    assert split is not None
-    found, dims = SplitCheckpoint(stored, split(config)), ModelDims(config, 1, 16, "float32")
+    found = stored if split is None else SplitCheckpoint(stored, split(config))
+    dims = ModelDims(config, 1, 16, "float32")
     check_checkpoint(found, dims)
     return found, dims
 
@@ -51,17 +52,19 @@ def test_fused_and_separate_experts_are_the_same(name: str, tmp_path: Path):
         np.testing.assert_array_equal(fused.read(it), separate.read(it))
 
 
-def test_sharded_checkpoints_are_split_too(tmp_path: Path):
-    path = tiny_model("phi3", tmp_path)
+@pytest.mark.parametrize("name", ["phi3", "qwen3-moe", "mixtral", "qwen2-moe-mixed", "gpt-oss", "gemma3"])
+def test_sharded_checkpoints_have_the_same_tensors(name: str, tmp_path: Path):
+    """Tensors of a layer, and experts of a layer, are in different files."""
+    path = tiny_model(name, tmp_path)
     whole, _ = opened(path)
     tensors = load_file(path / "model.safetensors")
-    parts = {it: f"model-{index % 2}.safetensors" for index, it in enumerate(sorted(tensors))}
+    parts = {it: f"model-{index % 3}.safetensors" for index, it in enumerate(sorted(tensors))}
     before = {it: whole.read(it).copy() for it in whole.names()}
+    whole.close()
     for shard in set(parts.values()):
         save_file({it: tensors[it] for it, at in parts.items() if at == shard}, path / shard)
     (path / "model.safetensors").unlink()
-    quoted = ", ".join(f'"{it}": "{at}"' for it, at in parts.items())
-    (path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{quoted}}}}}')
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     sharded, _ = opened(path)
     assert sharded.names() == before.keys()
     for it, tensor in before.items():
@@ -88,22 +91,8 @@ def test_blocks_are_expanded_bit_by_bit():
             assert float(found[(*place[:2], 2 * place[2] + half)]) == expected
 
 
-def quantized(directory: Path) -> Path:
-    """Write a tiny gpt-oss with MXFP4 experts: hidden size 64, 32 inner features."""
-    changes = {"hidden_size": 64, "intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
-    config = tiny_config("gpt-oss") | changes
-    path, random = write_model(config, directory), np.random.default_rng(3)
-    tensors = load_file(path / "model.safetensors")
-    for name in [it for it in tensors if it.endswith(("gate_up_proj", "down_proj"))]:
-        count, inner, out = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = random.integers(0, 256, (count, out, inner // 32, 16), np.uint8)
-        tensors[f"{name}_scales"] = random.integers(118, 124, (count, out, inner // 32), np.uint8)
-    save_file(tensors, path / "model.safetensors")
-    return path
-
-
 def test_experts_in_mxfp4_are_those_of_the_expanded_matrices(tmp_path: Path):
-    path = quantized(tmp_path / "model")
+    path = tiny_model("gpt-oss-mxfp4", tmp_path)
     stored = SafetensorsCheckpoint(path)
     config = ModelConfig.from_hf(stored.config)
     split = FAMILIES["gpt_oss"].split
@@ -123,7 +112,7 @@ def test_experts_in_mxfp4_are_those_of_the_expanded_matrices(tmp_path: Path):
 
 
 def test_scales_of_another_shape_are_refused(tmp_path: Path):
-    path = quantized(tmp_path / "model")
+    path = tiny_model("gpt-oss-mxfp4", tmp_path)
     tensors = load_file(path / "model.safetensors")
     name = next(it for it in tensors if it.endswith("_scales"))
     tensors[name] = tensors[name][..., :1].repeat(3, axis=-1)
@@ -135,7 +124,7 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path):
 def test_reading_an_expert_expands_it_once_and_releases_blocks_and_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    stored, released, expanded = SafetensorsCheckpoint(quantized(tmp_path / "model")), [], []
+    stored, released, expanded = SafetensorsCheckpoint(tiny_model("gpt-oss-mxfp4", tmp_path)), [], []
     monkeypatch.setattr(stored, "release", released.append)
     monkeypatch.setattr(mxfp4, "expand", lambda *parts: expanded.append(1) or expand(*parts))
     split = FAMILIES["gpt_oss"].split

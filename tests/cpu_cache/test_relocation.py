@@ -85,6 +85,7 @@ def pointers(llm: LLM) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_all_devices_compute_the_same_in_place(directory: Path, cache: Path):
     """Also over two devices, whose sums and exchanges of pages must be their own."""
     tokens = defaultdict(set)

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from amoeba_jax import StructuredOutput
+from amoeba_jax import SamplingParams, StructuredOutput
 
 Check = Callable[[str], object]
 
@@ -22,6 +22,28 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+TREE = {
+    "type": "object",
+    "properties": {"kids": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}},
+    "required": ["kids"],
+    "additionalProperties": False,
+}
+PROMPT = "Once upon a time"
+PERSONS = StructuredOutput(json_schema=PERSON)
+
+
+def drawn(structured: StructuredOutput | None, **settings) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 120, "seed": 5, "structured": structured} | settings)
+
+
+KINDS = [
+    (PROMPT, drawn(PERSONS)),
+    (PROMPT, drawn(StructuredOutput(json_object=True), repetition_penalty=1.2, max_tokens=60)),
+    (PROMPT, drawn(StructuredOutput(regex="([a-z]{1,5} ){20}"), n=2)),
+    (PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)),
+    (PROMPT, drawn(StructuredOutput(regex="[a-z ]{90}"), temperature=0, logprobs=2)),
+]
+"""Requests of every kind that a change may disturb."""
 SCHEMAS: list[Any] = [
     PERSON,
     {"type": "integer", "minimum": -5, "maximum": 99},
@@ -34,16 +56,7 @@ SCHEMAS: list[Any] = [
     {"type": "array", "prefixItems": [{"type": "null"}, {"const": 3}], "items": False, "minItems": 2},
     {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 3}]},
     {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 12}]},
-    {
-        "$defs": {
-            "tree": {
-                "type": "object",
-                "properties": {"kids": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}},
-                "additionalProperties": False,
-            }
-        },
-        "$ref": "#/$defs/tree",
-    },
+    {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"},
     {"type": "object", "additionalProperties": {"type": "integer", "maximum": 9, "minimum": 0}, "maxProperties": 2},
     {"type": ["integer", "null"], "maximum": 1000, "minimum": 0},
     {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": False},
@@ -80,42 +93,66 @@ OTHERS: list[tuple[StructuredOutput, Check]] = [
 TABLE = [(StructuredOutput(json_schema=schema), valid_against(schema)) for schema in SCHEMAS] + OTHERS
 
 
-def random_schema(random: np.random.Generator, depth: int = 2) -> dict[str, Any]:
-    """A schema of keywords that are supported, with texts that end soon."""
-    kinds = ["integer", "number", "string", "pattern", "enum", "const", "boolean", "null"]
-    kinds += ["object", "array", "tuple", "anyOf", "types"] if depth else []
-    match str(random.choice(kinds)):
+_PLAIN = ["integer", "multiple", "number", "string", "pattern", "format", "enum", "const", "boolean", "null", "any"]
+_COMPOUND = ["object", "map", "array", "tuple", "anyOf", "allOf", "types", "tree"]
+
+
+def random_schema(random: np.random.Generator) -> dict[str, Any]:
+    """A schema of keywords that are supported. Most texts end soon."""
+    return _random_schema(random, 2) | {"$defs": {"tree": TREE}}
+
+
+def _random_schema(random: np.random.Generator, depth: int) -> dict[str, Any]:
+    def one(values: list[Any]) -> Any:
+        return values[int(random.integers(len(values)))]
+
+    match one(_PLAIN + _COMPOUND if depth else _PLAIN):
         case "integer":
             low = int(random.integers(-1000, 1000))
             return {"type": "integer", "minimum": low, "exclusiveMaximum": low + int(random.integers(2, 10**6))}
+        case "multiple":
+            return {"type": "integer", "multipleOf": one([3, 7, 10]), "minimum": 0, "maximum": 1000}
         case "number":
-            return {"type": "number", "minimum": 0, "maximum": float(random.choice([2e10, 1.5, 77.25]))}
+            return {"type": "number", "minimum": 0, "maximum": one([2e10, 1.5, 77.25])}
         case "string":
             low = int(random.integers(0, 4))
             return {"type": "string", "minLength": low, "maxLength": low + int(random.integers(1, 8))}
         case "pattern":
             patterns = ["^[a-f0-9]{4}$", "^(yes|no)$", "^[A-Z][a-z]{1,5}$", r"^\d{2}:\d{2}$"]
-            return {"type": "string", "pattern": str(random.choice(patterns))}
+            limited = {"pattern": "^[a-c]+$", "maxLength": int(random.integers(1, 9))}
+            return {"type": "string"} | one([limited, *({"pattern": it} for it in patterns)])
+        case "format":
+            return {"type": "string", "format": one(["date", "time", "date-time", "ipv4", "uuid"])}
         case "enum":
             values: list[Any] = ["red", "grün", 1, 2.5, None, True, [1, "x"], {"k": 0}]
             chosen = random.choice(len(values), int(random.integers(1, 5)), replace=False)
             return {"enum": [values[i] for i in chosen]}
         case "const":
             return {"const": {"list": [1, None], "text": 'a "quote"'}}
+        case "any":
+            return one([{}, {"type": "number"}, {"type": "integer"}, {"type": "string"}])
         case "object":
             names = [f"p{i}" for i in range(int(random.integers(1, 4)))]
             required = [name for name in names if random.random() < 0.7]
-            properties = {name: random_schema(random, depth - 1) for name in names}
+            properties = {name: _random_schema(random, depth - 1) for name in names}
             return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "map":
+            limits = {"minProperties": 1, "maxProperties": 2}
+            return {"type": "object", "additionalProperties": _random_schema(random, depth - 1), **limits}
         case "array":
             low = int(random.integers(0, 3))
-            return {"type": "array", "items": random_schema(random, depth - 1), "minItems": low, "maxItems": low + 1}
+            return {"type": "array", "items": _random_schema(random, depth - 1), "minItems": low, "maxItems": low + 1}
         case "tuple":
-            items = [random_schema(random, depth - 1) for _ in range(2)]
+            items = [_random_schema(random, depth - 1) for _ in range(2)]
             return {"type": "array", "prefixItems": items, "items": False, "minItems": 2}
         case "anyOf":
-            return {"anyOf": [random_schema(random, depth - 1) for _ in range(2)]}
+            return {"anyOf": [_random_schema(random, depth - 1) for _ in range(2)]}
+        case "allOf":
+            low = int(random.integers(-50, 50))
+            return {"allOf": [{"type": "integer", "minimum": low}, {"maximum": low + int(random.integers(0, 100))}]}
         case "types":
             return {"type": ["null", "boolean", "integer"], "minimum": 0, "maximum": 300}
+        case "tree":
+            return {"$ref": "#/$defs/tree"}
         case kind:
             return {"type": kind}

@@ -58,6 +58,7 @@ def smallest_memory(llm: LLM, num_pages: int) -> int:
     return fixed + num_pages * plan.page_bytes * llm.dims.config.num_layers
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     ("prefix_caching", "params"),
     [

@@ -52,6 +52,7 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "params",
     [

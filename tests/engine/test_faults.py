@@ -141,6 +141,7 @@ def cases(slow: bool) -> Iterator[Any]:
                 yield pytest.param(kind, how, number, marks=marks, id=f"{kind}-{how}-{number}")
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(("kind", "how", "number"), [*cases(slow=False), *cases(slow=True)])
 def test_programs_that_fail_once(llm: LLM, expected: dict[str, Any], kind: str, how: str, number: int):
     before = ledgers(llm)
@@ -158,6 +159,7 @@ def test_the_load_needs_every_program(llm: LLM, expected: dict[str, Any]):
     assert calls.calls == CALLS
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "number", [1, 149, 297, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 400) if n not in (149, 297))]
 )

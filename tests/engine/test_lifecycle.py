@@ -99,6 +99,7 @@ def interrupt_when_running(llm: LLM, count: int = 1) -> None:
     signal.pthread_kill(main, signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_interrupt_ends_the_requests_of_generate(llm: LLM):
     expected = tokens(llm)
     with other_thread(lambda: interrupt_when_running(llm)), pytest.raises(KeyboardInterrupt):

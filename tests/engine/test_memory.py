@@ -206,6 +206,7 @@ def test_dtype_that_copies_the_cache_in_every_step_is_refused_at_start(directory
         LLM(directory, dtype="bfloat16", num_devices=num_devices, device_memory="32MiB", progress=False)
 
 
+@pytest.mark.slow
 def test_saved_checkpoint_loads_in_the_same_and_in_other_layouts(directory: Path, tmp_path: Path, compile_cache: str):
     settings = {"device_memory": "32MiB", "compile_cache": compile_cache, "progress": False}
     with LLM(directory, num_devices=4, page_size=8, **settings) as llm:

@@ -68,6 +68,7 @@ def has_nan(llm: LLM) -> bool:
     return in_dispatcher(llm, look)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("bad", [[POISON], [3, POISON, 4], [*range(40, 80), POISON]], ids=["1", "3", "41"])
 def test_fails_alone_among_others(idle: LLM, params: SamplingParams, bad: list[int]):

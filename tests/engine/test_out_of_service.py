@@ -105,6 +105,7 @@ def lose(llm: LLM, devices: tuple[int, ...] = (0, 1, 2, 3)) -> None:
     in_dispatcher(llm, fail)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_group_is_out_of_service_until_there_is_memory(idle: LLM, degree: int):
     """The engine and the other instances go on, and then every byte has its owner again."""

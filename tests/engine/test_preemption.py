@@ -55,6 +55,7 @@ def capacities(llm: LLM) -> tuple[int, int]:
     return large, small
 
 
+@pytest.mark.slow
 def test_instances_that_are_too_small_keep_their_requests(llm: LLM):
     """The last in order of all run on small instances, which could not hold the request however empty they were."""
     large, small = capacities(llm)

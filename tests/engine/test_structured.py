@@ -1,45 +1,55 @@
 """Structured output: texts match their constraints, whatever happens to the instances meanwhile."""
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from degenerate_cases import DEGENERATE, REFUSED
 from harness import engine_of, in_dispatcher, registry_of
-from pausing_cases import done, expected_of, outputs, steps, submit
+from pausing_cases import done, expected_of, outputs, submit
 from serving_checks import TIMEOUT_S, check_idle, forget_prefixes
-from structured_cases import PERSON, TABLE, random_schema, valid_against
+from structured_cases import KINDS, PERSONS, PROMPT, TABLE, drawn, random_schema, valid_against
+from transform_cases import tokens
 
-from amoeba_jax import LLM, SamplingParams, StructuredOutput
+from amoeba_jax import LLM, StructuredOutput
+from amoeba_jax.engine.steps import MAX_PENDING_STEPS
 from amoeba_jax.errors import RequestError
-from amoeba_jax.instances.sequence import Sequence, SequenceState
-from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.instances.sequence import SequenceState
+from amoeba_jax.sampling.structured import GrammarCompiler
+from amoeba_jax.transform.options import PlacementOptions, TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
-PROMPT = "Once upon a time"
-PERSONS = StructuredOutput(json_schema=PERSON)
+
+SIZES: dict[str, Any] = {
+    "num_devices": 2,
+    "device_memory": "64MiB",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "page_size": 8,
+    "offload_memory": "64MiB",
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
 def llm(shared_data: Path, compile_cache: str) -> Iterator[LLM]:
     """2 x TP1 of a model with a SentencePiece vocabulary of 512 tokens."""
-    with LLM(
-        shared_data / "models" / "stories260K",
-        num_devices=2,
-        device_memory="64MiB",
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        page_size=8,
-        offload_memory="64MiB",
-        compile_cache=compile_cache,
-        progress=False,
-    ) as llm:
+    with LLM(shared_data / "models" / "stories260K", **SIZES, compile_cache=compile_cache) as llm:
         yield llm
 
 
-def drawn(structured: StructuredOutput | None, **settings) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 120, "seed": 5, "structured": structured} | settings)
+Tokens = list[list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> Tokens:
+    """Tokens of `KINDS` without a disturbance."""
+    return expected_of(llm, KINDS)
 
 
 def test_every_complete_text_matches_its_constraint(llm: LLM):
@@ -57,7 +67,9 @@ def test_every_complete_text_matches_its_constraint(llm: LLM):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT_S)
 def test_500_schemas_lead_to_valid_texts(llm: LLM):
+    """At temperature 1. Each complete text is valid."""
     random = np.random.default_rng(1)
     schemas = [random_schema(random) for _ in range(500)]
     params = [drawn(StructuredOutput(json_schema=it), seed=i, max_tokens=200) for i, it in enumerate(schemas)]
@@ -69,7 +81,7 @@ def test_500_schemas_lead_to_valid_texts(llm: LLM):
         if output.finish_reason == "stop":
             complete += 1
             valid_against(schema)(output.text)
-    assert complete >= 475
+    assert complete >= 425
 
 
 def test_a_cut_text_is_the_beginning_of_a_match(llm: LLM):
@@ -80,6 +92,19 @@ def test_a_cut_text_is_the_beginning_of_a_match(llm: LLM):
     assert len(output.token_ids) == 4
 
 
+def test_columns_of_logits_without_a_token_are_never_allowed(llm: LLM):
+    """Many models have more logits than their tokenizer has tokens."""
+    assert llm.tokenizer is not None
+    size, anything = llm.tokenizer.vocab_size, StructuredOutput(regex=r"(.|\n)*")
+    matcher = GrammarCompiler(llm.tokenizer, size + 70, llm.tokenizer.eos_token_ids).compile(anything)
+    for token in llm.tokenizer.encode(PROMPT, add_special_tokens=False):
+        allowed = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
+        assert allowed[token]
+        assert len(allowed) >= size + 70
+        assert not allowed[size:].any()
+        matcher.advance(token)
+
+
 def test_samples_of_a_request_have_matchers_of_their_own(llm: LLM):
     (together,) = llm.generate(PROMPT, drawn(PERSONS, n=3))
     alone = [llm.generate(PROMPT, drawn(PERSONS, seed=5 + i))[0].outputs[0].token_ids for i in range(3)]
@@ -87,31 +112,56 @@ def test_samples_of_a_request_have_matchers_of_their_own(llm: LLM):
     assert len(set(alone)) == 3
 
 
-KINDS = [
-    (PROMPT, drawn(PERSONS)),
-    (PROMPT, drawn(StructuredOutput(json_object=True), repetition_penalty=1.2, max_tokens=60)),
-    (PROMPT, drawn(StructuredOutput(regex="([a-z]{1,5} ){20}"), n=2)),
-    (PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)),
-    (PROMPT, drawn(StructuredOutput(regex="[a-z ]{90}"), temperature=0, logprobs=2)),
-]
+def launch(llm: LLM) -> None:
+    """Launch as many steps as may be in flight."""
+    for _ in range(MAX_PENDING_STEPS):
+        engine_of(llm).advance()
+
+
+def turn(llm: LLM) -> None:
+    """A turn of the loop that leaves no instance without work: one of its two steps in flight ends."""
+    engine = engine_of(llm)
+    launch(llm)
+    for instance in engine.cluster.all_instances:
+        if instance.pending:
+            instance.pending[0].result.exception(TIMEOUT_S)
+    engine.collect()
+
+
+def change(llm: LLM, future: Future[Any]) -> None:
+    """Turn until a change is done."""
+    engine = engine_of(llm)
+    while not future.done():
+        if engine.changes.awaits_programs:
+            engine.cluster.executables.background.wait()
+        turn(llm)
+        engine.changes.wait()
+    future.result()
+    for _ in range(3):
+        turn(llm)
 
 
 def merge_and_split(llm: LLM) -> None:
-    engine = engine_of(llm)
     for degree in (2, 1):
-        future = engine.transform(TransformOptions(degree, (0, 1), layers_per_step=1))
-        engine.end_transformations()
-        future.result()
-        steps(llm, new_tokens(llm))
+        change(llm, engine_of(llm).transform(TransformOptions(degree, (0, 1), layers_per_step=1)))
 
 
 def pause_and_resume(llm: LLM) -> None:
     engine = engine_of(llm)
     for degree in (2, 1):
-        future = engine.transform(TransformOptions(degree, (0, 1), release_weights=False, running="pause"))
-        engine.end_transformations()
-        future.result()
+        what = TransformOptions(degree, (0, 1), release_weights=False, running="pause")
+        change(llm, engine.transform(what))
         assert bool(engine.num_paused) == (degree == 2)
+
+
+def migrate(llm: LLM) -> None:
+    for device in (1, 0):
+        change(llm, engine_of(llm).change_placement(PlacementOptions("migrate", device, layers=range(3, 5))))
+
+
+def replicate(llm: LLM) -> None:
+    for kind in ("replicate", "evict"):
+        change(llm, engine_of(llm).change_placement(PlacementOptions(kind, 1, layers=range(3, 5))))
 
 
 def preempt(llm: LLM) -> None:
@@ -128,11 +178,9 @@ def offload(llm: LLM) -> None:
     assert {sequence.state for sequence in offloaded} == {SequenceState.OFFLOADED}
 
 
-def new_tokens(llm: LLM) -> Callable[[], bool]:
-    """Return a condition that holds when two more tokens of a sequence are known."""
-    running: list[Sequence] = engine_of(llm).sequences.running
-    before = [len(sequence.output) for sequence in running]
-    return lambda: any(s.finished or len(s.output) > n + 1 for s, n in zip(running, before, strict=True))
+def constrained_steps(llm: LLM) -> int:
+    """Number of steps in flight whose sampling waits for matchers."""
+    return sum(step.logits is not None for instance in engine_of(llm).instances for step in instance.pending)
 
 
 @pytest.mark.parametrize(
@@ -142,22 +190,114 @@ def new_tokens(llm: LLM) -> Callable[[], bool]:
         preempt,
         pytest.param(pause_and_resume, marks=pytest.mark.slow),
         pytest.param(offload, marks=pytest.mark.slow),
+        pytest.param(migrate, marks=pytest.mark.slow),
+        pytest.param(replicate, marks=pytest.mark.slow),
     ],
 )
-def test_changes_do_not_disturb_constrained_requests(llm: LLM, disturb: Callable[[LLM], None]):
-    expected = expected_of(llm, KINDS)
+def test_changes_do_not_disturb_constrained_requests(llm: LLM, expected: Tokens, disturb: Callable[[LLM], None]):
+    check_undisturbed(llm, expected, disturb)
 
+
+def check_undisturbed(llm: LLM, expected: Tokens, disturb: Callable[[LLM], None]) -> None:
     def drive() -> None:
         requests = submit(llm, KINDS)
-        steps(llm, lambda: all(len(s.output) >= 3 for r in requests for s in r.sequences))
-        engine_of(llm).advance()  # with a step in flight
+        while not all(len(s.output) >= 3 for r in requests for s in r.sequences):
+            turn(llm)
+        launch(llm)
+        assert constrained_steps(llm)
         disturb(llm)
-        steps(llm, lambda: done(requests))
+        while not done(requests):
+            turn(llm)
         assert outputs(requests) == expected
         registry_of(llm).end(requests)
 
     in_dispatcher(llm, drive)
     forget_prefixes(llm)
+    check_idle(llm)
+
+
+@pytest.mark.slow
+def test_new_instances_take_over_constrained_requests(shared_data: Path, compile_cache: str):
+    """A device joins, and leaves again."""
+
+    def scale(llm: LLM) -> None:
+        for kind in ("scale_out", "scale_in"):
+            change(llm, engine_of(llm).change_placement(PlacementOptions(kind, 1)))
+            assert len(engine_of(llm).instances) == (2 if kind == "scale_out" else 1)
+
+    one = {"head": [0], "stages": [{"layers": [0, 5], "homes": [[0]]}]}
+    with LLM(
+        shared_data / "models" / "stories260K",
+        **SIZES | {"max_num_seqs": 8},
+        placement=one,
+        compile_cache=compile_cache,
+    ) as llm:
+        check_undisturbed(llm, expected_of(llm, KINDS), scale)
+
+
+def test_a_slot_is_free_although_its_last_step_awaits_its_matcher(llm: LLM):
+    """Each constrained sequence ends while a step in flight has yet to sample its token. Others take its slot."""
+    penalized = [drawn(None, seed=i, repetition_penalty=1.3, max_tokens=12) for i in range(8)]
+    undisturbed = tokens(llm.generate([PROMPT] * 8, penalized))
+    forget_prefixes(llm)
+
+    def drive() -> None:
+        ended, engine = submit(llm, [(PROMPT, drawn(PERSONS, seed=i)) for i in range(8)]), engine_of(llm)
+        while not all(s.output for r in ended for s in r.sequences):
+            turn(llm)
+        requests = submit(llm, [(PROMPT, params) for params in penalized])
+        launch(llm)
+        assert constrained_steps(llm) == 2
+        engine.finish([s for r in ended for s in r.sequences], "abort")
+        engine.advance()
+        assert all(s.slot >= 0 for r in requests for s in r.sequences)
+        assert constrained_steps(llm) == 2
+        while not done(requests):
+            turn(llm)
+        assert outputs(requests) == undisturbed
+        registry_of(llm).end([*ended, *requests])
+
+    in_dispatcher(llm, drive)
+    forget_prefixes(llm)
+    check_idle(llm)
+
+
+def test_a_failed_step_takes_the_step_that_awaits_its_tokens_along(llm: LLM, expected: Tokens):
+    def drive() -> None:
+        engine, requests = engine_of(llm), submit(llm, KINDS)
+        while not all(len(s.output) >= 3 for r in requests for s in r.sequences):
+            turn(llm)
+        launch(llm)
+        awaiting = [instance.pending[1] for instance in engine.instances]
+        assert all(step.logits is not None for step in awaiting)
+        for instance in engine.instances:
+            instance.pending[0].result = failed = Future[Any]()
+            failed.set_exception(RuntimeError("injected"))
+        engine.collect()
+        assert all(step.result.exception(0) is not None for step in awaiting)
+        while not done(requests):
+            turn(llm)
+        assert outputs(requests) == expected
+        registry_of(llm).end(requests)
+
+    in_dispatcher(llm, drive)
+    forget_prefixes(llm)
+    check_idle(llm)
+
+
+@pytest.mark.slow
+def test_constrained_rows_take_part_in_every_step(llm: LLM):
+    """Beside other rows, and with as many steps as these need."""
+    asked = [(PROMPT, drawn(StructuredOutput(regex="[a-z ]{90}"), max_tokens=20)), (PROMPT, drawn(None, max_tokens=20))]
+
+    def drive() -> int:
+        before, requests = engine_of(llm).stats.steps, submit(llm, asked * 2)
+        while not done(requests):
+            turn(llm)
+        registry_of(llm).end(requests)
+        return engine_of(llm).stats.steps - before
+
+    assert in_dispatcher(llm, drive) <= 2 * 22, "two instances"
     check_idle(llm)
 
 
@@ -172,63 +312,44 @@ def test_a_sequence_without_an_allowed_token_fails_alone(llm: LLM):
     check_idle(llm)
 
 
-DEEP = range(300)
-DEGENERATE = [
-    ({"json_schema": {"not": {}}}, r'Unimplemented keys: \["not"\]'),
-    ({"json_schema": {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}}, "oneOf constraints are not supported"),
-    ({"json_schema": {"type": "string", "format": "unheard-of"}}, "Unknown format: unheard-of"),
-    ({"json_schema": {"$ref": "https://example.com/schema"}}, "example.com/schema"),
-    ({"json_schema": {"type": "whole"}}, "Invalid type: whole"),
-    ({"json_schema": "false"}, "allows no text"),
-    ({"json_schema": {"$ref": "#"}}, "allows no text"),
-    (
-        {
-            "json_schema": {
-                "$defs": {
-                    f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(i + k) % 300}"} for k in (1, 7)]} for i in range(300)
-                },
-                "$ref": "#/$defs/d0",
-            }
-        },
-        "too complex",
-    ),
-    ({"json_schema": {"allOf": [{"anyOf": [{"const": i}, {"const": -i}]} for i in range(60)]}}, "cannot be used"),
-    ({"regex": "("}, "unclosed group"),
-    ({"regex": "a(?=b)"}, "look-around"),
-    ({"regex": "(" * 20_000 + "a" + ")" * 20_000}, "maximum number of nested"),
-    ({"grammar": "start: missing"}, 'unknown name: "missing"'),
-    ({"grammar": "start: " + "(" * 2_000 + '"a"' + ")" * 2_000}, "too deeply nested"),
-    (
-        {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(3_000)) + '\na3000: "x"'},
-        "too complex",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), DEGENERATE, ids=range(len(DEGENERATE)))
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_degenerate_constraints_are_refused_with_a_reason(llm: LLM, fields: dict, message: str):
     with pytest.raises(RequestError, match=message):
         llm.generate(PROMPT, drawn(StructuredOutput(**fields)))
 
 
 @pytest.mark.slow
-def test_slow_and_endless_grammars_leave_their_neighbours_alone(llm: LLM):
-    """Each grammar ends its own request at most: with an error, or after its last token."""
-    slow = [
-        StructuredOutput(grammar="start: " + '"' + "x" * 100_000 + '"'),
-        StructuredOutput(
-            grammar="start: a0\n" + "\n".join(f"a{i}: a{i + 1} | a{i + 1} a{i + 1} |" for i in range(30)) + '\na30: "x"'
-        ),
-        StructuredOutput(regex="(.*[ab]){50}(x|y){3,60}z"),
-        StructuredOutput(json_schema={}),
-        StructuredOutput(json_schema={"type": "string", "minLength": 50_000}),
-    ]
+@pytest.mark.timeout(3 * TIMEOUT_S)
+def test_100_degenerate_constraints_leave_their_neighbours_alone(llm: LLM):
+    """Each is refused, or ends its own request: with an error, or after its last token."""
     neighbours = [params for _, params in KINDS if params.n == 1]
     expected = [llm.generate(PROMPT, params)[0].outputs[0].token_ids for params in neighbours]
-    answers = llm.generate([PROMPT] * 9, [*(drawn(it, max_tokens=40) for it in slow), *neighbours])
-    assert [answer.outputs[0].token_ids for answer in answers[5:]] == expected
-    for answer in answers[:5]:
+    found, all_done = list[list[Any]](), threading.Event()
+
+    def live() -> None:
+        while not all_done.is_set():
+            answers = llm.generate([PROMPT] * len(neighbours), neighbours)
+            found.append([answer.outputs[0].token_ids for answer in answers])
+
+    def ask(fields: dict[str, Any]) -> str:
+        try:
+            (answer,) = llm.generate(PROMPT, drawn(StructuredOutput(**fields), max_tokens=40))
+        except RequestError as error:
+            return str(error)
         assert answer.error is not None or answer.outputs[0].finish_reason in ("stop", "length")
+        return ""
+
+    assert len(DEGENERATE) >= 100
+    with ThreadPoolExecutor(3) as pool:
+        beside = pool.submit(live)
+        try:
+            refused = [bool(message) for message in pool.map(ask, DEGENERATE)]
+        finally:
+            all_done.set()
+        beside.result(TIMEOUT_S)
+    assert found
+    assert all(answer == expected for answer in found)
+    assert 0 < sum(refused) < len(refused), "some are only slow"
     check_idle(llm)
 
 

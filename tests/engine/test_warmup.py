@@ -20,7 +20,7 @@ from harness import engine_of
 from tiny_models import byte_token, tiny_config, write_byte_tokenizer, write_model
 from transform_cases import Background, wait_until_decoding
 
-from amoeba_jax import LLM, SamplingParams
+from amoeba_jax import LLM, SamplingParams, StructuredOutput
 from amoeba_jax.cpu_cache import ProgramStore
 from amoeba_jax.engine import warmup
 from amoeba_jax.engine.engine import Engine
@@ -79,6 +79,7 @@ def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[Sampli
         {"temperature": 0.7, "logprobs": 3},
         {"temperature": 0, "prompt_logprobs": 2, "max_tokens": 1},
         {"temperature": 1, "prompt_logprobs": 0, "frequency_penalty": 0.5, "bad_words": ["ab", "xyz"]},
+        {"temperature": 1, "structured": StructuredOutput(regex="[a-z ]{40}")},
     ]
     chosen = [kinds[index] for index in random.permutation(np.arange(count) % len(kinds))]
     limits = random.integers(1, 12, count).tolist()
@@ -86,6 +87,7 @@ def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[Sampli
                      for i, (k, m) in enumerate(zip(chosen, limits, strict=True))]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_random_load_with_transformations_compiles_nothing(llm: LLM):
     """Counted by JAX itself: whatever would be compiled, in whatever thread, by these programs or around them."""
     with CompileWatch() as watch:
@@ -114,6 +116,7 @@ def test_transformation_without_programs_is_refused(llm: LLM):
     assert llm.generate([5, 6, 7], LONG)[0].error is None
 
 
+@pytest.mark.slow
 def test_pausing_compiles_nothing_where_it_was_prepared(directory: Path, compile_cache: str):
     """Nor do merges and splits that keep weights, also of instances whose requests are paused."""
     with make(directory, compile_cache, strict_compile=True, prepare_pausing=True) as llm:

@@ -165,6 +165,7 @@ async def beside(
     return ended, await asyncio.gather(*tasks)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("length", [4, 30], ids=["slots", "pages"])
 @pytest.mark.parametrize("priority", [0, -9], ids=["equal", "urgent"])
 def test_another_client_goes_before_what_is_beyond_a_share(llm: LLM, length: int, priority: int):

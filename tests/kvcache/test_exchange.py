@@ -152,6 +152,7 @@ def test_looped_phases_are_the_same_in_order(count):
 converted = pytest.mark.xfail(BFLOAT16_IS_CONVERTED, reason="XLA converts bf16 extents to f32", strict=False)
 
 
+@pytest.mark.first_by_default
 @both_ways
 @pytest.mark.parametrize(
     ("tp", "old", "new", "dtype"),

@@ -87,6 +87,7 @@ BFLOAT16 = pytest.param(
 )
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("extent_pages", [pytest.param((128,), marks=pytest.mark.slow), (32, 64, 32)], ids=str)
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "float32"), (4, "float16"), BFLOAT16])
 def test_donated_extents_are_written_in_place_on_every_rank(tp, extent_pages, dtype):

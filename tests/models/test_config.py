@@ -111,6 +111,7 @@ def test_unsupported_families_are_refused_by_name(family, reason):
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for gemma3_text"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
         ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor|short_factor"),
+        ("phi3", {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 of LongRoPE must be ab"),
         ("qwen3-moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: 'mxfp4'"),
     ],
 )
@@ -206,12 +207,13 @@ def test_linear_scaling_stretches_the_context():
 
 
 @pytest.mark.parametrize(
-    ("max_position", "max_model_len", "long"), [(256, None, True), (256, 65, True), (256, 64, False), (64, None, False)]
+    ("max_position", "max_model_len", "long"),
+    [(256, None, True), (256, 129, True), (256, 128, False), (128, None, False)],
 )
 def test_longest_request_chooses_the_factors_of_longrope(
     max_position: int, max_model_len: int | None, long: bool, caplog: pytest.LogCaptureFixture
 ):
-    """The original context has 64 tokens."""
+    """The original context has 128 tokens."""
     caplog.set_level("INFO", "amoeba_jax")
     config = ModelConfig.from_hf(tiny_config("phi3") | {"max_position_embeddings": max_position})
     assert config.for_context(max_model_len).rope.long == long

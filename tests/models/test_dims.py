@@ -49,6 +49,7 @@ def padding(dims: ModelDims) -> dict[str, float]:
     return {kind: padding.ratio for kind, padding in WeightLayout(dims).padding().items()}
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("model", ["Llama-3.1-70B", "Llama-3.1-8B", "Qwen3-32B"])
 @pytest.mark.parametrize("max_tp", [*(pytest.param(tp, marks=pytest.mark.slow) for tp in (1, 2)), 4])
 def test_models_of_round_sizes_need_no_padding(shared_data, model, max_tp):
@@ -159,9 +160,23 @@ def test_shards_are_the_fewest_whole_pages_that_hold_the_weights(
             assert pages * page == math.prod(spec.shard_shape), name
 
 
-def test_models_whose_layers_differ_too_much_in_size_are_refused():
+def mixed(max_tp: int, **changes) -> ModelDims:
+    return ModelDims(ModelConfig.from_hf(tiny_config("qwen3-moe-mixed") | changes), max_tp, 8, "float32")
+
+
+def test_models_that_would_be_mostly_padding_are_refused():
     """Released shards have equally many pages in all layers, so the smaller ones are padded."""
-    config = ModelConfig.from_hf(tiny_config("qwen3-moe-mixed") | {"intermediate_size": 1000})
-    with pytest.raises(ConfigError, match=r"256 features in dense layers and 48 in layers .* 5\.3 times .* limit is 4"):
-        model_specs(ModelDims(config, 4, 8, "float32"))
-    assert model_specs(ModelDims(config, 1, 8, "float32"))
+    changes = {"num_hidden_layers": 24, "intermediate_size": 1000}
+    message = r"256 features in dense layers and 48 in layers .* would take 4\.5 times their size, the limit is 4"
+    with pytest.raises(ConfigError, match=message):
+        model_specs(mixed(4, **changes))
+    assert model_specs(mixed(1, **changes))
+
+
+def test_one_small_dense_layer_adds_the_size_of_one_layer():
+    """DeepSeek's models and GLM-4.5 begin with dense layers that are much smaller than their layers with experts."""
+    dims = mixed(4, num_hidden_layers=28, moe_intermediate_size=600)
+    specs = [spec for spec in model_specs(dims).values() if spec.page_elems is not None]
+    (stored,) = {spec.num_elements for spec in specs if spec.kind.endswith("down")}
+    assert dims.ffn_shard * 20 < dims.experts.num_experts * dims.experts.size
+    assert stored == 4 * dims.experts.num_experts * dims.experts.size * 48

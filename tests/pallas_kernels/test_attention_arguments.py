@@ -78,6 +78,7 @@ def test_arguments_that_do_not_fit_are_refused_before_launch(without_shape_check
         paged_attention(**arguments(**changes), scale=1.0)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("implementation", ["auto", "xla", "reference"])
 def test_arguments_that_fit_are_taken(implementation):
     call = jax.jit(partial(paged_attention, scale=1.0, implementation=implementation))
@@ -95,6 +96,7 @@ def half(head_dim: int = 64, page_size: int = 16, extents: int = 1, dtype=jnp.bf
     }
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -82,6 +82,7 @@ BFLOAT16 = pytest.param(
 )
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16])
 @pytest.mark.parametrize("kv_heads", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_donated_extents_are_written_in_place(kv_heads, dtype):

@@ -152,6 +152,7 @@ BFLOAT16 = pytest.param(
 )
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow), BFLOAT16])
 @pytest.mark.parametrize("length", [1, 16])
 @pytest.mark.parametrize("kv_heads", [1, *(pytest.param(heads, marks=pytest.mark.slow) for heads in (2, 8))])

@@ -131,6 +131,7 @@ def test_tuner_says_that_there_is_nothing_to_tune_without_a_gpu(monkeypatch):
         tune.main()
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     ("extents", "scattered"), [pytest.param(1, True, marks=pytest.mark.slow), (3, True), (3, False)]
 )

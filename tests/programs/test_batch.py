@@ -56,6 +56,7 @@ def unpacked(batch: StepBatch, rank: int = 0) -> dict[str, jax.Array]:
         return unpacker(batch.shape)(batch.packed[rank], batch.rows[rank])
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("shape", SOME_SHAPES, ids=SHAPE_IDS)
 def test_every_field_comes_out_on_every_rank_as_it_went_in(shape):
     tp = 4
@@ -93,6 +94,7 @@ def test_fields_lie_side_by_side_without_gap_or_overlap(groups, width):
         assert (owners == 1).all()
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
 def test_setting_one_field_leaves_the_others(shape):
     batch, fields, tables = filled(shape, 2, seed=1)

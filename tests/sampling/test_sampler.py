@@ -69,6 +69,7 @@ def test_top_k_of_all_changes_nothing(top_k: int):
     np.testing.assert_array_equal(tokens, sample(logits, SamplingParams(), seeds))
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("vocabulary", [200, 2080])
 def test_every_top_k_by_every_way_to_it(vocabulary: int):
     """Small ones, those of which a batch has a larger one, and larger ones, of vocabularies of few and many blocks."""
@@ -190,6 +191,7 @@ def test_broken_logits_give_no_token_and_harm_no_other_row(broken: float, whole_
     assert full == NO_TOKEN or (broken != np.inf and not whole_row and 0 <= full < logits.shape[1])
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("vocabulary", [pytest.param(64, marks=pytest.mark.slow), 5000])
 def test_row_gets_the_same_token_whatever_its_batch_and_place(vocabulary: int):
     rows, random = 12, np.random.default_rng(8)

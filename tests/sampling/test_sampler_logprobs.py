@@ -22,6 +22,7 @@ def exact_logprobs(logits: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("vocabulary", [1, 5, 64])
 def test_logprobs_are_those_of_the_logits_as_given(vocabulary: int):
     """Masked, biased and heated rows too."""

@@ -76,6 +76,7 @@ def test_too_many_bad_words_are_refused_alone(llm: LLM):
     check_idle(llm)
 
 
+@pytest.mark.slow
 def test_samples_of_unseeded_requests_do_not_repeat_each_other(llm: LLM):
     params = SamplingParams(n=16, max_tokens=16, ignore_eos=True)
     outputs = llm.generate([[1, 2, 3]] * 10, params)

@@ -102,9 +102,9 @@ class Live:
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
 
 
-def wait_until(what: Callable[[], bool]) -> None:
+def wait_until(what: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """Wait for something that no one tells."""
-    give_up = time.monotonic() + TIMEOUT_S
+    give_up = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < give_up, "it never came to that"
         time.sleep(0.01)

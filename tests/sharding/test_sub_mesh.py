@@ -68,6 +68,7 @@ def test_max_tp_must_be_a_degree_and_fit(num_devices, max_tp):
         SubMeshPool(tuple(jax.devices()[:num_devices]), max_tp)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(("start", "tp"), [(0, 1), (5, 1), (2, 2), (0, 4), (4, 4)])
 def test_sharded_view_is_the_ranks_buffers_side_by_side(pool, start, tp):
     group = pool.group(start, tp)

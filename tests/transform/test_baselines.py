@@ -15,7 +15,7 @@ from amoeba_jax.errors import RequestError
 from amoeba_jax.transform.report import TransformReport
 from benchmarks.baselines import movers
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from transform_cases import SHARED, make, requests, tokens
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+@pytest.mark.slow
 def test_tokens_at_tp8_are_those_of_tp1(tmp_path: Path, compile_cache: str):
     """The model has fewer KV heads than eight: they are replicated or padded."""
     prompts, params = requests(2, max_tokens=8)

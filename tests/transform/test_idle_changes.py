@@ -37,6 +37,7 @@ def failing(owner: Any, name: str, number: int) -> Iterator[None]:
     assert count >= number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(4, 1), pytest.param((4, 2, 1), marks=pytest.mark.slow)], ids=str)
 def test_nothing_moves_and_answers_are_the_same(idle: LLM, degrees: tuple[int, ...]):
     """At these degrees in turn, with every byte where it was."""
@@ -78,6 +79,7 @@ def check_weight_views(llm: LLM) -> None:
                     assert buffer.unsafe_buffer_pointer() == own.unsafe_buffer_pointer(), (spec.name, index)
 
 
+@pytest.mark.slow
 def test_weights_are_released_and_come_back(idle: LLM):
     prompts, params = requests(8)
     expected = tokens(idle.generate(prompts, params))
@@ -95,6 +97,7 @@ def test_weights_are_released_and_come_back(idle: LLM):
     assert tokens(idle.generate(prompts, params)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_release_that_fails_leaves_an_instance_of_the_degree(idle: LLM, number: int):
     """With the weights of all layers released, also of those that had not released theirs."""

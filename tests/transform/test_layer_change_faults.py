@@ -62,7 +62,7 @@ def back_to_one(llm: LLM) -> None:
         (WeightStore, "copy_modules", 2),
         (Cluster, "add_layer", 2),
         (Relocation, "_move", 1),
-        pytest.param(Relocation, "_move", 7, marks=pytest.mark.slow),
+        pytest.param(Relocation, "_move", 4, marks=pytest.mark.slow),
         (Relocation, "settle", 1),
         (Relocation, "_install", 1),
         (Runner, "run", 3),
@@ -115,9 +115,11 @@ def random_change(llm: LLM, random: np.random.Generator) -> None:
         lambda: llm.transform(1, devices=[2, 3]),
         lambda: llm.transform(2, devices=[0, 1]),
         lambda: llm.transform(1, devices=[0, 1]),
+        lambda: llm.scale_in(device),
+        lambda: llm.scale_out(device, instance),
     ]
     with contextlib.suppress(RequestError, LayoutError, MemoryBudgetError):
-        changes[int(random.choice(len(changes), p=[0.24, 0.16, 0.2, 0.08, 0.08, 0.06, 0.08, 0.05, 0.05]))]()
+        changes[int(random.choice(len(changes), p=[0.2, 0.13, 0.17, 0.07, 0.07, 0.06, 0.07, 0.05, 0.05, 0.05, 0.08]))]()
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])

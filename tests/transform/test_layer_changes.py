@@ -110,6 +110,32 @@ def test_ten_layers_of_two_devices(first_only: LLM):
     check_idle(llm)
 
 
+def test_every_running_request_gets_a_token_in_every_step(first_only: LLM):
+    llm = first_only
+
+    def progress() -> tuple[int, int]:
+        engine = engine_of(llm)
+        engine.drain()
+        return engine.stats.steps, sum(len(sequence.output) for sequence in engine.sequences.running)
+
+    prompts = [list(range(3 + index, 11 + index)) for index in range(4)]
+    running, expected = decoding(llm, 4, (prompts, SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)))
+    steps, generated = in_dispatcher(llm, progress)
+    for change in (
+        lambda: llm.replicate(range(1, 5), 1),
+        lambda: llm.migrate(range(5, 6), 2),
+        lambda: llm.evict(range(1, 5), 1),
+        lambda: llm.migrate(range(5, 6), 0),
+    ):
+        report = change()
+        assert report.steps > 0
+        now_steps, now_generated = in_dispatcher(llm, progress)
+        assert now_generated - generated == 4 * (now_steps - steps) > 0
+        steps, generated = now_steps, now_generated
+    assert tokens(running.result()) == expected
+    check_idle(llm)
+
+
 def test_requests_that_decode_keep_their_tokens_through_every_change(replicas: LLM):
     llm = replicas
     running, expected = decoding(llm, 4, requests(8, max_tokens=80))

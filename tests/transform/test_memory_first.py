@@ -34,6 +34,7 @@ def kv_bytes(report: MemoryReport) -> dict[int | None, int]:
     return {e.layer: e.num_bytes for e in report.entries if e.device == 0 and e.owner == Owner.KV_CACHE}
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("order", [pytest.param("layer", marks=pytest.mark.slow), "memory_first"])
 def test_a_merge_gives_room_before_the_first_page_moves(idle: LLM, monkeypatch: pytest.MonkeyPatch, order: Any):
     """With `memory_first`, all layers have their memory, and each lane has more free pages."""
@@ -77,6 +78,7 @@ def test_scarce_pages(directory: Path, compile_cache: str):
         assert tokens(running.result()) == expected
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "where", ["_release_ffns", "_append_low", "take_extents", "hand_over", "_restore_ffns", "_restore"]
 )

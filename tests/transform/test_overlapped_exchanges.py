@@ -75,6 +75,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "layers_per_step", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.slow)]
 )
@@ -148,6 +149,7 @@ def _compare(engine: Engine, distance: int | None, num_layers: int) -> None:
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(moved[0], extents(2, 1)[0], strict=True))
 
 
+@pytest.mark.slow
 def test_prompts_that_come_meanwhile(idle: LLM, begun: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
     """A step with a prompt is of one lane: layers switch before it."""
     running, expected = decoding(idle, 4, requests(4, max_tokens=90))
@@ -200,6 +202,7 @@ def test_a_step_that_cannot_be_launched(
     assert errors == 1
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     ("where", "up"),
     [

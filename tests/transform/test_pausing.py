@@ -57,6 +57,7 @@ def idle(llm: LLM) -> Iterator[LLM]:
     check_idle(llm)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "pause_after", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 20))], ids=lambda count: f"{count} tokens"
 )

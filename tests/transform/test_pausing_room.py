@@ -39,6 +39,7 @@ def small(directory: Path, compile_cache: str) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_requests_that_lack_pages_take_those_that_are_served_last(small: LLM):
     """Cached prefixes first, then of each device the paused request with the lowest priority. It is computed again."""
     asked = [(prompt(24, 20 + i), greedy(6, priority=1 + i // 4)) for i in range(8)]

@@ -46,6 +46,7 @@ KINDS: dict[str, tuple[list[int], SamplingParams]] = {
 }
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_new_requests_start_while_layers_change(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, at: int):
@@ -139,6 +140,7 @@ def test_prompts_that_are_half_computed_go_on(idle: LLM):
     idle._registry.end(requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("running", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_cached_prefixes_survive_merges_and_splits(idle: LLM, running: int):
     """All of them, where there is room, with the right keys and values."""
@@ -159,6 +161,7 @@ def test_cached_prefixes_survive_merges_and_splits(idle: LLM, running: int):
     check_idle(idle)
 
 
+@pytest.mark.slow
 def test_prefixes_without_room_are_dropped_from_their_ends(idle: LLM):
     """A TP4 instance has cached more than a TP1 instance holds: what is kept can be found, from the beginning."""
     idle.transform(4)

@@ -285,6 +285,7 @@ def test_split_that_does_not_fit_is_refused(directory: Path, compile_cache: str)
         check_idle(llm)
 
 
+@pytest.mark.slow
 def test_one_at_a_time(idle: LLM):
     """A second request for the same devices is refused, one for others is not."""
     prompts, params = requests(8)

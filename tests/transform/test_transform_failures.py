@@ -72,6 +72,7 @@ def failures_on_the_way() -> list[Any]:
     ]
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(("where", "layers_done", "up"), failures_on_the_way())
 def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, layers_done: int, where: str):
     """Before the first layer: as it was. After it: at the higher degree, and requests are computed again.
@@ -107,6 +108,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
     assert tokens(idle.generate(*running.asked)) == expected
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("rank", [pytest.param(rank, marks=[pytest.mark.slow] * (rank != 2)) for rank in range(4)])
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, rank: int):
@@ -135,6 +137,7 @@ def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: p
     assert tokens(idle.generate(*running.asked)) == expected
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """The token never comes: the request is not to wait for it."""

@@ -37,6 +37,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
         check_idle(llm)
 
 
+@pytest.mark.slow
 def test_memory_in_use_does_not_change(llm: LLM):
     """Before, after, and in the ledger."""
     expected = tokens(llm.generate(*requests(4)))
@@ -58,6 +59,7 @@ def test_memory_in_use_does_not_change(llm: LLM):
     assert tokens(llm.generate(*requests(4))) == expected, "restored weights are what they were"
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("variant", ["in_place_overlapped", pytest.param("in_place", marks=pytest.mark.slow)])
 def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch, variant: str):
     """With the cache 90% full: in place, nothing but the programs' temporaries, which are the staging buffer."""

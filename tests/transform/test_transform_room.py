@@ -58,6 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_request_during_a_split_that_is_too_long_for_what_comes(scarce: LLM, monkeypatch: pytest.MonkeyPatch):
     """While the instance still has all four devices."""
     too_long, fits = capacity(scarce, 1) - 3, capacity(scarce, 1) - 4
@@ -82,6 +83,7 @@ def test_request_during_a_split_that_is_too_long_for_what_comes(scarce: LLM, mon
     running.result()
 
 
+@pytest.mark.slow
 def test_waiting_request_that_no_instance_would_hold(scarce: LLM):
     """The other instances are as large as those to come, and that is too small."""
     scarce.transform(2, devices=[0, 1])

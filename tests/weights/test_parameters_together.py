@@ -95,6 +95,7 @@ def small(directory: Path, settings: dict[str, Any]) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, pytest.param(-1, marks=pytest.mark.slow)], ids=["in order", "reversed"])
 def test_one_batch_of_all_gives_what_each_gives_alone(
     small: LLM, prompts: dict[str, str], expected: Outputs, order: int

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from serving.scheduler.actions import Evict, LimitBatch, Migrate, Modules, Offload, identity
 from serving.scheduler.cocoserve.config import CocoServeConfig
 from serving.scheduler.cocoserve.speedup import Homes, count_transitions, even_speedup
@@ -16,6 +18,8 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 MAX_DEVICES = 3
 """Maximum number of devices that one call of `scale_up` considers."""
+MAX_STATES = 40_000
+"""Maximum product of the rooms of these devices: about 0.1 s for a model of 32 layers."""
 SHORT = 0.1
 """Free share of memory below which a device counts as short of memory.
 
@@ -25,13 +29,12 @@ BUSY = 0.9
 """Utilization from which a device counts as busy: it has no computing time left."""
 MARGIN = 0.25
 """Minimum difference between two devices for a migration: of their free shares of memory, or of their utilizations."""
-_GAIN = 1e-9
-"""Minimum growth of the speed-up that counts, so that rounding errors cause no replica."""
-_BREAK = 1e-7
-"""Cost of a gap between the layers of a device in the search of `scale_up`.
-
-It makes the search prefer consecutive layers among equal results, because a run of layers replicates in one operation.
-"""
+_LAYER = 10**12
+"""Cost of a layer with one home in the search of `scale_up`: the unit of its integer costs."""
+_TIE = 10**3
+"""Cost of a replica and of a transition that decides between placements of equal speed-up."""
+_NEVER = 10**17
+"""Cost of placements that do not fit."""
 Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
 """Actions of one reduction: a migration, an eviction, or a limit of the batch and the offloads for it."""
 
@@ -61,34 +64,31 @@ def scale_up(
 ) -> dict[int, tuple[int, ...]]:
     """Choose the layers to replicate on each device (Algorithm 1). Return them in ascending order, by device.
 
-    Devices without new layers are left out.
+    Devices without new layers are left out. Present replicas stay.
 
     The paper visits one device after another, sorts its candidate layers by
     continuity, and adds a layer if the speed-up (Equation 4) grows. This has two faults. A single layer may not pay for
     its two transitions although a run of layers does. And a device may take layers that would serve better on a later
-    device.
-
-    Three refinements correct this:
-
-    * Each device gets its best set of layers, found by dynamic programming.
-    * Devices are visited again until the speed-up stops growing.
-    * The search starts from three placements, with the devices in every order: no replicas, replicas spread over all
-      layers, and replicas stacked on the same layers.
-
-    From a placement without replicas, the result equals brute force for up to 6 layers and 3 devices. Present replicas
-    stay. In 0.3% of random placements with replicas, brute force finds a better result: the replicas that it adds pay
-    only if several devices add them at once.
+    device. Here a dynamic program over the layers finds the highest speed-up of all placements. Among equal placements
+    it prefers fewer replicas and transitions, then the first layers.
 
     Args:
         homes: homes of each layer.
         head: home of the embedding and the head.
-        room: maximum number of new replicas of each device (`max_replicas`). At most `MAX_DEVICES` devices.
+        room: maximum number of new replicas of each device (`max_replicas`). Time and memory grow with the product of
+            the rooms. So at most `MAX_DEVICES` devices are considered, the ones with most room, and fewer if the
+            product exceeds `MAX_STATES`.
         transition_cost: constant of Equation 4 (`speedup.transition_cost`).
         max_degree: maximum number of homes of a layer. None: no maximum.
     """
-    assert len(room) <= MAX_DEVICES, "the number of orders grows with the factorial of the number of devices"
-    best = _best_placement(tuple(homes), head, tuple(sorted(room.items())), transition_cost, max_degree)
-    added = {d: tuple(i for i, layer in enumerate(best) if d in layer and d not in homes[i]) for d in room}
+    considered: dict[int, int] = {}
+    for device in sorted(room, key=lambda device: (-room[device], device))[:MAX_DEVICES]:
+        sizes = [count + 1 for count in (*considered.values(), room[device]) if count < len(homes)]
+        if not considered or math.prod(sizes) <= MAX_STATES:
+            considered[device] = room[device]
+    rooms = tuple(sorted(considered.items()))
+    best = _best_placement(tuple(homes), head, rooms, transition_cost, max_degree)
+    added = {d: tuple(i for i, layer in enumerate(best) if d in layer and d not in homes[i]) for d in considered}
     return {device: layers for device, layers in added.items() if layers}
 
 
@@ -100,129 +100,53 @@ def _best_placement(
     transition_cost: float,
     max_degree: int | None,
 ) -> tuple[Homes, ...]:
-    """Return the placement that `scale_up` chooses.
+    """Return the placement with the lowest sum of 1 / homes and costs of transitions.
 
-    The results are cached, because a controller asks while nothing changes.
+    The program visits the layers from the last to the first. `costs[home]` is an array with one axis for each device:
+    the lowest cost so far if the layer visited last has this home, by the number of new replicas on each device.
+    Costs are integers, so that equal placements have equal costs. An axis has length 1 if the device has room for every
+    layer. The results are cached, because a controller asks while nothing changes.
     """
-    room = dict(rooms)
-    search = _Search(homes, head, transition_cost, max_degree or len(room) + max(map(len, homes)))
-    best = search.present
-    # Devices with equal room and no replicas can be exchanged: one order of such devices is enough.
-    alike = {device: (count, any(device in layer for layer in homes) and device) for device, count in rooms}
-    orders: dict[tuple, tuple[int, ...]] = {}
-    for order in itertools.permutations(room):
-        orders.setdefault(tuple(alike[d] for d in order), order)
-    for order in orders.values():
-        for start in (search.present, search.spread(order, room), search.stacked(order, room)):
-            found = search.improve(start, order, room)
-            if search.value(found) > search.value(best) + _GAIN:
-                best = found
-    return best
+    missing = {device: sum(device not in layer for layer in homes) for device, _ in rooms}
+    counted = {device: axis for axis, (device, room) in enumerate(rooms) if room < missing[device]}
+    start = np.full([room + 1 if device in counted else 1 for device, room in rooms], _NEVER)
+    start[(0,) * start.ndim] = 0
+    per_transition, costs, visited = round(transition_cost * _LAYER) + _TIE, {head: start}, []
+    for layer in reversed(homes):
+        tables = np.stack(list(costs.values()))
+        lowest, cheapest = tables.min(axis=0) + per_transition, tables.argmin(axis=0).astype(np.uint8)
+        options, stays, new = list(costs), {}, {}
+        for added in _additions(layer, [device for device, _ in rooms], max_degree):
+            home = tuple(sorted({*layer, *added}))
+            stay = costs.get(home, lowest + 1)
+            stays[home] = stay <= lowest
+            total = np.minimum(stay, lowest) + _LAYER // len(home) + _TIE * len(added)
+            for axis in (counted[device] for device in added if device in counted):
+                total = np.roll(total, 1, axis)
+                total[(slice(None),) * axis + (0,)] = _NEVER
+            new[home] = total
+        visited.append((options, cheapest, stays))
+        costs = new
+    ends = {home: cost + per_transition * (home != head) for home, cost in costs.items()}
+    home = min(ends, key=lambda home: int(ends[home].min()))
+    taken = np.array(np.unravel_index(ends[home].argmin(), start.shape), dtype=int)
+    result = []
+    for layer, (options, cheapest, stays) in zip(homes, reversed(visited), strict=True):
+        result.append(home)
+        for device in set(home) - set(layer):
+            if device in counted:
+                taken[counted[device]] -= 1
+        if not stays[home][tuple(taken)]:
+            home = options[cheapest[tuple(taken)]]
+    return tuple(result)
 
 
-class _Search:
-    """Search of `scale_up` for the best placement.
-
-    Attributes:
-        present: present homes of each layer.
-    """
-
-    def __init__(self, homes: Sequence[Homes], head: Homes, transition_cost: float, max_degree: int):
-        self.present = tuple(homes)
-        self._head, self._cost, self._max_degree = head, transition_cost, max_degree
-        self._found: dict[tuple[int, tuple[Homes, ...]], tuple[Homes, ...]] = {}
-        """Results of `_solve`, by device and homes of the other devices."""
-
-    def value(self, homes: Sequence[Homes]) -> float:
-        """Return the speed-up of a placement (Equation 4)."""
-        return placement_speedup(homes, self._head, self._cost)
-
-    def spread(self, order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
-        """Return a start placement whose replicas are spread over all layers.
-
-        Each device takes as many layers as it has room for. Layers with the fewest homes come first.
-        """
-        homes = self.present
-        for device in order:
-            homes = self._fill(homes, device, room[device], [len(layer) for layer in homes])
-        return homes
-
-    def stacked(self, order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
-        """Return a start placement whose replicas are stacked on the same layers.
-
-        Each device takes as many layers as it has room for. Layers nearest to the layer with the most homes come first.
-        """
-        homes = self.present
-        for device in order:
-            centre = max(range(len(homes)), key=lambda i: (len(homes[i]), -i))
-            homes = self._fill(homes, device, room[device], [abs(i - centre) for i in range(len(homes))])
-        return homes
-
-    def _fill(self, homes: tuple[Homes, ...], device: int, room: int, keys: Sequence[int]) -> tuple[Homes, ...]:
-        options = [i for i, layer in enumerate(homes) if device not in layer and len(layer) < self._max_degree]
-        taken = set(sorted(options, key=lambda i: (keys[i], i))[:room])
-        return tuple(_with(layer, device) if i in taken else layer for i, layer in enumerate(homes))
-
-    def improve(self, homes: tuple[Homes, ...], order: Sequence[int], room: Mapping[int, int]) -> tuple[Homes, ...]:
-        """Give each device its best layers in turn. Repeat this until the speed-up stops growing."""
-        grows = True
-        while grows:
-            grows = False
-            for device in order:
-                found = self._best_layers(homes, device, room[device])
-                if self.value(found) > self.value(homes) + _GAIN:
-                    homes, grows = found, True
-        return homes
-
-    def _best_layers(self, homes: tuple[Homes, ...], device: int, room: int) -> tuple[Homes, ...]:
-        """Return the placement with the best set of layers on one device. Other devices keep their layers."""
-        without = tuple(
-            layer if device in now else tuple(d for d in layer if d != device)
-            for layer, now in zip(homes, self.present, strict=True)
-        )
-        if (device, without) not in self._found:
-            self._found[device, without] = self._solve(without, device, room)
-        return self._found[device, without]
-
-    def _solve(self, without: tuple[Homes, ...], device: int, room: int) -> tuple[Homes, ...]:
-        """Find the best set of new layers for a device by dynamic programming. Return the placement.
-
-        `without` are the homes without the new layers of the device. The program visits the layers from the last to the
-        first, so that among equal results the device takes the first layers. `costs[member][k]` is the lowest cost so
-        far if the device took `k` new layers. `member` is 1 if the device computes the layer that was visited last,
-        else 0.
-        """
-        pairs = [(layer, _with(layer, device)) for layer in without]
-        costs = [[0.0] + [math.inf] * room, [math.inf] * (room + 1)]
-        before: tuple[Homes, Homes] = (self._head, self._head)
-        choices = []
-        for layer, now in zip(reversed(pairs), reversed(self.present), strict=True):
-            new, came = [], []
-            for member in (0, 1):
-                step = [
-                    1 / len(layer[member]) + _BREAK * (b != member) + self._cost * (before[b] != layer[member])
-                    for b in (0, 1)
-                ]
-                totals = [min(x + step[0], y + step[1]) for x, y in zip(*costs, strict=True)]
-                came.append([y + step[1] < x + step[0] for x, y in zip(*costs, strict=True)])
-                takes = member and device not in now
-                if (not member and device in now) or (takes and len(layer[0]) >= self._max_degree):
-                    totals = [math.inf] * (room + 1)
-                elif takes:
-                    totals = [math.inf, *totals[:-1]]
-                new.append(totals)
-            choices.append(came)
-            costs, before = new, layer
-        ends = [
-            (cost + self._cost * (before[m] != self._head), m, k) for m in (0, 1) for k, cost in enumerate(costs[m])
-        ]
-        _, member, taken = min(ends)
-        result: list[Homes] = []
-        for layer, now, came in zip(pairs, self.present, reversed(choices), strict=True):
-            result.append(layer[member])
-            taken -= bool(member) and device not in now
-            member = int(came[member][taken])
-        return tuple(result)
+def _additions(layer: Homes, devices: Sequence[int], max_degree: int | None) -> Iterator[tuple[int, ...]]:
+    """Yield the sets of devices that a layer can get as new homes, the largest first."""
+    free = [device for device in devices if device not in layer]
+    most = len(free) if max_degree is None else min(len(free), max(max_degree - len(layer), 0))
+    for size in range(most, -1, -1):
+        yield from itertools.combinations(free, size)
 
 
 def scale_down(
@@ -434,7 +358,3 @@ def _last_run(layers: Sequence[int]) -> Sequence[int]:
     """Return the last run of consecutive numbers in an ascending sequence."""
     first = next((k for k in range(len(layers) - 1, 0, -1) if layers[k] != layers[k - 1] + 1), 0)
     return layers[first:]
-
-
-def _with(layer: Homes, device: int) -> Homes:
-    return tuple(sorted({*layer, device}))

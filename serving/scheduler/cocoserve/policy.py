@@ -21,7 +21,6 @@ from serving.scheduler.admission import Admission
 from serving.scheduler.amoeba import AmoebaPolicy
 from serving.scheduler.amoeba_config import AmoebaConfig
 from serving.scheduler.cocoserve.algorithms import (
-    MAX_DEVICES,
     can_host,
     holds_weights,
     layer_homes,
@@ -225,9 +224,8 @@ class CocoServePolicy:
             free_bytes = view.devices[device].free_bytes - (layer.other_bytes if weights else 0.0)
             replica = weights + instance.capacity_tokens * layer.kv_token_bytes / 2
             room[device] = max_replicas(free_bytes, replica, layer.num_layers)
-        chosen = sorted(room, key=lambda device: (-room[device], device))[:MAX_DEVICES]
         homes = layer_homes(instance, layer.num_layers)
-        added = scale_up(homes, instance.devices, {d: room[d] for d in chosen}, layer.transition_cost, most)
+        added = scale_up(homes, instance.devices, room, layer.transition_cost, most)
         if not added:
             return None
         device = min(added, key=lambda device: (-len(added[device]), device))

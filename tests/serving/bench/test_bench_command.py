@@ -50,6 +50,7 @@ def refuse(live: Live, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     monkeypatch.setattr(admission, "admit", refusing)
 
 
+@pytest.mark.slow
 def test_burst_with_priorities(live: Live, tmp_path: Path):
     flags = ["--dataset-name", "burst", "--duration", "4", "--phase-s", "1", "--low-rate", "2:4", "--high-rate", "12"]
     flags += ["--priority-share", "0.3", "--random-input-len", "16", "--random-output-len", "4"]

@@ -133,6 +133,7 @@ def test_gpus_may_start_where_the_plugin_is_and_jax_may_use_it(cuda_plugin: Path
     assert not any(map(cuda_may_start, asked))
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     ("platforms", "plugin", "started", "expected"),
     [

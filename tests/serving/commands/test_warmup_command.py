@@ -45,6 +45,7 @@ def config_only(directory: Path, config: dict[str, Any]) -> str:
     return str(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cache: str, num_devices: int):
     """The command has a config alone; the engine has weights as well."""

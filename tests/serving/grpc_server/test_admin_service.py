@@ -62,6 +62,7 @@ def test_instances_merge_and_split_while_a_request_runs(live: Live):
     live.check_idle()
 
 
+@pytest.mark.slow
 def test_requests_pause_while_another_runs_on_all_devices(live: Live):
     """GetCluster and the metrics show how many; transforming back lets them go on, token for token."""
     params = pb.SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

@@ -199,6 +199,7 @@ def stuck(served_model: Path, compile_cache: str) -> Iterator[tuple[LLM, threadi
         release.set()
 
 
+@pytest.mark.slow
 def test_engine_that_is_stuck_is_seen(start: Callable[..., Live], stuck: tuple):
     """The thread lives, in a call that does not return."""
     llm, block, _ = stuck

@@ -19,6 +19,7 @@ from serving.runtime.scheduling_config import SchedulingConfig
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_streams_are_right_while_instances_change(live: Live, count: int):
     choose = random.Random(7)

@@ -46,6 +46,7 @@ def counted(live: Live, name: str) -> float:
     return float(line.split()[1])
 
 
+@pytest.mark.slow
 def test_internal_for_that_request_alone(live: Live):
     expected = live.llm.generate("hello", LONG)[0].outputs[0].token_ids
     before = counted(live, "nan_logits_total")

@@ -27,6 +27,7 @@ def programs(live: Live, state: str) -> float | None:
     )
 
 
+@pytest.mark.slow
 def test_degrees_become_ready_while_the_server_serves(
     start: Callable[..., Live], served_model: Path, compile_cache: str
 ):

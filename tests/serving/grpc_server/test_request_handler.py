@@ -202,6 +202,7 @@ def counted(metrics: ServerMetrics) -> dict[str, float]:
     return {sample.labels["finished_reason"]: sample.value for sample in totals if sample.value}
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("cancellations", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
 def test_any_number_of_cancellations_at_any_time_end_the_request(cancellations: int):
     async def run(pauses: list[int]) -> None:

@@ -160,6 +160,7 @@ def test_eight_devices_merge_and_split_from_the_command_line(serve: Callable[...
             assert answers() == expected
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("host", ["[::1]", *(pytest.param(it, marks=pytest.mark.slow) for it in ("::1", "localhost"))])
 def test_every_kind_of_host_is_served(serve: Callable[..., Process], host: str):
     server = serve("--host", host)
@@ -170,6 +171,7 @@ def test_every_kind_of_host_is_served(serve: Callable[..., Process], host: str):
     assert server.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -191,6 +193,7 @@ def test_hosts_that_cannot_be_served_are_refused_with_the_reason(
     assert "Traceback" not in server.said
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "flag", ["--port", *(pytest.param(flag, marks=pytest.mark.slow) for flag in ("--admin-port", "--metrics-port"))]
 )
@@ -310,6 +313,7 @@ def test_server_whose_log_is_on_a_full_disk_serves(serve: Callable[..., Process]
     assert server.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
     """The process is given a step that fails once it is told to."""
     trigger = tmp_path / "fail"

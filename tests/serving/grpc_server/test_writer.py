@@ -49,6 +49,7 @@ def unread() -> Iterator[Callable[[Live, tuple[str, bytes]], Any]]:
         channel.close()
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_not_read_belongs_to_its_request(start: Callable[..., Live], unread: Any):
     """Which goes on until it is read, as that of a stream does."""
     live = start()

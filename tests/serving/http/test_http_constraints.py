@@ -2,6 +2,8 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -9,8 +11,10 @@ import pytest
 from harness import registry_of
 from live_server import TIMEOUT_S
 
-from amoeba_jax import StructuredOutput
+from amoeba_jax import SamplingParams, StructuredOutput
 from amoeba_jax.sampling import structured
+from serving.http_server import chat_generation
+from serving.http_server.chat_generation import ChatGeneration
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -143,6 +147,27 @@ def test_bad_schemas_are_refused(http):
     http.check_idle()
 
 
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        ({"json": {"const": "x" * 2**20}}, "over the limit of 131072"),
+        ({"json": {"$ref": "#"}}, "allows no text"),
+        ({"regex": "(" * 2**16}, "cannot be used"),
+    ],
+    ids=["size", "recursive", "parentheses"],
+)
+def test_bombs_are_refused_beside_other_requests(http, constraint: dict[str, Any], reason: str):
+    settings: dict[str, Any] = {"model": "tiny-chat", "prompt": "x", "temperature": 0, "max_tokens": 60}
+    expected = http.client.completions.create(**settings).choices[0].text
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(http.client.completions.create, **settings)
+        with pytest.raises(openai.BadRequestError, match=reason) as caught:
+            http.client.completions.create(**settings, extra_body={"structured_outputs": constraint})
+        assert caught.value.status_code == 400
+        assert other.result(TIMEOUT_S).choices[0].text == expected
+    http.check_idle()
+
+
 def test_known_grammars_do_not_wait_for_new_ones(http, monkeypatch: pytest.MonkeyPatch):
     """A client cannot fill the queue of new grammars."""
     known, new = {"regex": "[ab]{2}"}, {"regex": "[cd]{2}"}
@@ -175,21 +200,61 @@ def test_known_grammars_do_not_wait_for_new_ones(http, monkeypatch: pytest.Monke
     assert complete(new).strip("cd") == ""
 
 
+Answer = tuple[str, str, list[tuple[str, str]], str]
+
+
+def whole_answer(http, settings: dict[str, Any]) -> Answer:
+    """Reasoning, content, calls and finish reason."""
+    (choice,) = http.client.chat.completions.create(**settings).choices
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+    reasoning = getattr(choice.message, "reasoning_content", None) or ""
+    return reasoning, choice.message.content or "", calls, choice.finish_reason
+
+
+def streamed_answer(http, settings: dict[str, Any]) -> Answer:
+    """The same, put together from a stream."""
+    chunks = [chunk.choices[0] for chunk in http.client.chat.completions.create(**settings, stream=True)]
+    names, arguments = [], dict[int, str]()
+    for call in [call for chunk in chunks for call in chunk.delta.tool_calls or ()]:
+        if call.function.name:
+            names.append(call.function.name)
+        arguments[call.index] = arguments.get(call.index, "") + call.function.arguments
+    assert list(arguments) == list(range(len(names)))
+    assert [chunk.finish_reason is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    reasoning = "".join(getattr(chunk.delta, "reasoning_content", None) or "" for chunk in chunks)
+    content = "".join(chunk.delta.content or "" for chunk in chunks)
+    calls = list(zip(names, arguments.values(), strict=True))
+    return reasoning, content, calls, chunks[-1].finish_reason or ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_calls_of_every_length_are_equal_in_a_stream(http, choice: Any):
+    reasons = set[str]()
     for max_tokens in range(1, 61):
         settings = SAMPLED | {"tools": TOOLS, "tool_choice": choice, "seed": 5, "max_completion_tokens": max_tokens}
-        (whole,) = http.client.chat.completions.create(**settings).choices
-        chunks = [chunk.choices[0] for chunk in http.client.chat.completions.create(**settings, stream=True)]
-        names, arguments = [], {}
-        for chunk in chunks:
-            for call in chunk.delta.tool_calls or ():
-                if call.function.name:
-                    names.append(call.function.name)
-                arguments[call.index] = arguments.get(call.index, "") + call.function.arguments
-        expected = whole.message.tool_calls or []
-        assert names == [call.function.name for call in expected]
-        assert list(arguments.values()) == [call.function.arguments for call in expected]
-        assert "".join(chunk.delta.content or "" for chunk in chunks) == (whole.message.content or "")
-        assert chunks[-1].finish_reason == whole.finish_reason
+        answer = whole_answer(http, settings)
+        assert streamed_answer(http, settings) == answer
+        reasons.add(answer[3])
+    assert reasons == {"length", "tool_calls" if choice == "required" else "stop"}
+
+
+@pytest.mark.slow
+def test_reasoning_and_free_calls_of_every_length_are_equal_in_a_stream(http, monkeypatch: pytest.MonkeyPatch):
+    """A constraint lets the model write reasoning, content and a call, as a trained model does."""
+    text = StructuredOutput(choice=['<think>hm</think>ok<tool_call>{"name": "time"}</tool_call>'])
+    start = ChatGeneration._start
+
+    def forced(self: ChatGeneration, tokens: list[int]) -> SamplingParams:
+        return replace(start(self, tokens), structured=text)
+
+    monkeypatch.setattr(ChatGeneration, "_start", forced)
+    monkeypatch.setattr(chat_generation, "reasons", lambda _: True)
+    answers = []
+    for max_tokens in range(1, 61):
+        settings = SAMPLED | {"tools": TOOLS, "max_completion_tokens": max_tokens}
+        answers.append(whole_answer(http, settings))
+        assert streamed_answer(http, settings) == answers[-1]
+    assert answers[-1] == ("hm", "ok", [("time", "{}")], "tool_calls")
+    assert answers[8] == ("hm", "", [], "length")
+    http.check_idle()

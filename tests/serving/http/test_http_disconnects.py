@@ -111,13 +111,19 @@ def test_unread_reply_is_dropped_after_a_time(start_http, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_two_hundred_cut_streams_leave_nothing(http):
-    """Each stream is cut after a random number of bytes, then all prompts are asked again at once."""
-    numbers = random.Random(0)
-    prompts = [f"prompt {index}" for index in range(200)]
-    settings = {"model": "tiny-chat", "temperature": 0, "max_tokens": 40, "stream": True, "ignore_eos": True}
-    expected = http.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    """Each stream is cut after a random number of bytes, then all prompts are asked again at once.
 
-    async def run() -> list[str]:
+    Other requests run meanwhile, and their tokens do not change.
+    """
+    numbers = random.Random(0)
+    prompts, others = [f"prompt {index}" for index in range(200)], [f"other {index}" for index in range(20)]
+    settings = {"model": "tiny-chat", "temperature": 0, "max_tokens": 40, "stream": True, "ignore_eos": True}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected, of_others = (
+        [it.outputs[0].text for it in http.llm.generate(asked, params)] for asked in (prompts, others)
+    )
+
+    async def run() -> tuple[list[str], list[str]]:
         async with httpx2.AsyncClient(timeout=TIMEOUT_S, limits=httpx2.Limits(max_connections=None)) as client:
 
             async def cut(prompt: str) -> None:
@@ -134,8 +140,10 @@ def test_two_hundred_cut_streams_leave_nothing(http):
                 response = await client.post(f"{http.url}/v1/completions", json=body)
                 return response.json()["choices"][0]["text"]
 
+            beside = asyncio.gather(*map(whole, others))
             await asyncio.gather(*map(cut, prompts))
-            return list(await asyncio.gather(*map(whole, prompts)))
+            again = await asyncio.gather(*map(whole, prompts))
+            return list(again), list(await beside)
 
-    assert asyncio.run(run()) == [output.outputs[0].text for output in expected]
+    assert asyncio.run(run()) == (expected, of_others)
     http.check_idle()

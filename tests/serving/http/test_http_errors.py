@@ -75,6 +75,14 @@ def test_error_names_its_field(http):
     assert error["param"] == "model"
 
 
+@pytest.mark.parametrize("changes", [{"max_tokens": 5000}, {"messages": [{"role": "user", "content": "x" * 5000}]}])
+def test_requests_over_the_context_have_a_code_of_their_own(http, changes: dict[str, Any]):
+    """Clients shorten the conversation if they see it."""
+    error = check_error(post(http, "/v1/chat/completions", CHAT | changes), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "4096" in error["message"]
+
+
 def test_unknown_model_and_path_are_not_found(http):
     error = check_error(post(http, "/v1/chat/completions", CHAT | {"model": "other"}), 404)
     assert "other" in error["message"]
@@ -177,6 +185,8 @@ def test_tokenize_and_detokenize(http):
     answer = post(http, "/tokenize", {"prompt": "hello", "return_token_strs": True}).json()
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (http.llm.tokenizer.encode("hello"), 5, 4096)
     assert "".join(answer["token_strs"]) == "hello"
+    spaced = post(http, "/tokenize", {"prompt": " h", "return_token_strs": True}).json()
+    assert spaced["token_strs"] == ["\u0120", "h"]  # as `convert_ids_to_tokens` of transformers
     assert post(http, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hello"}
     chat = post(http, "/tokenize", {"model": "tiny-chat", "messages": CHAT["messages"]}).json()
     assert http.llm.tokenizer.decode(chat["tokens"]) == "<user> x\n<assistant>"
@@ -218,7 +228,7 @@ def test_replies_that_repeat_prompts_are_limited(start_http):
         body = {"model": "tiny-chat", "prompt": ["x" * 10] * 2, "max_tokens": 1}
         for more, name in (
             ({"echo": True, "n": 6}, "max_echo_bytes"),
-            ({"prompt_logprobs": 1, "n": 2}, "max_reply_entries"),
+            ({"echo": True, "logprobs": 1, "n": 2}, "max_reply_entries"),
             ({"return_token_ids": True, "n": 4}, "max_reply_entries"),
         ):
             for streams in (False, True):

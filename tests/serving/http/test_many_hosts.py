@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(SMG is None, reason="smg is not installed: pip install 'amoeba-jax[gateway]'"),
 ]
+START_S = 300
+"""Seconds in which a server must start. Two start at the same time."""
 # Of different beginnings, and longer than the pages of the prefix cache.
 TOPICS = [
     "Anchors, ropes and sails: a captain explains how ships were rigged in the days of the tea trade. ",
@@ -66,23 +68,27 @@ def count(port: int, metric: str) -> float:
 
 
 class Hosts:
-    """Two servers, by port, and the gateway."""
+    """Two servers, by port, and the gateway. All are started in `__init__`, and ready after `wait`."""
 
     def __init__(self, model: Path, cache: str):
         self._model, self._cache = model, cache
         *self.ports, self.gateway, metrics = free_ports(4)
-        self.servers = {port: self.start(port) for port in self.ports}
-        for port in self.ports:
-            wait_until(lambda port=port: answers(port, "/health"))
         workers = [argument for port in self.ports for argument in ("--worker", f"http://127.0.0.1:{port}")]
+        self.servers = {port: self.start(port) for port in self.ports}
         self._gateway = start_amoeba("gateway", *workers, "--port", str(self.gateway), "--metrics-port", str(metrics))
-        wait_until(lambda: answers(self.gateway, "/v1/models") or self._gateway.poll() is not None)
-        assert self._gateway.poll() is None
 
     def start(self, port: int) -> subprocess.Popen[bytes]:
         memory = ("--device-memory", "64MiB", "--max-num-seqs", "4", "--compile-cache", self._cache, "--no-warmup")
         ports = ("--port", "0", "--metrics-port", "0", "--http-port", str(port))
         return start_amoeba("serve", "--model", self._model, "--num-devices", "1", *memory, *ports)
+
+    def wait(self) -> None:
+        """Wait until the servers are ready and the gateway knows them."""
+        for port in self.ports:
+            wait_until(lambda port=port: answers(port, "/health") or self.servers[port].poll() is not None, START_S)
+            assert self.servers[port].poll() is None
+        wait_until(lambda: answers(self.gateway, "/v1/models") or self._gateway.poll() is not None)
+        assert self._gateway.poll() is None
 
     def close(self) -> None:
         for process in (self._gateway, *self.servers.values()):
@@ -113,8 +119,11 @@ class Hosts:
 @pytest.fixture
 def hosts(served_model: Path, compile_cache: str) -> Iterator[Hosts]:
     hosts = Hosts(served_model, compile_cache)
-    yield hosts
-    hosts.close()
+    try:
+        hosts.wait()
+        yield hosts
+    finally:
+        hosts.close()
 
 
 def ask(topic: str, question: str) -> list[dict[str, str]]:
@@ -163,7 +172,7 @@ def test_conversations_stay_with_their_host_and_a_host_may_die(hosts: Hosts):
 
     # The host comes back, and gets conversations again.
     hosts.servers[dead] = hosts.start(dead)
-    wait_until(lambda: answers(dead, "/health"))
+    wait_until(lambda: answers(dead, "/health"), START_S)
     numbers = iter(range(1000))
     wait_until(lambda: hosts.say(ask(f"{next(numbers)} {os.urandom(40).hex()} ", "Well?"))[0] == dead)
 

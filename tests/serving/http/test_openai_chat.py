@@ -37,6 +37,11 @@ def test_stream_adds_up_to_the_answer(http):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    counted = http.client.chat.completions.create(**GREEDY, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in counted]
+    assert (counts[0], counts[-2:]) == (0, [6, 6])
+    assert counts == sorted(counts)
     with http.client.chat.completions.stream(**GREEDY) as stream:
         for _ in stream:
             pass
@@ -81,6 +86,15 @@ def test_logprobs_are_those_of_the_api(http):
         for entry in choice.logprobs.content
     ]
     assert streamed == choice.logprobs.content
+
+
+def test_logprobs_of_the_prompt_are_those_of_the_api(http):
+    expected = http.llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=2))[0]
+    settings = GREEDY | {"temperature": 1.0, "n": 2, "extra_body": {"prompt_logprobs": 2}}
+    answer = http.client.chat.completions.create(**settings).model_dump()
+    assert answer["prompt_logprobs"][0] is None
+    for given, entry in zip(answer["prompt_logprobs"][1:], expected.prompt_logprobs[1:], strict=True):
+        assert {token: it["logprob"] for token, it in given.items()} == {str(k): it.logprob for k, it in entry.items()}
 
 
 def test_samples_are_independent(http):
@@ -167,8 +181,11 @@ def image(kind: str) -> list[Any]:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"seed": 2**64}, "seed"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "mood": 1}}, "response_format.mood"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
         ({"tools": [WEATHER] * 129}, "tools"),

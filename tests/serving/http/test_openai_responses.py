@@ -43,6 +43,9 @@ def test_events_add_up_to_the_response(http):
     ]
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    usages = [events[index].response.usage for index in (0, 1, -1)]
+    assert {usage.input_tokens for usage in usages} == {whole.usage.input_tokens}
+    assert usages[-1].output_tokens == 6
     with http.client.responses.stream(**GREEDY, input="hello") as stream:
         for _ in stream:
             pass

@@ -135,6 +135,7 @@ def test_consecutive_long_requests_share_a_merged_instance(llm: LLM, schedule: S
     assert degrees(llm) == [2] + [1] * (llm.config.num_devices - 2)
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "policy",
     [
@@ -192,6 +193,7 @@ def test_a_deadline_passes_in_the_queue(llm: LLM, schedule: Schedule):
     assert all(len(output.outputs[0].token_ids) == CACHE - 8 for output in background.result())
 
 
+@pytest.mark.slow
 def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LLM):
     background = Background(llm, prompts(14, 8), greedy(CACHE - 8))
     wait_for(lambda: any(view.waiting for view in llm.instances))
@@ -206,6 +208,7 @@ def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LL
     background.result()
 
 
+@pytest.mark.slow
 def test_siblings_priorities_and_preemption(llm: LLM, schedule: Schedule):
     """More than there is room for: what is preempted is computed again, and nothing changes a token."""
     requests = prompts(8, 30)

@@ -162,6 +162,7 @@ def phases(low: float, high: float, seed: int, seconds: int = 60, count: int = 8
     return asked
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4))])
 def test_load_causes_one_change_a_phase_under_noise(seed: int):
     run = fly(phases(0.75, 10.0, seed))
@@ -173,6 +174,7 @@ def test_load_causes_one_change_a_phase_under_noise(seed: int):
     assert all(a.running == "migrate" and not a.release_weights for _, a in changes if isinstance(a, ScaleUp))
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize(
     "rate", [0.5, 1.0, 2.0, 3.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (4.0, 5.0, 6.0, 8.0))]
 )

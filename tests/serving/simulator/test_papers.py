@@ -50,6 +50,7 @@ def found(where: str, what: str) -> papers.Row:
     return row
 
 
+@pytest.mark.first_by_default
 @pytest.mark.parametrize("what", ["TP4 context", "TP2 context", "TP4 tokens/s", "TP2 tokens/s", "TP1 tokens/s"])
 def test_table_1_of_amoeba_from_two_degrees(what: str):
     """Contexts within 5%, tokens/s within 15%. (The context at TP1 is the difference of two numbers ten times as
