@@ -204,6 +204,7 @@ class EngineHandle:
         Raises:
             LayoutError: the devices cannot form instances of this degree.
             RequestError: requests would not fit, or the devices are being transformed. Nothing was changed.
+            MemoryBudgetError: a device has too little memory. Nothing was changed.
             ProgramsNotReadyError: programs are still being compiled, and `wait_for_programs` is False. Nothing was
                 changed.
             NotCompiledError: programs are missing, and `strict_compile` is set. Nothing was changed.

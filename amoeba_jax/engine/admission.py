@@ -6,13 +6,13 @@ from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import DeadlineError, RequestError
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.page_copies import copy_page, copy_specs, host_specs, read_to_host, write_from_host
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.stats import EngineStats
+from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformations import Transformations
 from kvcache.pages import SequencePages
 from sharding.ledger import format_bytes, parse_bytes
 
@@ -30,12 +30,12 @@ class Admission:
         self,
         cluster: Cluster,
         sequences: Sequences,
-        transformations: Transformations,
+        changes: Changes,
         steps: Steps,
         stats: EngineStats,
     ):
         self._cluster, self._sequences = cluster, sequences
-        self._transformations, self._steps, self._stats = transformations, steps, stats
+        self._changes, self._steps, self._stats = changes, steps, stats
         self._geometry = cluster.dims.pages
 
     def admit(self) -> None:
@@ -78,7 +78,7 @@ class Admission:
 
     def check_waiting(self, options: TransformOptions) -> None:
         """Raise `RequestError` if a waiting request would fit on no instance after this transformation."""
-        limit, degree = max(self._transformations.capacity_to_come(i, options) for i in self._cluster.instances)
+        limit, degree = max(self._changes.capacity_to_come(i, options) for i in self._cluster.instances)
         for sequence in self._sequences.waiting:
             if sequence.max_total_tokens > limit:
                 raise RequestError(
@@ -88,7 +88,7 @@ class Admission:
 
     def _never_fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence fits on no instance, and no instance will become larger."""
-        if self._transformations.busy or self._cluster.lost:
+        if self._changes.busy or self._cluster.lost:
             return False
         return all(i.capacity_tokens < sequence.max_total_tokens for i in self._cluster.instances)
 
@@ -144,7 +144,7 @@ class Admission:
 
     def _steady_instance_of(self, sequence: Sequence) -> Instance:
         instance = self._cluster.instance_of(sequence)
-        if instance.transition is not None or self._transformations.is_about_to_change(instance):
+        if instance.phase in (Phase.DRAINING, Phase.CHANGING):
             raise RequestError(f"instance {instance.id} is being transformed")
         return instance
 

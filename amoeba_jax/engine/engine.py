@@ -25,10 +25,9 @@ from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
+from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import PlacementOptions, TransformOptions
-from amoeba_jax.transform.relocations import Relocations
 from amoeba_jax.transform.report import PlacementReport, TransformReport
-from amoeba_jax.transform.transformations import Transformations
 
 ENOUGH_TOKENS = 512
 """Enough tokens for a usual answer. See `Engine.default_max_tokens`."""
@@ -72,10 +71,9 @@ class Engine:
         self.stats = stats = EngineStats()
         self.sequences = sequences = Sequences(cluster, stats)
         self.waiting = sequences.waiting
-        self.transformations = Transformations(cluster, self._drain, sequences.preempt)
-        self.relocations = Relocations(cluster, sequences.preempt, self.transformations.names)
-        self.steps = Steps(cluster, sequences, self.transformations, self.relocations, stats)
-        self.admission = Admission(cluster, sequences, self.transformations, self.steps, stats)
+        self.changes = Changes(cluster, sequences.preempt)
+        self.steps = Steps(cluster, sequences, self.changes, stats)
+        self.admission = Admission(cluster, sequences, self.changes, self.steps, stats)
         self.background_warmup = BackgroundWarmup(cluster)
         self.scheduler_hook: SchedulerHook | None = None
         self.closing = False
@@ -88,8 +86,7 @@ class Engine:
         for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
                 self.steps.take(instance, instance.pending.popleft())
-        self.transformations.collect()
-        self.relocations.collect()
+        self.changes.collect()
 
     def advance(self) -> bool:
         """Continue changes, start waiting sequences, and launch one step on each instance that can take one.
@@ -98,8 +95,7 @@ class Engine:
         `RuntimeError` if there are requests, and nothing can ever serve them.
         """
         if arrived := self.background_warmup.take_arrived():
-            self.transformations.retry()
-            self.relocations.retry()
+            self.changes.retry()
         if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
 
@@ -121,7 +117,7 @@ class Engine:
         return launched
 
     def _check_progress(self) -> None:
-        busy = self.cluster.executables.background.num_left or self.transformations.busy or self.relocations.busy
+        busy = self.cluster.executables.background.num_left or self.changes.busy
         # Requests may wait for a decision of the scheduler, for lost devices, or for paused requests.
         may_wait = self.scheduler_hook is not None or self.cluster.lost or self.num_paused
         if self.has_requests and not busy and not may_wait:
@@ -131,7 +127,7 @@ class Engine:
         """Wait for all steps in flight and take their results."""
         for instance in self.cluster.all_instances:
             self._drain(instance)
-        self.transformations.collect()
+        self.changes.collect()
 
     def _drain(self, instance: Instance) -> None:
         while instance.pending:
@@ -146,8 +142,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """End all transformations and requests with an error."""
-        self.transformations.fail(error)
-        self.relocations.fail(error)
+        self.changes.fail(error)
         self.sequences.fail_all(error)
 
     def close(self) -> None:
@@ -189,7 +184,7 @@ class Engine:
 
         With a scheduler, which may change the layout, instances of all degrees count too.
         """
-        found = [self.transformations.capacity_to_come(instance) for instance in self.instances]
+        found = [self.changes.capacity_to_come(instance) for instance in self.instances]
         if self.scheduler_hook is not None:
             found += [(self.capacity_tokens(degree), degree) for degree in self.cluster.plan.degrees]
         return found
@@ -247,14 +242,14 @@ class Engine:
             self.background_warmup.check(degree)
         if self.scheduler_hook is None:
             self.admission.check_waiting(options)
-        return self.transformations.request(options)
+        return self.changes.request(options)
 
     def change_placement(self, options: PlacementOptions) -> "Future[PlacementReport]":
         """Begin to change the placement of an instance while requests run. See `LLM.replicate` and its relatives.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if the change is impossible.
         """
-        return self.relocations.request(options)
+        return self.changes.request(options)
 
     def limit_batch(self, instance_id: int, size: int | None) -> None:
         """Limit the number of running sequences of an instance. None: only its slots limit it.
@@ -272,11 +267,11 @@ class Engine:
 
     def end_transformations(self) -> None:
         """Run the loop until all transformations have ended."""
-        while self.transformations.busy:
+        while self.changes.busy:
             self.advance()
             self.drain()
-            self.transformations.wait()
-            if self.transformations.awaits_programs:
+            self.changes.wait()
+            if self.changes.awaits_programs:
                 self.cluster.executables.background.wait()
 
     def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
@@ -299,7 +294,7 @@ class Engine:
         Its message starts with `problem`.
         """
         self.drain()
-        if self.has_requests or self.transformations.busy or self.relocations.busy:
+        if self.has_requests or self.changes.busy:
             running, paused = sum(len(instance.running) for instance in self.instances), self.num_paused
             raise RequestError(
                 f"{problem} with {running} running, {paused} paused and {len(self.waiting)} waiting requests: "

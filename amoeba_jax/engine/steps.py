@@ -28,10 +28,7 @@ from amoeba_jax.sampling.rows import (
     unpack_result,
 )
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
-from amoeba_jax.transform.relocation import Relocation
-from amoeba_jax.transform.relocations import Relocations
-from amoeba_jax.transform.transformations import Transformations
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.changes import Changes
 from sharding.mesh import is_lost
 
 logger = logging.getLogger(__name__)
@@ -51,12 +48,11 @@ class Steps:
         self,
         cluster: Cluster,
         sequences: Sequences,
-        transformations: Transformations,
-        relocations: Relocations,
+        changes: Changes,
         stats: EngineStats,
     ):
         self._cluster, self._sequences = cluster, sequences
-        self._transformations, self._relocations, self._stats = transformations, relocations, stats
+        self._changes, self._stats = changes, stats
         self._failures_in_a_row = 0
 
     # Launch
@@ -67,23 +63,20 @@ class Steps:
         Return False if nothing was done: `MAX_PENDING_STEPS` steps are in flight, or there is nothing to compute. A
         step that fails counts as launched.
         """
-        changes, relocations, change = self._transformations, self._relocations, instance.transition
-        if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance) or relocations.holds(instance):
+        changes, transition = self._changes, instance.transition
+        if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance):
             return False
         num_preempted = self._reserve_next_tokens(instance)
-        if isinstance(change, Relocation):
-            if not relocations.switch_layers(instance, num_preempted):
-                return True  # the switch failed
-        elif change is not None:
-            step = self._plan(instance) if change.overlaps else None
+        if transition is not None:
+            step = self._plan(instance) if transition.overlaps else None
             if not changes.switch_layers(instance, num_preempted, step):
-                return True  # the switch failed, and the group has recovered
+                return True  # the switch failed
         while (plan := self._plan(instance)) is not None:
             try:
                 step = instance.runner.launch(plan, instance.lanes)
             except StepNotLaunchedError as error:
                 # A switch was left to this step: launch it alone.
-                if isinstance(instance.transition, Transition) and not changes.switch_alone(instance):
+                if instance.transition is not None and not changes.switch_alone(instance):
                     plan = None
                     break
                 self._reject_one(plan, error)
@@ -94,11 +87,9 @@ class Steps:
             else:
                 self._launched(instance, plan, step)
             break
-        if isinstance(change, Relocation):
-            relocations.step_launched(instance, plan)
-        elif change is not None:
+        if transition is not None:
             changes.step_launched(instance, plan)
-        return change is not None or plan is not None
+        return transition is not None or plan is not None
 
     def _reserve_next_tokens(self, instance: Instance) -> int:
         """Reserve a page for the next token of every sequence. If pages run out, preempt the last sequence in order.
@@ -322,8 +313,8 @@ class Steps:
         Raises `error` after `MAX_FAILURES_IN_A_ROW` failures without a success: the device does not work.
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
-        if isinstance(instance.transition, Transition):
-            self._transformations.lost(instance, error, sampled)
+        if instance.transition is not None and instance.transition.changes_degree:
+            self._changes.lost(instance, error, sampled)
             return
         self._failures_in_a_row += 1
         self._stats.failed_steps += 1
@@ -362,7 +353,7 @@ class Steps:
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)
         for instance in instances:
-            self._relocations.forget(instance)
+            self._changes.forget(instance)
         for _ in range(2):
             try:
                 self._cluster.rebuild(instances)

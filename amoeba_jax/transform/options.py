@@ -1,7 +1,7 @@
-"""Options of a transformation."""
+"""Options of a change."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from amoeba_jax.transform.report import TransformVariant
 
@@ -44,6 +44,12 @@ class PlacementOptions:
     layers: range | None = None
     modules: PlacementModules = "layer"
     move_kv: bool = True
+    running: ClassVar[RunningRequests] = "migrate"
+
+    @property
+    def name(self) -> str:
+        which = "" if self.layers is None else f" of layers {self.layers.start} to {self.layers.stop - 1}"
+        return f"{self.kind}{which} (instance {self.instance}, device {self.device})"
 
 
 @dataclass(frozen=True)
@@ -57,3 +63,7 @@ class TransformOptions:
     layers_per_step: LayersPerStep = "auto"
     running: RunningRequests = "migrate"
     order: ChangeOrder = "layer"
+
+    @property
+    def name(self) -> str:
+        return f"the transformation to TP{self.tensor_parallel_size}"

@@ -215,10 +215,10 @@ def test_requests_may_be_checked_against_an_instance_that_ends_meanwhile(tmp_pat
     with LLM(tiny_model("llama2", tmp_path), device_memory="16MiB", compile_cache=compile_cache, progress=False) as llm:
         engine = engine_of(llm)
         (instance,) = engine.instances
-        capacity = engine.transformations.capacity_to_come(instance)
+        capacity = engine.changes.capacity_to_come(instance)
         assert capacity == (instance.capacity_tokens, 1)
         llm.close()
-        assert engine.transformations.capacity_to_come(instance) == capacity
+        assert engine.changes.capacity_to_come(instance) == capacity
 
 
 def test_dropped_engine_frees_its_memory(tmp_path: Path, compile_cache: str):

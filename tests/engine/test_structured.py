@@ -132,10 +132,10 @@ def change(llm: LLM, future: Future[Any]) -> None:
     """Turn until a change is done."""
     engine = engine_of(llm)
     while not future.done():
-        if engine.transformations.awaits_programs or engine.relocations.awaits_programs:
+        if engine.changes.awaits_programs:
             engine.cluster.executables.background.wait()
         turn(llm)
-        engine.relocations.wait()
+        engine.changes.wait()
     future.result()
     for _ in range(3):
         turn(llm)

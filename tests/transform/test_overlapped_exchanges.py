@@ -22,7 +22,7 @@ from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.step import StepNotLaunchedError
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.transform.transition import SwitchInStep
+from amoeba_jax.transform.relayout import SwitchInStep
 from kvcache.exchange import ExchangeKind
 from kvcache.migration import PADDING, phase_shape
 

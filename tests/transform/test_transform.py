@@ -27,7 +27,7 @@ from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.step import PendingStep, StepPlan
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformation import Transformation, check_options
+from amoeba_jax.transform.relayout_plan import check_options
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -262,7 +262,7 @@ def test_instances_are_not_cut_in_two(idle: LLM):
 
 def test_devices_of_another_call_are_refused(idle: LLM):
     """Also between its transitions, and before it is said that they cut an instance in two."""
-    cluster, other = idle._engine.cluster, Transformation(TransformOptions(4, (0, 1, 2, 3)))
+    cluster, other = idle._engine.cluster, TransformOptions(4, (0, 1, 2, 3))
     for devices in ((0, 1), (0, 1, 2, 3)):
         check_options(TransformOptions(2, devices), cluster, [])
         with pytest.raises(RequestError, match=r"devices \[0, 1, 2, 3\] are being transformed"):
