@@ -8,8 +8,9 @@ It serves OpenAI's API on http://127.0.0.1:8000. A replica has all devices of it
 scheduler, and its instances merge and split as under `amoeba serve`. Ray starts the replicas, restarts a replica whose
 engine has failed, and balances the requests.
 
-Every token crosses two actors (the replica and Ray's proxy). A test version got 0.3 to 0.6 times the tokens/s of
-`amoeba serve`. docs/many_hosts.md compares it with the gateway, which has no such cost.
+Every token crosses two actors (the replica and Ray's proxy). With a slow model this costs nothing. With a fast model,
+0.3 to 0.6 times the tokens/s of `amoeba serve` remain. docs/many_hosts.md has figures, and compares the example with
+the gateway, which has no such cost.
 """
 
 import argparse

@@ -157,7 +157,10 @@ class GrammarCompiler:
             del self._pending[structured]
 
     def _compile(self, structured: StructuredOutput) -> Matcher:
-        grammar = _grammar(structured)
+        try:
+            grammar = _grammar(structured)
+        except ValueError as error:
+            raise RequestError(f"structured.{structured.kind} cannot be used: {_on_one_line(str(error))}") from error
         if message := _trial(grammar):
             raise RequestError(f"structured.{structured.kind} cannot be used: {message}")
         matcher = LLMatcher(self.load_vocabulary(), grammar, log_level=0, limits=grammar_check.limits())
@@ -191,13 +194,16 @@ def _with_end(rules: str, token: int) -> str:
 
 
 def _grammar(structured: StructuredOutput) -> str:
-    """Return a grammar in the form of llguidance. Its errors show when it is compiled."""
+    """Return a grammar in the form of llguidance. Most errors show when it is compiled.
+
+    Raises `ValueError` if a schema is `false`, or nested over 128 levels.
+    """
     if structured.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _WHITE_SPACE})
     if structured.json_schema is not None:
         schema = str(structured.json_schema)
         if schema == "false":
-            raise RequestError("structured.json_schema=false allows no text")
+            raise ValueError("it allows no text")
         return LLMatcher.grammar_from_json_schema(
             "{}" if schema == "true" else schema, defaults={"whitespace_pattern": _WHITE_SPACE}
         )

@@ -12,7 +12,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe-mixed", "gpt-oss-mxfp4"])
+@pytest.mark.parametrize("name", ["qwen3-moe-mixed", "gpt-oss-mxfp4"])
 def test_saved_experts_answer_alike_at_every_degree(name: str, tmp_path: Path, compile_cache: str):
     """The model is saved in two shards, and loaded in two and in four."""
     recorded, prompts = np.load(GOLDEN / f"{name}.npz"), ragged_prompts(211)[2:]

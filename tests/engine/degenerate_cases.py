@@ -11,6 +11,7 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"json_schema": {"$ref": "https://example.com/schema"}}, "example.com/schema"),
     ({"json_schema": {"type": "whole"}}, "Invalid type: whole"),
     ({"json_schema": "false"}, "allows no text"),
+    ({"json_schema": '{"items":' * 150 + "{}" + "}" * 150}, "recursion limit exceeded"),
     ({"json_schema": {"$ref": "#"}}, "allows no text"),
     (
         {

@@ -63,8 +63,8 @@ def weights_of(case: Case, specs: list[ParamSpec]) -> dict[str, np.ndarray]:
     sources = [source for spec in specs for source in spec.sources]
     tensors = {source.name: 0.3 * random.standard_normal(source.shape).astype(np.float32) for source in sources}
     router = tensors[f"model.layers.{LAYER}.mlp.gate.weight"]
-    router[list(case.favored), 0] = 20.0
-    router[list(case.avoided), 0] = -20.0
+    router[list(case.favored), 0] = 10.0
+    router[list(case.avoided), 0] = -10.0
     for name, tensor in tensors.items():
         if any(f".experts.{expert}." in name for expert in case.avoided):
             tensor[...] = np.nan
@@ -159,4 +159,4 @@ def test_experts_equal_numpy_at_every_degree(case: Case, tp: int):
         assert used == set(range(experts.count)) - set(case.avoided)
     ranks = computed(module, tp, tensors, x)
     assert len({rank.tobytes() for rank in ranks}) == 1
-    np.testing.assert_allclose(ranks[0], expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(ranks[0], expected, atol=5e-5 * np.abs(expected).max(), rtol=0)
