@@ -121,10 +121,11 @@ class Relayout(Transition):
 
     def report(self) -> GroupTransform:
         before, kept = self._cached
-        degrees = (self.plan.lower, self.plan.group.tp)[:: 1 if self.up else -1]
+        lower, higher = self.plan.lower, self.plan.group.tp
         return GroupTransform(
             self.devices,
-            *degrees,
+            lower if self.up else higher,
+            higher if self.up else lower,
             time.perf_counter() - self._start,
             tuple(self._switches),
             self.steps,

@@ -129,7 +129,8 @@ class RelayoutPlan:
             resumes = bool(first.paused) and first.paused[0].tp == tp and not first.running
             kind: ChangeKind = "resume" if resumes else "split"
         else:
-            lower, kind = first.tp, "pause" if options.running == "pause" else "merge"
+            lower = first.tp
+            kind = "pause" if options.running == "pause" else "merge"
             if options.release_weights:
                 after = max(group.tp, before)
         memory_first = options.order == "memory_first" and before != after

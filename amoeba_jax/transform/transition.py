@@ -31,8 +31,6 @@ class Transition(ABC):
 
     Attributes:
         changes_degree: whether the instance merges or splits.
-        overlaps: whether a switch may run inside the programs of a step.
-        must_drain: whether the steps in flight must end before `settle`.
         num_switched: number of layers that have switched to their new homes.
         started: whether the first switch has begun. After that, the transition cannot be aborted.
         last_result: result after which the transition has ended. None while layers switch.
@@ -42,7 +40,7 @@ class Transition(ABC):
         recomputed: number of times that a sequence lost its pages during the transition.
     """
 
-    changes_degree = overlaps = must_drain = False
+    changes_degree = False
     prepare_s = 0.0
 
     def __init__(self, cluster: Cluster, instance: Instance, devices: Iterable[int], num_layers: int):
@@ -58,6 +56,16 @@ class Transition(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether all layers have switched."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a switch may run inside the programs of a step."""
+        return False
+
+    @property
+    def must_drain(self) -> bool:
+        """Whether the steps in flight must end before `settle`."""
+        return False
 
     @abstractmethod
     def switch_layers(self, step: StepPlan | None = None) -> None:
