@@ -13,11 +13,11 @@ from rich.progress import ProgressColumn
 from amoeba_jax.compile_cache import enable_compile_cache
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
-from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.engine import Engine, SchedulerHook
 from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
-from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.warmup import count_programs, warm_up
 from amoeba_jax.errors import RequestError
+from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
@@ -79,9 +79,10 @@ class EngineHandle:
             sizes = {name: spec.num_bytes(self.dims.dtype) for name, spec in model_specs(self.dims).items()}
             with self._bar("loading weights", sum(sizes.values()), BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
-                engine = Engine(
+                cluster = Cluster(
                     self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]), tuple(warmup)
                 )
+                engine = Engine(cluster)
         finally:
             source.close()
         self._engine = engine
@@ -207,6 +208,7 @@ class EngineHandle:
         Raises:
             LayoutError: the devices cannot form instances of this degree.
             RequestError: requests would not fit, or the devices are being transformed. Nothing was changed.
+            MemoryBudgetError: a device has too little memory. Nothing was changed.
             ProgramsNotReadyError: programs are still being compiled, and `wait_for_programs` is False. Nothing was
                 changed.
             NotCompiledError: programs are missing, and `strict_compile` is set. Nothing was changed.

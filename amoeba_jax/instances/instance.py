@@ -7,19 +7,14 @@ from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.batcher import PromptTurns
+from amoeba_jax.instances.lane import Lane, SharedPages
 from amoeba_jax.instances.pace import Pace
-from amoeba_jax.instances.paused import PausedPages
-from amoeba_jax.instances.prompt_turns import PromptTurns
-from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
 from amoeba_jax.instances.step import PendingStep, clear_in_flight
-from amoeba_jax.instances.step_launcher import StepLauncher
-from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.programs.buckets import Buckets
-from amoeba_jax.programs.executables import Executables
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from sharding.placement import Home
 
@@ -70,11 +65,9 @@ class Instance:
     """Serving replica. Used by the dispatcher thread only.
 
     Args:
-        runner: launches the programs of the instance's steps, at its placement.
+        runner: launches the steps of the instance, at its placement.
         allocators: page allocators by home, one for each rank of the home.
         lanes: lanes of the instance (`Lane`).
-        sampler: samples on the first device.
-        reader: reads the results of the steps.
         buckets: step shapes of the instance.
         lane_buckets: step shapes of an instance with one of these lanes.
         released: degree for which weight shards are released to the KV cache.
@@ -83,7 +76,6 @@ class Instance:
     Attributes:
         phase: present phase. `enter` changes it.
         attention_degree: degree of the attention. It is less than `tp` with data-parallel attention.
-        launcher: launches the steps.
         pending: launched steps whose results the host has not taken.
         num_launched: number of launched steps.
         last_was_prompt: whether the latest step computed a prompt.
@@ -99,34 +91,28 @@ class Instance:
         runner: Runner,
         allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         lanes: list[Lane],
-        sampler: StepSampler,
-        reader: ResultReader,
-        executables: Executables,
         *,
         buckets: Buckets,
         lane_buckets: Buckets,
         released: int,
         width: int,
     ):
-        self.group = runner.group
-        self.id = self.group.start
+        self.group, self.id = runner.group, runner.group.start
         self.phase = Phase.SERVING
-        self.runner, self.lanes, self.sampler = runner, lanes, sampler
-        self.buckets, self.lane_buckets = buckets, lane_buckets
+        self.runner, self.sampler, self.reader = runner, runner.sampler, runner.reader
+        self.allocators: Mapping[Home, SequenceOf[BuddyAllocator]] = allocators
+        self.lanes, self.buckets, self.lane_buckets = lanes, buckets, lane_buckets
         self.released, self.width = released, width
         self.attention_degree = runner.placement.attention_degree or self.group.tp
         self.batch_limit: int | None = None
-        self.allocators: Mapping[Home, SequenceOf[BuddyAllocator]] = allocators
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
         self.last_was_prompt = False
         self.transition: Any = None
-        self.pace = Pace()
-        self.turns = PromptTurns()
-        self._free_slots = list(range(sampler.num_slots))[::-1]
+        self.pace, self.turns = Pace(), PromptTurns()
+        self._free_slots = list(range(self.sampler.num_slots))[::-1]
         self.paused: tuple[Instance, ...] = ()
-        self._paused_pages: PausedPages | None = None
-        self.reader, self.launcher = reader, StepLauncher(runner, sampler, reader, executables)
+        self._paused_pages: SharedPages | None = None
 
     def enter(self, phase: Phase) -> None:
         """Change the phase. Raises `AssertionError` if the new phase cannot follow the present phase."""
@@ -323,7 +309,7 @@ class Instance:
         self._free_slots = [slot for slot in self._free_slots if slot not in kept]
         self.lane.max_running = min(self.lane.max_running, len(self._free_slots) + len(self.running))
         self.paused = members
-        self._paused_pages = PausedPages(self.lane.pages, [member.lane for member in members])
+        self._paused_pages = SharedPages(self.lane.pages, [member.lane for member in members])
         self.lane.cache.lender = self._paused_pages
 
     def drop_paused(self) -> "tuple[Instance, ...]":
@@ -341,7 +327,7 @@ class Instance:
         return [sequence for member in self.paused for sequence in member.running]
 
     def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the paused sequences to preempt so that `num_pages` pages are available (`PausedPages.victims`)."""
+        """Return the paused sequences to preempt so that `num_pages` pages are available (`SharedPages.victims`)."""
         if self._paused_pages is None:
             return []
         return self._paused_pages.victims(num_pages - self.lane.cache.num_evictable_pages, rank)
@@ -359,7 +345,7 @@ class Instance:
         """Drop all device buffers except the KV cache. The reader thread ends after the results of pending steps."""
         self.transition = None
         self.reader.close(wait=bool(self.pending))
-        del self.sampler, self.runner, self.launcher
+        del self.sampler, self.runner
 
     def close(self) -> None:
         """Drop all device buffers, including the buffers of paused instances."""

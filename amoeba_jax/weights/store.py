@@ -372,6 +372,12 @@ class WeightStore(WeightLayout):
     def _shard_on(self, released: ReleasedShard, device: int) -> int:
         return released.shards[device % self.dims.max_tp]
 
+    def released_on(self, device: int, layer: int) -> int:
+        """Return the degree for which the weights of a layer are released on a device."""
+        shards, held = self.released(layer, self.dims.max_tp), self._shards[device]
+        missing = [shard for shard in shards if (shard.spec.name, self._shard_on(shard, device)) not in held]
+        return max((shard.degree for shard in missing), default=1)
+
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
         """Drop all views of a parameter on the devices of a group, including its views as extents."""
         self._views.forget_parameter(group, layer, name)

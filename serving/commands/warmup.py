@@ -69,9 +69,7 @@ def run_warmup(
     for tp in wanted:
         plan.sub_meshes.check_degree(tp)
     executables, in_order = Executables(plan.dims), tuple(sorted(set(wanted)))
-    requests = enumerate_programs(plan, executables, in_order)
-    if config.prepare_pausing:
-        requests += kept_weights(plan, executables, in_order)
+    requests = enumerate_programs(plan, executables, in_order) + kept_weights(plan, executables, in_order)
     if dry_run:
         _print_dry_run(config, plan, short_bytes, requests, as_json)
         return 0

@@ -132,13 +132,11 @@ class JaxExecutor:
         """Return the present state. Waiting requests that cannot start yet are left out (see `WaitingView`)."""
         engine = self._engine
         self._preparing = {
-            key: options
-            for key, options in self._preparing.items()
-            if not engine.transformations.request_programs(options)
+            key: options for key, options in self._preparing.items() if not engine.changes.request_programs(options)
         }
         self._running = by_name(s for i in engine.cluster.all_instances for s in i.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
-        targets = engine.transformations.targets()
+        targets = engine.changes.targets()
         changes = engine_stats(engine).placements
         changing = {change.instance for change in changes} | {
             change.device for change in changes if change.kind in ("scale_out", "scale_in")
@@ -180,7 +178,7 @@ class JaxExecutor:
             free_slots=instance.num_free_slots,
             running=_requests(instance, names),
             transition_to=target,
-            coming_tokens=None if target is None else self._engine.transformations.capacity_to_come(instance)[0],
+            coming_tokens=None if target is None else self._engine.changes.capacity_to_come(instance)[0],
             joinable_tokens=_joinable_tokens(instance, self._engine.dims.page_size),
             step_s=instance.pace.step_s,
             paused=paused,
@@ -231,7 +229,7 @@ class JaxExecutor:
                 if kept := [i.id for i in engine.instances if i.id in devices and i.has_parallel_attention]:
                     raise LayoutError(f"instance {kept[0]} has data-parallel attention, which policies keep")
                 options = self._options(action)
-                if not engine.transformations.request_programs(options):
+                if not engine.changes.request_programs(options):
                     self._preparing[devices, degree] = options
                     raise ProgramsNotReadyError(
                         f"programs for TP{degree} on devices {list(devices)} are being compiled"
@@ -242,7 +240,7 @@ class JaxExecutor:
                 placed = engine.change_placement(_placement_options(action))
                 placed.add_done_callback(partial(self._on_placed, action))
             case Offload(request_id):
-                engine.offload(_known(self._running, request_id))
+                engine.admission.offload(_known(self._running, request_id))
             case LimitBatch(instance_id, size):
                 engine.limit_batch(instance_id, size)
             case Preempt(request_id):
@@ -324,7 +322,7 @@ class EngineScheduler:
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
         placements = [instance.runner.placement for instance in engine.instances]
-        state = (engine.sequences.num_changes, engine.instances, engine.transformations.targets(), moving, placements)
+        state = (engine.sequences.num_changes, engine.instances, engine.changes.targets(), moving, placements)
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
         # Decisions of the scheduler may change the state. If so, the next call runs the scheduler again.
@@ -342,7 +340,7 @@ class EngineScheduler:
             if (
                 not sequence.beyond_share
                 and not engine.admission.awaits_program(sequence)
-                and (home := engine.room.leader_home(sequence)) is not None
+                and (home := engine.admission.leader_home(sequence)) is not None
             ):
                 with contextlib.suppress(RequestError):  # a step of this instance has failed
                     engine.admission.start(home, sequence)

@@ -175,7 +175,7 @@ class ScaleIn:
 
 @dataclass(frozen=True)
 class Offload:
-    """Move the KV pages of a running request to host memory, and return the request to the queue (`Engine.offload`).
+    """Move the KV pages of a running request to host memory, and return the request to the queue (`Admission.offload`).
 
     The waiting request has `WaitingRequest.offloaded` set. A later `Dispatch` copies the pages back, and nothing is
     computed again.
