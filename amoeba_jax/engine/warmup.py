@@ -51,8 +51,11 @@ def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs, Specs]:
         engine.cluster.sub_meshes.check_degree(tp)
     usual, pausing = enumerate_programs(plan, executables, in_order), kept_weights(plan, executables, in_order)
     placements = [*parallel_attention_programs(plan, executables), *placement_programs(plan, executables)]
-    usual, pausing, placements = ({spec.key: spec for spec in specs} for specs in (usual, pausing, placements))
-    return usual, pausing, placements
+    return _by_key(usual), _by_key(pausing), _by_key(placements)
+
+
+def _by_key(specs: list[ProgramSpec]) -> Specs:
+    return {spec.key: spec for spec in specs}
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:

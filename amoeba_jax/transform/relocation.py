@@ -130,8 +130,9 @@ class Relocation(Transition):
     def _parts(self) -> list[_Part]:
         """Return the sequences and cached pages of each microbatch."""
         count, old = self.plan.before.num_microbatches, self.instance.lanes
+        joining: list[Lane] = self.plan.joining.lanes if self.plan.joining else []
         parts: list[_Part] = []
-        for number, lane in enumerate([*old, *(self.plan.joining.lanes if self.plan.joining else [])]):
+        for number, lane in enumerate([*old, *joining]):
             size = 1 if self.plan.joining else sum(new * len(old) // count == number for new in range(count))
             known = np.empty(0, np.int32)
             for pages in dealt(lane, size):
