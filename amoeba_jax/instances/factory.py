@@ -194,11 +194,6 @@ class InstanceFactory:
             return self._parallel_attention_instance(group, attention_degree, kv, released)
         return self.new_instance(group, allocators, kv, released)
 
-    def instance_on(self, home: Home, site: Site, allocators: SequenceOf[BuddyAllocator]) -> Instance:
-        """Return an instance with all layers on one device. `site` must have the buffers of all layers."""
-        placement = Placement.uniform(home, self._dims.config.num_layers)
-        return self.instance(placement, {home: site}, {home: allocators}, 1, home.degree)
-
     def placed_instance(self, placement: Placement) -> Instance:
         """Return an instance with a start placement and new buffers."""
         plan = self._plan
@@ -231,8 +226,6 @@ class InstanceFactory:
             Runner(head, sites, placement, self.hidden, tokens, sampler, reader, plan, executables),
             allocators,
             self.new_lanes(placement, allocators, width),
-            buckets=plan.buckets(width),
-            lane_buckets=plan.buckets(max(1, width // placement.num_microbatches)),
             released=released,
             width=width,
         )

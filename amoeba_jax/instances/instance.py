@@ -68,12 +68,11 @@ class Instance:
         runner: launches the steps of the instance, at its placement.
         allocators: page allocators by home, one for each rank of the home.
         lanes: lanes of the instance (`Lane`).
-        buckets: step shapes of the instance.
-        lane_buckets: step shapes of an instance with one of these lanes.
         released: degree for which weight shards are released to the KV cache.
         width: factor of the number of running sequences. The instance runs up to `max_num_seqs * width` sequences.
 
     Attributes:
+        buckets: step shapes of the instance.
         phase: present phase. `enter` changes it.
         attention_degree: degree of the attention. It is less than `tp` with data-parallel attention.
         pending: launched steps whose results the host has not taken.
@@ -92,8 +91,6 @@ class Instance:
         allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         lanes: list[Lane],
         *,
-        buckets: Buckets,
-        lane_buckets: Buckets,
         released: int,
         width: int,
     ):
@@ -101,7 +98,7 @@ class Instance:
         self.phase = Phase.SERVING
         self.runner, self.sampler, self.reader = runner, runner.sampler, runner.reader
         self.allocators: Mapping[Home, SequenceOf[BuddyAllocator]] = allocators
-        self.lanes, self.buckets, self.lane_buckets = lanes, buckets, lane_buckets
+        self.lanes, self.buckets = lanes, runner.plan.buckets(width)
         self.released, self.width = released, width
         self.attention_degree = runner.placement.attention_degree or self.group.tp
         self.batch_limit: int | None = None
@@ -154,6 +151,11 @@ class Instance:
         """Lane of an instance that has only one lane."""
         (lane,) = self.lanes
         return lane
+
+    @property
+    def lane_buckets(self) -> Buckets:
+        """Step shapes of an instance with one of the lanes."""
+        return self.runner.plan.buckets(max(1, self.width // len(self.lanes)))
 
     @property
     def capacity_tokens(self) -> int:

@@ -170,15 +170,6 @@ def steps_of(plan: EnginePlan, placement: Placement) -> list[StepKind]:
     return found
 
 
-def least_specs(
-    plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
-) -> list[ProgramSpec]:
-    """Return the programs of `relocation_specs` for an instance on a group. Weights are released for `released`."""
-    placement = Placement.uniform(group.home, plan.dims.config.num_layers)
-    extents = {group.home: plan.extent_pages(released)}
-    return relocation_specs(plan, executables, placement, group.tp, extents, kinds)
-
-
 def relocation_specs(
     plan: EnginePlan,
     executables: Executables,

@@ -90,7 +90,7 @@ def _merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
         lane, pages = lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit)
         lanes.append(lane)
         views += [(new, lane, *own) for own in pages]
-    new.lanes, new.lane_buckets = lanes, cluster.buckets(plan.lower)
+    new.lanes = lanes
     new.runner.sites.update(zip(homes, members, strict=True))
     new.runner.place(Placement(group.home, (homes,) * num_layers, (homes,) * num_layers))
     cached = sum(len(part.cached) for part in parts)
@@ -145,7 +145,7 @@ def _split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
             new.running.append(sequence)
         lanes.append(new)
     cached = lane.cache.num_cached_pages, len({page.key for part in parts for page in part.cached})
-    instance.lanes, instance.lane_buckets = lanes, cluster.buckets(tp)
+    instance.lanes = lanes
     instance.runner.sites.update((site.group.home, site) for site in members)
     instance.runner.place(Placement.uniform(group.home, num_layers, len(lanes)))
     return Relayout(cluster, plan, instance, members, prepared, allocators, cached=cached, kept=kept)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.programs.enumeration import least_specs, relocation_specs
+from amoeba_jax.programs.enumeration import relocation_specs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.sampling.rows import SamplerKind, packed_size
@@ -19,7 +19,7 @@ from amoeba_jax.transform.lanes import LanePages
 from amoeba_jax.transform.movers import InPlaceMover
 from amoeba_jax.transform.options import PlacementOptions, TransformOptions
 from sharding.mesh import SubMesh
-from sharding.placement import Placement
+from sharding.placement import Home, Placement
 
 
 def check_options(
@@ -213,13 +213,16 @@ class RelayoutPlan:
             needed += programs.restore_specs()
             if most or any(lane.cache.num_cached_pages for lane in lanes):
                 needed += programs.exchange_specs()
+        num_layers, extents = cluster.dims.config.num_layers, cluster.plan.extent_pages(self.released[1])
         if self.kind == "divide":
-            placement = Placement.parallel_attention(group.home, self.lower, cluster.dims.config.num_layers)
-            extents = dict.fromkeys((group.home, *placement.attention[0]), cluster.plan.extent_pages(self.released[1]))
-            return needed + relocation_specs(cluster.plan, cluster.executables, placement, group.tp, extents, kinds)
-        for first in range(group.start, group.start + group.tp, self.target):
-            part = cluster.sub_meshes.group(first, self.target)
-            needed += least_specs(cluster.plan, cluster.executables, part, self.released[1], kinds)
+            placements = [Placement.parallel_attention(group.home, self.lower, num_layers)]
+        else:
+            firsts = range(group.start, group.start + group.tp, self.target)
+            placements = [Placement.uniform(Home(first, self.target), num_layers) for first in firsts]
+        for placement in placements:
+            pages = dict.fromkeys((placement.head, *placement.attention[0]), extents)
+            width = placement.head.degree
+            needed += relocation_specs(cluster.plan, cluster.executables, placement, width, pages, kinds)
         return needed
 
 

@@ -241,7 +241,6 @@ class Relocation(Transition):
                 sequence.pages = own
                 lane.running.append(sequence)
         instance.lanes, instance.allocators = lanes, allocators
-        instance.lane_buckets = cluster.buckets(max(1, instance.width // len(lanes)))
         instance.runner.sites = sites
         instance.runner.place(self.plan.before)
         if joining is not None:
@@ -417,7 +416,9 @@ class Relocation(Transition):
         self.copied_bytes += sum(copy.nbytes for copy in copies)
         self.arrays += copies
         cluster.open_device(device, samples=True)
-        new = cluster.factory.instance_on(home, instance.runner.sites[home], instance.allocators[home])
+        placement = Placement.uniform(home, cluster.dims.config.num_layers)
+        sites, allocators = {home: instance.runner.sites[home]}, {home: instance.allocators[home]}
+        new = cluster.factory.instance(placement, sites, allocators, 1, home.degree)
         moved = list(last.running)
         slots = [sequence.slot for sequence in moved]
         regroup(new.lane, [last], pools)

@@ -126,7 +126,6 @@ class Transition(ABC):
             regroup(target, [lane for lane, own in zip(lanes, numbers, strict=True) if own == number], pools)
         instance.lanes, instance.transition = new, None
         instance.attention_degree = placement.attention_degree or instance.tp
-        instance.lane_buckets = cluster.buckets(max(1, instance.width // len(new)))
         instance.limit_batch(instance.batch_limit)
         instance.runner.place(placement)
         instance.enter(Phase.SERVING)
