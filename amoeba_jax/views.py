@@ -71,7 +71,7 @@ class TransformState(StrEnum):
     SWITCHING = "switching"
     """Layers switch between steps."""
     SETTLING = "settling"
-    """All layers have switched. The last step with the old layout still runs, or weights are still being restored."""
+    """All layers have switched. The last step of a merge, or copies or restored weights, are still in flight."""
     DONE = "done"
     ABORTED = "aborted"
     """The transformation was refused, or failed before the first layer switched. Nothing has changed."""

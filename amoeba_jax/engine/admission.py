@@ -245,7 +245,10 @@ class Admission:
         return best[1:] if best else None
 
     def _lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
-        """Return the lane of an instance in which to start a sequence: its leader's lane, or the emptiest that fits."""
+        """Return the lane of an instance in which to start a sequence. Return None if it fits in no lane.
+
+        This is the lane of the sequence's leader, or the lane with the most available pages.
+        """
         if self.leader_home(sequence) is instance:
             assert sequence.leader is not None, "it has a home"
             return instance.lane_of(sequence.leader)

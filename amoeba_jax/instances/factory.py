@@ -133,7 +133,7 @@ class InstanceFactory:
     def last_tokens_of(self, instance: Instance) -> list[jax.Array]:
         """Return the buffers `[num_slots]` of the last tokens on each rank of an instance.
 
-        It must launch no more steps. Buffers that failed programs have lost are replaced by new ones.
+        The instance must launch no more steps. Buffers that failed programs have lost are replaced by new ones.
         """
         runner = instance.runner
         if is_lost(runner.last_tokens):

@@ -26,7 +26,7 @@ class Phase(StrEnum):
 
     SERVING: it launches steps.
     DRAINING: it launches no step until the steps in flight have ended.
-    CHANGING: it serves while its layers move to other homes.
+    CHANGING: it serves while its layers move to other homes. After the last move, a split waits for its steps.
     PAUSED: it keeps its requests while another instance serves on its devices.
     LOST: its devices are out of service.
     """
@@ -38,11 +38,11 @@ class Phase(StrEnum):
     LOST = "lost"
 
 
-_NEXT_PHASES = {
+NEXT_PHASES = {
     Phase.SERVING: {Phase.DRAINING, Phase.CHANGING, Phase.PAUSED, Phase.LOST},
-    Phase.DRAINING: {Phase.SERVING, Phase.CHANGING, Phase.PAUSED, Phase.LOST},
+    Phase.DRAINING: {Phase.SERVING, Phase.LOST},
     Phase.CHANGING: {Phase.SERVING, Phase.LOST},
-    Phase.PAUSED: {Phase.SERVING, Phase.LOST},
+    Phase.PAUSED: {Phase.SERVING},
     Phase.LOST: set[Phase](),
 }
 """Phases that may follow each phase. `Instance.enter` checks this."""
@@ -115,7 +115,7 @@ class Instance:
         """Change the phase. Raises `AssertionError` if the new phase cannot follow the present phase."""
         if phase is self.phase:
             return
-        assert phase in _NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
+        assert phase in NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
         logger.debug("instance %d (TP%d): %s -> %s", self.id, self.tp, self.phase, phase)
         self.phase = phase
         for sequence in self.running:
@@ -180,7 +180,7 @@ class Instance:
         return most if self.batch_limit is None else min(most, self.batch_limit)
 
     def limit_batch(self, size: int | None) -> None:
-        """Set `batch_limit`, and divide the limit evenly among the lanes."""
+        """Set `batch_limit`, and divide the limit evenly among the lanes. During a change, lanes get it at the end."""
         self.batch_limit = size
         if self.transition is None:
             for lane in self.lanes:

@@ -99,7 +99,7 @@ class Change:
     # Waiting
 
     def hold(self, instances: list[Instance], draining: Iterable[Instance] = ()) -> None:
-        """Let no request start on instances, and no step on the instances `draining`, until `let_go`."""
+        """Close `instances` to new requests, and stop the steps of the instances `draining`, until `let_go`."""
         self.held = instances
         for lane in [lane for instance in instances for lane in instance.lanes]:
             lane.closed = True

@@ -123,9 +123,9 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 
 
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
-    """Return the root of each cached page, and the distance from the root in pages.
+    """Return, by the key of each cached page, its root and the number of pages between the two.
 
-    The root of a page is the first cached page of its prefix. It is given by its key.
+    The root of a page is the first cached page of its prefix. The function returns the key of the root.
     """
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
@@ -193,7 +193,7 @@ def lane_at(
 
 
 def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
-    """Move the cached pages of lanes at one home, and the references to them, to the lane `target` of this home."""
+    """Move the pages that lanes cache at `home`, with their references, to the lane `target` of this home."""
     for lane in lanes:
         rows = lane.ranks[home]
         target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())

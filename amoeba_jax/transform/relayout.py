@@ -420,7 +420,7 @@ class Relayout(Transition):
         ]
 
     def _views(self, new: list[Instance]) -> list[tuple[Instance, Lane, Sequence, SequencePages]]:
-        """Return the sequences of each lane, with their new instance and their pages there."""
+        """Return a tuple for each sequence: its new instance, the lane there, the sequence, and its pages there."""
         return [
             (own, own.lane, sequence, SequencePages(own.lane.pages, sequence.pages.table[lane.ranks[own.group.home]]))
             for own, lane in zip(new, self.instance.lanes, strict=True)

@@ -141,7 +141,7 @@ class Relocation(Transition):
         return parts
 
     def _homes(self, number: int) -> list[Home]:
-        """Return the homes of a microbatch's attention before and after the relocation, each once."""
+        """Return all homes that compute the attention of a microbatch before or after the relocation."""
         before, after = self.plan.before.layers_by_home(number), self._after.layers_by_home(number)
         return list(dict.fromkeys([*before, *after]))
 
