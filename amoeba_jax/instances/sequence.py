@@ -78,9 +78,9 @@ class HostPages:
 
     Attributes:
         num_computed: number of leading tokens whose keys and values are in the pages.
-        layers: contents of the pages, by layer. A layer is a list of pairs: a block `[tp * pages, page_elems / tp]`, for
-            the degree `tp` at which it was copied, and the number of its pages that are used. The blocks are in pinned
-            host memory if the device supports it.
+        layers: contents of the pages, by layer. A layer is a list of pairs: a block `[tp * pages, page_elems / tp]`,
+            for the degree `tp` at which it was copied, and the number of its pages that are used. The blocks are in
+            pinned host memory if the device supports it.
     """
 
     num_computed: int
