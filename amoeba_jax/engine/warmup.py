@@ -140,6 +140,7 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
         else:
             has_buffers = instance.id == spec.devices[0] and instance.released == (released or instance.tp)
             fits = has_buffers and (spec.kind in ON_FIRST or len(spec.devices) == instance.tp)
+            fits &= not instance.has_parallel_attention
         if fits or engine.cluster.plan.placement is not None:
             run_once(engine, instance, spec)
             return True
