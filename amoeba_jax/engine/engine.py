@@ -231,7 +231,7 @@ class Engine:
 
     def capacity_tokens(self, tp: int) -> int:
         """Return the tokens in the KV cache of an instance of degree `tp` after it has released unneeded weights."""
-        return self.cluster.capacity_tokens(tp, tp)
+        return self.cluster.plan.capacity_tokens(tp, tp)
 
     def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
         """Begin to change the degree of instances while requests run. See `LLM.transform`.

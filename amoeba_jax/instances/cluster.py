@@ -22,7 +22,6 @@ from amoeba_jax.instances.site import Site
 from amoeba_jax.instances.step_sampler import SamplingState
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import compile_jobs
-from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.compiling import Executable
 from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
@@ -138,26 +137,12 @@ class Cluster:
                 ) from error
         self.activation_bytes = executable.info.temp_bytes
 
-    def buckets(self, tp: int) -> Buckets:
-        """Return the step shapes of an instance of degree `tp`.
-
-        Such an instance runs up to `max_num_seqs` sequences for each of its devices.
-        """
-        return self.plan.buckets(tp)
-
-    def capacity_tokens(self, tp: int, released: int) -> int:
-        """Return the number of tokens that fit in an empty instance of degree `tp`.
-
-        The weights that degree `released` does not need count as KV cache.
-        """
-        return self.plan.capacity_tokens(tp, released)
-
     def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
         """Check that the programs of instances of degree `tp` on a group are compiled.
 
         Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
         """
-        shape = self.buckets(tp).step(1)
+        shape = self.plan.buckets(tp).step(1)
         for start in range(group.start, group.start + group.tp, tp):
             part = self.sub_meshes.group(start, tp)
             extents = self.plan.extent_pages(released)

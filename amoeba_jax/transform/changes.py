@@ -98,13 +98,13 @@ class Changes:
         options = next((options for options in requested if instance.id in options.devices), further)
         attention = instance.attention_degree
         if options is None or instance.id not in options.devices or options.is_reached_by(instance.tp, attention):
-            return self._cluster.capacity_tokens(attention, instance.released), instance.tp
+            return self._cluster.plan.capacity_tokens(attention, instance.released), instance.tp
         tp, released = options.tensor_parallel_size, instance.released
         if tp < instance.tp:
             released = min(released, tp)
         elif options.release_weights and tp > instance.tp:
             released = max(released, tp)
-        return self._cluster.capacity_tokens(options.attention, released), tp
+        return self._cluster.plan.capacity_tokens(options.attention, released), tp
 
     def holds(self, instance: Instance) -> bool:
         """Return whether an instance must launch no step until its steps in flight have ended."""

@@ -82,7 +82,7 @@ def _merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
     new = cluster.factory.new_instance(group, allocators, [[] for _ in range(num_layers)], after, tokens)
     pool, homes = new.lane.pages, tuple(site.group.home for site in members)
     # Without pages, all layers switch at once, and no sequence may start before that.
-    limit = cluster.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
+    limit = cluster.plan.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
     lanes: list[Lane] = []
     views: list[tuple[Instance, Lane, Sequence, SequencePages]] = []
     for home, instance, part, table in zip(homes, old, parts, tables, strict=True):
@@ -109,7 +109,7 @@ def _join(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
     tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
     pool, homes = PagePool(geometry, allocators, group.tp), instance.runner.placement.attention[0]
     # Without pages, all layers switch at once, and no sequence may start before that.
-    limit = cluster.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
+    limit = cluster.plan.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
     found: list[tuple[Lane, list[tuple[Sequence, SequencePages]]]] = []
     for home, lane, part, table in zip(homes, old, parts, tables, strict=True):
         places = {home: (lane.pages, part.table), group.home: (pool, table)}
@@ -175,7 +175,7 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
-    limits = [cluster.buckets(tp).max_num_seqs - slots for slots in busy]
+    limits = [cluster.plan.buckets(tp).max_num_seqs - slots for slots in busy]
     while True:
         allocators = [cluster.factory.new_allocator(released) for _ in instance.group.devices]
         kept = KeptPages(instance, allocators)
@@ -196,7 +196,7 @@ def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) 
     Args:
         released: degree for which the weights of the smaller instance will be released.
     """
-    limit = cluster.capacity_tokens(tp, released)
+    limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:
         if sequence.max_total_tokens > limit:
             raise RequestError(

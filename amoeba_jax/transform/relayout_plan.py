@@ -197,7 +197,7 @@ class RelayoutPlan:
         These are the programs of steps during the change (if any sequence runs), the programs that move pages and
         weights, and the fewest programs with which the new instances can serve.
         """
-        old, group, buckets = self.old, self.group, cluster.buckets(self.lower)
+        old, group, buckets = self.old, self.group, cluster.plan.buckets(self.lower)
         kinds = sampler_kinds(old)
         lanes = [lane for instance in old for lane in instance.lanes]
         most = max(len(lane.running) for lane in lanes)
@@ -281,7 +281,7 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
     if any(part.num_pages for part in parts):
         num_layers, pace = cluster.dims.config.num_layers, plan.options.layers_per_step
         steps = num_layers if pace == "auto" else -(-num_layers // pace)
-        new_pages = cluster.buckets(plan.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
+        new_pages = cluster.plan.buckets(plan.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
         max_pieces = max(part.num_pages for part in parts) + new_pages
     mover = InPlaceMover(programs, cluster.weights)
     staging_bytes = mover.prepare(max_pieces)
@@ -300,7 +300,7 @@ def _transition_programs(
     The decode step is the smallest step whose programs are compiled. If there is none, it is the smallest step.
     """
     found = _compiled_for_steps(cluster, plan, rows, kinds)
-    return found or _programs(cluster, plan, cluster.buckets(plan.lower).step(rows).num_rows)
+    return found or _programs(cluster, plan, cluster.plan.buckets(plan.lower).step(rows).num_rows)
 
 
 def _compiled_for_steps(
@@ -310,7 +310,7 @@ def _compiled_for_steps(
 
     Return None if none are.
     """
-    for bucket in cluster.buckets(plan.lower).decode_sizes:
+    for bucket in cluster.plan.buckets(plan.lower).decode_sizes:
         if bucket >= rows:
             programs = _programs(cluster, plan, bucket)
             if not rows or cluster.executables.available(_step_specs(cluster, programs, kinds)):
@@ -335,7 +335,7 @@ def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[Sampl
     """Return the programs of all steps that can run during a transition, with their samplers."""
     specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
     needed = programs.step_specs() + programs.prompt_specs()
-    for count in (rows, cluster.buckets(programs.lower).few_rows):
+    for count in (rows, cluster.plan.buckets(programs.lower).few_rows):
         if kinds - {"greedy"}:
             # Sequences that need the full sampler may end before the others.
             needed.append(specs.sample(programs.group, count, slots, packed_size(count)))

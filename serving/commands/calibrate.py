@@ -86,7 +86,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
     config, layers = engine.config, engine.dims.config.num_layers
     degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
     before = _degree(llm)
-    seqs = {tp: engine.cluster.buckets(tp).max_num_seqs for tp in degrees}
+    seqs = {tp: engine.cluster.plan.buckets(tp).max_num_seqs for tp in degrees}
     capacity = {tp: engine.capacity_tokens(tp) for tp in degrees}
     decode_s: dict[int, dict[int, float]] = {}
     prompt_s: dict[int, dict[int, float]] = {}
@@ -101,9 +101,9 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
             llm.transform(tp)
         timer = _Timer(llm, capacity[tp])
         decode_s[tp] = timer.decodes([1 << power for power in range(seqs[tp].bit_length())])
-        prompt_s[tp], alone_s = timer.prompts(engine.cluster.buckets(tp).chunk_sizes)
+        prompt_s[tp], alone_s = timer.prompts(engine.cluster.plan.buckets(tp).chunk_sizes)
         latencies_s += [max(alone_s[chunk] - step_s, 0.0) for chunk, step_s in prompt_s[tp].items()]
-        prompts_s[tp] = timer.several_prompts(engine.cluster.buckets(tp), alone_s, prompt_s[tp])
+        prompts_s[tp] = timer.several_prompts(engine.cluster.plan.buckets(tp), alone_s, prompt_s[tp])
         context_s[tp] = timer.context_s(decode_s[tp][1])
         if tp == degrees[0] and len(engine.instances) > 1:
             crowding = timer.crowding(len(engine.instances), decode_s[tp])
@@ -128,7 +128,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
         decode_s=decode_s,
         prompt_s=prompt_s,
         prompts_s=prompts_s,
-        few_rows=engine.cluster.buckets(degrees[0]).few_rows,
+        few_rows=engine.cluster.plan.buckets(degrees[0]).few_rows,
         latency_s=median(latencies_s),
         context_s=context_s,
         crowding=crowding,
@@ -178,7 +178,7 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
     engine, random = llm._engine, np.random.default_rng(0)
     capacity, instances = engine.capacity_tokens(low), high // low
     longest = min(capacity, llm.max_model_len)
-    count = max(min(capacity // longest, engine.cluster.buckets(low).max_num_seqs), 1) * instances
+    count = max(min(capacity // longest, engine.cluster.plan.buckets(low).max_num_seqs), 1) * instances
     prompt = max(longest * 2 // 5, 1)
     params = SamplingParams(temperature=0, max_tokens=max(longest - prompt, 1), ignore_eos=True)
     prompts = random.integers(3, engine.dims.config.vocab_size, (count, prompt)).tolist()

@@ -118,8 +118,8 @@ class JaxExecutor:
             DegreeLimits(
                 tp,
                 engine.capacity_tokens(tp),
-                cluster.buckets(tp).max_num_seqs,
-                kept_tokens=cluster.capacity_tokens(tp, min(tp, base)),
+                cluster.plan.buckets(tp).max_num_seqs,
+                kept_tokens=cluster.plan.capacity_tokens(tp, min(tp, base)),
             )
             for tp in cluster.plan.degrees
         )

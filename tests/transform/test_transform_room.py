@@ -48,7 +48,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def capacity(llm: LLM, degree: int, released: int | None = None) -> int:
-    return llm._engine.cluster.capacity_tokens(degree, released or degree)
+    return llm._engine.cluster.plan.capacity_tokens(degree, released or degree)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
