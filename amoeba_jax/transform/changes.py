@@ -233,7 +233,8 @@ class Changes:
         self._present.remove(one)
         one.enter(TransformState.ABORTED)
         refused = RequestError if isinstance(error, OutOfPagesError) else type(error)
-        if issubclass(refused, RequestError | LayoutError | MemoryBudgetError):
+        relocates = isinstance(one.options, PlacementOptions)
+        if issubclass(refused, RequestError) or (relocates and issubclass(refused, LayoutError | MemoryBudgetError)):
             raise refused(f"{one.name} is refused: {error}") from error
         drop_frames(error)
         raise TransformError(f"{one.name} failed: {error} (it had not begun; all is as it was)") from error
