@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Errors in the form of OpenAI's API."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ class FieldError(RequestError):
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of an error, and its JSON object in OpenAI's form."""
+    """Return the HTTP status of an error, and the body of the reply in OpenAI's form."""
     status = http_status_of(error)
     _, text = status_of(error)
     default = ("server_error", None) if status >= 500 else ("invalid_request_error", None)
@@ -50,7 +50,7 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the JSON object of an error."""
+    """Return the JSON object of an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
