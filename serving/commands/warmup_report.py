@@ -55,7 +55,7 @@ def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
 
 
 def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None:
-    """Print how a device's memory is divided, and how many tokens an instance of each tensor-parallel degree can hold."""
+    """Print the parts of a device's memory, and the tokens that an instance of each tensor-parallel degree can hold."""
     memory, console = plan.memory, Console(highlight=False, soft_wrap=True)
     kv_bytes = memory.num_pages * memory.page_bytes * plan.dims.config.num_layers
     table = Table("each device", "", title=f"{config.model}, {config.num_devices} devices, {plan.dims.dtype}")

@@ -55,7 +55,7 @@ def error_object(message: str, kind: str, param: str | None = None, code: str | 
 
 
 def error_response(error: BaseException) -> Response:
-    """Return the response for an error. The header `Retry-After` marks errors that may pass soon."""
+    """Return the HTTP response for an error. If the error may pass soon, it has the header `Retry-After`."""
     status, body = error_body(error)
     return json_response(body, status, {"retry-after": "1"} if status in _RETRY else None)
 
@@ -66,7 +66,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def dump(body: Any) -> bytes:
-    """Return a JSON value as compact UTF-8. Surrogates are escaped."""
+    """Return a JSON value as compact UTF-8 text. Surrogates are escaped, because UTF-8 cannot express them."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         return text.encode()
@@ -75,7 +75,9 @@ def dump(body: Any) -> bytes:
 
 
 def field_error(error: ValidationError) -> RequestError:
-    """Return the error for the first problem that pydantic found. The message has the field, and a short value."""
+    """Return the error for the first problem that pydantic found. The message names the field and shows the value,
+    shortened.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first.get("input")
     if kind == "too_many_keys":

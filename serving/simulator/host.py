@@ -1,4 +1,4 @@
-"""Interface of a simulated host for the modules that merge, split, pause and spread instances."""
+"""Interface of a simulated host, for the modules that merge, split, pause and spread instances."""
 
 from typing import Protocol
 
@@ -11,7 +11,9 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """Part of `SimExecutor` that the modules for changes of instances use. `SimExecutor` documents the methods."""
+    """Simulated host, as the modules for changes of instances use it. `SimExecutor` implements and documents the
+    methods.
+    """
 
     config: HostConfig
     limits: dict[int, DegreeLimits]
@@ -49,9 +51,9 @@ def drained_s(host: Host, instance: SimInstance) -> float:
 
 
 def take_in(host: Host, instance: SimInstance) -> None:
-    """Process all steps of an instance's block now, although the last step may still run. Record finished requests.
+    """Process all planned steps of an instance now, although the last step may still run. Record finished requests.
 
-    The instance is idle afterwards. The event for the end of the block becomes obsolete.
+    The instance is idle afterwards. The event for the end of its steps becomes obsolete.
     """
     if instance.block is not None:
         for run in instance.end_block(instance.block.end_s):
