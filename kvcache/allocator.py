@@ -104,7 +104,7 @@ class BuddyAllocator:
         return self.num_free(0)
 
     def num_free(self, order: int) -> int:
-        """Return the number of blocks of `order` that can be allocated now.
+        """Return how many blocks of `2**order` units can be allocated now.
 
         A larger free block counts as several blocks.
         """
@@ -173,12 +173,15 @@ class BuddyAllocator:
         self._references[unit] = 1
 
     def share(self, unit: int) -> None:
-        """Add a reference to the allocated block at `unit`."""
+        """Add a reference to the allocated block that starts at `unit`."""
         self._check_live(unit)
         self._references[unit] += 1
 
     def free(self, unit: int) -> None:
-        """Drop a reference to the allocated block at `unit`. If it was the last reference, the block becomes free."""
+        """Drop a reference to the allocated block that starts at `unit`.
+
+        Without a reference, the block becomes free.
+        """
         self._check_live(unit)
         self._references[unit] -= 1
         if self._references[unit]:

@@ -23,8 +23,8 @@ def assign_down(
     The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. Sequences that
     share a page may get different instances, and each of these instances then needs a copy of the page.
 
-    If the sequences do not fit this way, a second attempt keeps sequences that share pages together. As a first
-    attempt, it would leave instances idle if all prompts begin with the same system prompt.
+    If the sequences do not fit this way, a second attempt keeps sequences that share pages together. It is not tried
+    first, because it leaves instances idle if all prompts begin with the same system prompt.
 
     Cached pages that no sequence uses are not part of the input. The caller drops them.
 
@@ -145,9 +145,8 @@ class _Staying:
     At first, every sequence is on the instance where most pieces of its pages stay in place. A move goes to the
     instance with the most free pages, among the instances with fewer sequences than their limit.
 
-    The number of moves is finite. No move brings an instance above its limit, so an instance above its limit only loses
-    sequences. Every other move increases the smaller number of free pages of its two instances, so no earlier
-    assignment returns.
+    The moves come to an end. An instance above its limit only loses sequences. Any other move leaves both instances
+    with more free pages than the fuller of them had before, so no earlier assignment can return.
     """
 
     def __init__(

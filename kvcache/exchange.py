@@ -33,10 +33,10 @@ PHASES_OF_LOOP = 16
 
 
 class ExchangeKind(NamedTuple):
-    """Kind of an exchange program: the number of phases that it runs one after another, and the distance of these
-    phases.
+    """Kind of an exchange program: the number of phases that it runs one after another, and their distance.
 
-    `migration.Phase` defines phases and distances. `distance` is None for a program of general phases.
+    In a phase, ranks exchange pieces of KV pages; `migration.Phase` defines phases and distances. `distance` is None
+    for a program of general phases.
 
     A program with `loop` runs up to `num_phases` phases of any distance: each iteration branches on the distance, and
     `distance` is None. It replaces the programs of all distances and needs one launch for each layer. It is for CPU
@@ -52,12 +52,12 @@ class Exchange(NamedTuple):
     """Inputs of one launch of an exchange program. `migration.Phase` defines ids, `p` and `phase_pieces`.
 
     Attributes:
-        kind: shape of the program.
-        send: `Phase.send` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is `[p,
-            num_phases, p * phase_pieces + 1]`. The last entry then selects the branch: 0 for a general phase, `1 +
-            distance` for a phase with a distance, and `PADDING` for an unused phase.
-        receive: `Phase.receive` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is `[p,
-            num_phases, p * phase_pieces]`.
+        kind: kind of the program.
+        send: `Phase.send` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
+            `[p, num_phases, p * phase_pieces + 1]`. The last entry then selects the branch: 0 for a general phase,
+            `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
+        receive: `Phase.receive` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
+            `[p, num_phases, p * phase_pieces]`.
     """
 
     kind: ExchangeKind

@@ -5,8 +5,8 @@ send, exchange them, and then write the received pieces. A *slot* is the memory 
 written in the phase in which its old piece leaves. A move therefore waits for the moves that vacate its target. It may
 run in the same phase as the last of these moves.
 
-Each slot is the target of at most one move. Linked by their slots, the moves form trees, whose leaves are free slots,
-and cycles.
+Each slot is the target of at most one move. The moves, linked by their slots, therefore form trees and cycles. The
+leaves of the trees are free slots.
 
 A tree is scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that
 they vacate.
@@ -319,7 +319,7 @@ class _Timetable:
         return np.array(moves, np.int64).reshape(-1, 3)
 
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Cut a cycle into arcs. Each pair of ranks has at most `limit` moves in an arc.
+        """Cut a cycle of slots into arcs (runs of slots). Each pair of ranks has at most `limit` moves in an arc.
 
         Yield the slots of each arc, and its number of moves by pair of ranks. The move from the last slot of an arc to
         its first slot counts too. Each arc but the last has at least two slots.

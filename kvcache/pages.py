@@ -37,7 +37,7 @@ class PagePool:
 
     @classmethod
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
-        """Return a pool whose pages have blocks on all ranks of all given pools.
+        """Join several pools into one. A page of the result has blocks on all ranks of all given pools.
 
         Layers change their tensor-parallel degree one after another. In the meantime, each page needs blocks for the
         old degree and for the new degree. A table of the joined pool has the rows of the first pool, then the rows of

@@ -95,8 +95,8 @@ def place_down(
     """Allocate pages for a split of degree `b` to `k` instances of degree `a`. Return the new tables, in the same
     order.
 
-    On each device, at most one piece of a page is needed at both degrees. This piece stays in its slot if two
-    conditions hold. First, the block of degree `a` around the slot is free in the new layout. Second, the slot has the
+    A device needs at most one piece of a page both before and after the split. This piece stays in its slot if two
+    conditions hold. First, the allocator block around the slot is free in the new layout. Second, the slot has the
     piece's position in this block. The page then gets this block. Other pages get the free blocks that contain the
     fewest pieces of the old layout, so that few moves wait for other moves.
 

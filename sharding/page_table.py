@@ -1,10 +1,10 @@
 """Table of the sizes of a model's FFN tensors in pages, and of the padding of their TP4 shards to whole pages.
 
-    python -m sharding.page_table # four well-known models, pages of 2 MiB python -m sharding.page_table --page-size 16
-    DIR/config.json # KV pages of 16 tokens, as in the engine
+    python -m sharding.page_table                                  # four well-known models, pages of 2 MiB
+    python -m sharding.page_table --page-size 16 DIR/config.json   # KV pages of 16 tokens, as in the engine
 
-GPUs map memory in pages of 2 MiB, so a system that releases weights by unmapping them needs shards of whole pages
-(Gyges). In this engine a page is the KV of `page_size` tokens of one layer, and shards are whole pages too.
+GPUs map memory in pages of 2 MiB. A system that frees weights by unmapping them therefore needs shards of whole pages
+(Gyges). In this engine, a page is the KV cache of `page_size` tokens in one layer, and shards are whole pages too.
 """
 
 import argparse

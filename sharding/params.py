@@ -82,10 +82,10 @@ class Source:
 class ParamSpec:
     """Description of a parameter: its checkpoint tensors, its shards, and its storage on devices.
 
-    At tensor-parallel degree p, rank r computes with `max_tp / p` consecutive shards: `range(r * max_tp // p, (r + 1) *
-    max_tp // p)`. If `strided`, rank r computes with every p-th shard: `range(r, max_tp, p)`. The shards of a device at
-    a higher degree are then a subset of its shards at a lower degree, so a merge moves no weights. If `replicated`,
-    each rank computes with all shards.
+    At tensor-parallel degree p, rank r computes with `max_tp / p` consecutive shards:
+    `range(r * max_tp // p, (r + 1) * max_tp // p)`. If `strided`, rank r computes with every p-th shard:
+    `range(r, max_tp, p)`. The shards of a device at a higher degree are then a subset of its shards at a lower degree,
+    so a merge moves no weights. If `replicated`, each rank computes with all shards.
 
     A device loads all shards, because it must be able to serve alone at degree 1. With a start placement, a device
     loads only the shards that its layers use. If the embedding is tied to the output projection, each device that

@@ -5,9 +5,11 @@ devices that compute modules together. A *replica* is one serving instance. A *m
 that travels through the layers together. A placement has a home for each module and each microbatch, and a home for the
 head: the embedding and the output projection. Examples, as `str(placement)` prints them:
 
-    a TP1 replica on device 0 0-29: TP1[0] a TP4 replica 0-29: TP4[0-3] four TP1 replicas becoming a TP4 0-11: TP1[0],
-    TP1[1], TP1[2], TP1[3] 12-29: TP4[0-3] layers 5 to 14 replicated 0-4: TP1[0] 5-14: TP1[0], TP1[1] 15-29: TP1[0]
-    experts beside parallel attention attention 0-29: TP1[0], TP1[1] ffn 0-29: TP2[0-1]
+    a TP1 replica on device 0             0-29: TP1[0]
+    a TP4 replica                         0-29: TP4[0-3]
+    four TP1 replicas becoming a TP4      0-11: TP1[0], TP1[1], TP1[2], TP1[3]   12-29: TP4[0-3]
+    layers 5 to 14 replicated             0-4: TP1[0]   5-14: TP1[0], TP1[1]   15-29: TP1[0]
+    experts beside parallel attention     attention 0-29: TP1[0], TP1[1]   ffn 0-29: TP2[0-1]
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -15,8 +15,8 @@ def few_kernels(platform: str) -> Options:
     XLA gives each kernel memory mappings of its own, and their number is limited (`ProgramStore`). With JAX 0.10.2, the
     sampler of SmolLM2 for 32 rows then needs 117 mappings, not 272, and a call takes 8.3 ms, not 11.8 ms.
 
-    The first call in a process compiles a small program, to find out whether this version of JAX knows the options. If
-    it does not, as JAX 0.12, return {}.
+    The first call in a process compiles a small program, to find out whether this version of JAX knows the options.
+    Return {} if it does not know them (JAX 0.12).
     """
     options: Options = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
     if platform != "cpu":

@@ -28,7 +28,7 @@ class Obtained:
         compiled: executable for the requested devices.
         portable: the program as bytes, which load on other devices too. None: it cannot be written as bytes.
         cached: whether the program was loaded from a cache or from bytes, and not compiled.
-        relocated: whether the program was compiled for another group of devices, and its bytes were loaded on these.
+        relocated: whether the program was compiled for other devices, and was loaded from its bytes.
     """
 
     compiled: jax.stages.Compiled

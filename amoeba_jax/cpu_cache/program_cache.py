@@ -1,6 +1,6 @@
 """Disk cache of compiled programs, for CPU.
 
-One entry serves all groups with the same number of devices. An entry is found by its key, without tracing the program.
+One entry serves all groups of devices of the same size. An entry is found by its key, without tracing the program.
 
 Entries are in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit, JAX's lock and
 the repairs of `compile_cache` therefore apply to the entries too.

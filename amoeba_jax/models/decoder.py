@@ -76,8 +76,8 @@ class DecoderLayer(nnx.Module):
 class Embedding(nnx.Module):
     """Token embedding. Every rank (device of the instance) has the whole table, because every rank looks up all tokens.
 
-    A table of its own is one array `[vocabulary, D]`. An embedding that is tied to the output projection uses all
-    shards of the projection, each `[vocabulary shard, D]`.
+    A table that is not tied to the output projection is one array `[vocabulary, D]`. A tied table consists of all
+    shards of the output projection, each `[vocabulary shard, D]`.
     """
 
     def __init__(self, dims: ModelDims):
@@ -201,7 +201,7 @@ def leaf_variables(segment: Segment) -> list[nnx.Variable]:
 
 
 def is_sharded(variable: nnx.Variable) -> bool:
-    """Return whether each rank uses another shard of this parameter. False: all ranks use the same shard."""
+    """Return whether the ranks use different shards of this parameter. False: all ranks use the same shard."""
     metadata = variable.get_metadata()
     spec: ParamSpec = metadata["spec"]
     return spec.placement == "sharded" and not metadata.get("whole", False)

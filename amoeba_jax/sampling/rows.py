@@ -310,8 +310,9 @@ def state_rows(
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
     """Return the bad words that the next token may complete. Each word is returned as the pair of its last two tokens.
 
-    A bad word of two tokens may always be completed. A longer word may be completed if the sequence, without its last
-    token, ends with the word without its last two tokens.
+    A bad word of two tokens may always be completed. A longer word may be completed if the sequence has its first
+    tokens in the right place: the word `a b c d` is returned as `(c, d)` if the sequence ends with `a b` and one more
+    token.
 
     If the host knows the last token, only words that match it are returned, and the first token of each pair is
     `ANY_TOKEN`. If not, the device compares the first token of each pair with the last token of the sequence.
@@ -319,7 +320,7 @@ def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: boo
     Args:
         row: settings of the sequence.
         output_known: generated tokens that the host has read.
-        in_flight: whether a last token was sampled that the host has not read.
+        in_flight: whether the device has sampled one more token that the host has not read.
     """
     end = len(output_known) if in_flight else len(output_known) - 1
     if not row.bad_words or end < 0:
@@ -347,11 +348,11 @@ def packed_size(num_rows: int, *, full: bool = False) -> int:
 
 
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
-    """Pack the sampler's inputs for a step into one i32 array: each field for all rows, and then the pairs.
+    """Pack the sampler's inputs for a step into one i32 array.
 
-    Floats are stored as their bits. Rows after the last given row are padding; their tokens are not recorded. The pairs
-    (bad words, `[2, num_rows, MAX_BAD_WORD_PAIRS]`) are included only if `full` is true, for `sample_full`. Each row
-    uses its first `num_pairs` pairs.
+    The array has each field for all rows. If `full` is true, the pairs of tokens that are bad words follow,
+    `[2, num_rows, MAX_BAD_WORD_PAIRS]`, for `sample_full`. Each row uses its first `num_pairs` pairs. Floats are stored
+    as their bits. Rows after the last given row are padding; their tokens are not recorded.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)
@@ -389,7 +390,7 @@ def unpack_logprobs(packed: Int32[np.ndarray, "positions columns"]) -> TokenLogp
 
 
 def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> dict[int, Logprob]:
-    """Return log-probabilities at one position by token id: of `token`, and of the `k` most probable tokens.
+    """Return the log-probabilities of `token` and of the `k` most probable tokens at one position, by token id.
 
     Args:
         logprobs: log-probabilities of all positions.

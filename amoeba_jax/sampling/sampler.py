@@ -216,8 +216,8 @@ def _draw(
     """Draw a token for each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
 
     The score of a token is its scaled logit plus noise. Top-p needs no sort. If the token with the best score is inside
-    the top p, it is drawn. If not, the best score among the more probable tokens is tried next. The first try succeeds
-    with probability p or more.
+    the top p, it is drawn. If not, the token with the best score among the more probable tokens is tried next. The
+    first try succeeds with probability p or more.
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))

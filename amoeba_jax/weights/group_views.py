@@ -78,7 +78,7 @@ class GroupViews:
         self._forget_segments(group, layer)
 
     def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter that contain a buffer of one device, including its views as extents."""
+        """Drop all views of a parameter that contain a buffer of one device, including views that serve as KV cache."""
         for (start, tp), views in self._parameters.items():
             if start <= device < start + tp:
                 views.pop(name, None)

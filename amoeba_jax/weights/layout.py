@@ -1,4 +1,4 @@
-"""Sizes of a model's weights, without buffers, and the shards whose memory becomes KV cache at each degree."""
+"""Sizes of a model's weights and shards, and the shards that become KV cache at each degree. No buffers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ class WeightLayout:
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the number of KV pages in each shard of a layer whose memory is KV cache at `degree`.
+        """Return the numbers of KV pages in the shards of a layer whose memory is KV cache at `degree`.
 
         The order is the order of `released`. All layers have the same numbers.
         """

@@ -321,8 +321,8 @@ class WeightStore(WeightLayout):
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
         """Turn KV extents into weight shards again, after the weights were written into them.
 
-        The shards are those that `degree` needs and degree `before` does not. `extents` are the last extents of the
-        layer, one for each of these shards.
+        This concerns the shards that `degree` needs and degree `before` does not need. `extents` are the last extents
+        of the layer, one for each of these shards.
         """
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)

@@ -46,7 +46,7 @@ class Machine:
 
     Attributes:
         device: name of the device.
-        gpu: True for a GPU.
+        gpu: whether the device is a GPU.
         kernel: implementation of paged attention to measure.
         dtype: dtype of queries and cache.
         probe_bytes: bytes of the call that measures memory bandwidth.

@@ -80,7 +80,7 @@ class PageLayout(enum.Enum):
             kv: 0 for keys, 1 for values.
             piece: index of the piece in the page.
             num_rows: number of rows of the buffer.
-            kv_heads: K.
+            kv_heads: number of KV heads.
             pieces: number of pieces of a page.
         """
         if self is PageLayout.HEADER_CENTRIC:

@@ -103,10 +103,11 @@ class Load:
         stop: asyncio.Event,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> float:
-        """Send each request at its arrival time, and wait until all requests end. Return the seconds of the run.
+        """Send each request at its arrival time, and wait until all requests end. Return the seconds of the run. Call
+        once.
 
         Args:
-            requests: requests in the order of arrival. Call this method once.
+            requests: requests in the order of arrival.
             stop: event that ends the run: running requests are cancelled, and no further requests are sent.
             on_end: function that gets the record of each finished or failed request.
         """

@@ -199,8 +199,9 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
 
 
 def _switch_s(report: TransformReport) -> float:
-    """Return the mean seconds to switch a layer in a transformation. If it has several groups, the slowest group
-    counts.
+    """Return the mean seconds to switch a layer in a transformation.
+
+    If several groups of devices changed, the slowest group counts.
     """
     return max(
         sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)

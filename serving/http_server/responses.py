@@ -31,14 +31,14 @@ _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 
 
 class TextFields(Body):
-    """Fields `text` of a request body: the format of the text."""
+    """Content of the field `text` of a request body: the format of the output."""
 
     format: Any = None
     verbosity: str | None = None
 
 
 class ReasoningFields(Body):
-    """Fields `reasoning` of a request body."""
+    """Content of the field `reasoning` of a request body."""
 
     effort: str | None = None
     summary: Any = None

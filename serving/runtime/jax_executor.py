@@ -193,9 +193,10 @@ class JaxExecutor:
         )
 
     def _placement_view(self, instance: Instance) -> PlacementView | None:
-        """Return the homes of an instance's layers for policies. None: all layers are on the instance's own devices.
+        """Return the devices that compute an instance's layers, in the form that policies use.
 
-        If the placement has not changed, reuse the object of the last snapshot. A new object takes 0.1 ms.
+        None: all layers are on the instance's own devices. If the placement has not changed, reuse the object of the
+        last snapshot. A new object takes 0.1 ms.
         """
         placement, (known, view) = instance.runner.placement, self._placement_views.get(instance.id, (None, None))
         if known is not placement:

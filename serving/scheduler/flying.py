@@ -129,13 +129,14 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Return the split that resumes the paused requests of a group. Return an empty list if the group stays merged.
+        """Return the split that resumes the paused requests of a group (merged instance).
 
-        The group stays merged while requests run on it, while urgent requests wait, or if the split was refused
-        recently. If the pause has reached its time limit, the group splits even if requests run or wait.
+        Return an empty list if the group stays merged. It stays merged while requests run on it, while urgent requests
+        wait, or if the split was refused recently. If the pause has reached its time limit, the group splits even if
+        requests run or wait.
 
-        If running requests would not fit beside the paused requests, return preemptions of these running requests. The
-        split then follows in a later decision.
+        If running requests would not fit beside the paused requests, first preempt them: return their preemptions. The
+        split follows in a later decision.
         """
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:

@@ -136,9 +136,9 @@ class FlyingGroups:
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
         """Yield each degree whose merged instances can hold a request of `size` tokens, as `(limits, kept)`.
 
-        The lowest degree comes first. `kept` tells whether the merged instance keeps all weights. Otherwise some
-        weights become KV cache. If a degree holds the request with all weights kept, degrees without kept weights are
-        left out.
+        The lowest degree comes first. `kept` tells whether the merged instance keeps all weights. If not, some weights
+        become KV cache. This is a last resort: if a degree holds the request with all weights kept, only such degrees
+        are yielded.
         """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]

@@ -111,7 +111,7 @@ class FlyingRound:
         return actions
 
     def _place_short(self, request: WaitingRequest) -> list[Action]:
-        """Return the dispatch of a short request. The list is empty if the request must wait.
+        """Return the action that starts a short request on an instance. The list is empty if the request must wait.
 
         If several instances have room, choose one by these criteria, in this order: it runs no urgent request, its
         steps meet the TPOT SLO, it runs no long request, and its load is the lowest.

@@ -58,8 +58,8 @@ def make_policy(
         name: one of `POLICY_NAMES`.
         admission: order and limits of the queue.
         config: settings of `amoeba` and `cocoserve`. Other policies use only some fields: `round_robin` and
-            `least_load_first` the split settings and `reserved_growth`, `amoeba_paper` `reserve_memory_s` and
-            `reserved_growth`, and `static` `reserved_growth`.
+            `least_load_first` use the split settings and `reserved_growth`; `amoeba_paper` uses `reserve_memory_s` and
+            `reserved_growth`; `static` uses `reserved_growth`.
         flying: settings of `flying`, which `cocoserve` can use too.
         cocoserve: further settings of `cocoserve`.
     """

@@ -39,7 +39,7 @@ MAX_RECORDS = 100
 
 @dataclass
 class SchedulerCounters:
-    """Numbers of actions since the start, by kind and result."""
+    """Counters of the policy's actions since the start, by kind and result."""
 
     ticks: int = 0
     """Number of decisions of the policy. One call of `tick` may make several decisions."""

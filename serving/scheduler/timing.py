@@ -38,8 +38,7 @@ class Timing:
         return self.steps_s.get(degree)
 
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
-        """Return whether degree `degree` generates at least as many tokens per second as degree `other`, by
-        measurements.
+        """Return whether degree `degree` was measured to generate at least as many tokens per second as degree `other`.
 
         Few sequences generate few tokens at any degree. The result is therefore False if the measurement of `other` had
         clearly fewer sequences than the measurement of `degree`, or clearly fewer than run now.

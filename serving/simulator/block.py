@@ -6,7 +6,7 @@ from serving.simulator.run import Run
 
 
 class Block:
-    """Series of steps of the same requests. A step with prompts, or with layers that switch, is a block of its own.
+    """Series of steps of the same requests. A step with prompts, or before which layers switch, forms a block alone.
 
     Attributes:
         start_s: start of the first step.

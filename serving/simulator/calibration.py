@@ -55,11 +55,11 @@ class Calibration:
     version: int = VERSION
 
     def step_cost(self) -> TableStepCost:
-        """Return the cost model of steps."""
+        """Return the cost model of steps, from the measured times."""
         return TableStepCost(self.decode_s, self.prompt_s, self.prompts_s, self.few_rows, self.context_s)
 
     def transformation(self) -> MeasuredTransformation:
-        """Return the cost model of transformations."""
+        """Return the cost model of merges and splits, from the measured times."""
         return MeasuredTransformation(
             self.num_layers, self.up_layer_s, self.down_layer_s, self.page_layer_s, self.page_size
         )

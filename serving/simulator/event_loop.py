@@ -287,9 +287,9 @@ class Cluster:
                 self._plan_tick(host, now_s + wait_s)
 
     def _count_limit(self, host: Host, now_s: float) -> None:
-        """Record the resource that waiting requests lack from now on.
+        """Account for the time since the last call, and record the resource that waiting requests lack now.
 
-        The time since the last call counts for the resource that they lacked until now (`Tally.limited_s`).
+        The time counts for the resource that they lacked at the last call (`Tally.limited_s`).
         """
         limited_s = self.tally.limited_s
         if host.limit is not None:

@@ -191,8 +191,8 @@ class GroupChanges:
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
         """Replace an instance by instances of a lower degree. Return the new instances.
 
-        If the instance has paused instances, they become the new instances. The new instances receive the running
-        requests and the cached prompts. A request that fits on no new instance is preempted.
+        If the instance has replaced paused instances, they become the new instances. The new instances receive the
+        running requests and the cached prompts. A request that fits on no new instance is preempted.
         """
         host = self._executor
         if instance.paused:

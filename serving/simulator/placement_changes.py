@@ -172,9 +172,9 @@ class PlacementChanges:
             instance.room_tokens = own + math.floor(free / size) * size
 
     def count_capacities(self) -> None:
-        """Update the spreads and capacities of all instances after a change of placements or instances.
+        """Update the capacity of all instances, and their `Spread`, after a change of placements or instances.
 
-        An instance has no spread if only its own device computes its layers, and this device computes no layers of
+        An instance has no `Spread` if only its own device computes its layers, and this device computes no layers of
         other instances.
         """
         if self._host.config.layers is None:

@@ -133,7 +133,7 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
 
 
 def _mechanism(name: str, base: ModelStepCost, page_size: int) -> tuple[StepCost, TransformationCost, _Capacities]:
-    """Return the cost of steps, the cost of transformations, and the capacities of a policy."""
+    """Return the cost model of steps, the cost model of merges and splits, and the capacities for a policy."""
     model, device = base.model, base.device
     if name == "seesaw":
         return base, HostMemoryCost(model, device), MemoryPlan.limits

@@ -76,11 +76,10 @@ class Spread:
 
     @cached_property
     def _groups(self) -> tuple[tuple[Homes, float, float], ...]:
-        """How much of a step each combination of devices computes, as entries (devices, share of step, share of
-        attention).
+        """Shares of a step's work, as entries (devices, share of most work, share of attention to the cache).
 
-        The first share is of a step's time without attention to the cache. The second is of the time of this attention.
-        The time of a layer is divided between attention and FFN in proportion to their weights.
+        There is an entry for each set of devices that computes modules together. The time of a layer is divided between
+        attention and FFN in proportion to their weights.
         """
         sizes, shares = self.cost.sizes, {}
         attention_share = sizes.attention_bytes / sizes.weight_bytes / sizes.num_layers

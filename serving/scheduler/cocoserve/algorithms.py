@@ -69,10 +69,10 @@ def scale_up(
     it.
 
     The paper visits one device after another, sorts its candidate layers by continuity, and adds a layer if the
-    speed-up (Equation 4) grows. This has two faults. A single layer may not pay for its two transitions although a run
-    of layers does. And a device may take layers that would serve better on a later device. This function finds the
-    placement with the highest speed-up by a dynamic program over the layers. Among equal placements it prefers fewer
-    replicas and transitions, then the first layers.
+    speed-up (Equation 4) grows. This has two faults. A single layer may not pay for its two transitions (moves of
+    hidden states) although a run of layers does. And a device may take layers that would serve better on a later
+    device. This function finds the placement with the highest speed-up by a dynamic program over the layers. Among
+    equal placements it prefers fewer replicas and transitions, then the first layers.
 
     Args:
         homes: homes of each layer.
