@@ -241,8 +241,8 @@ class EngineHandle:
 
         Return a report when the change is done. The sequences of the instance are divided into microbatches, one for
         each device that computes a layer. A device without the weights gets a copy. A device that serves another
-        instance already has the weights, and gives KV cache of that instance to the replicated layers. No request is
-        lost or computed again.
+        instance already has the weights. The KV cache of the replicated layers is then taken from that instance. No
+        request is lost or computed again.
 
         Only layers on one device can be replicated: split an instance of a higher degree first. An instance with
         replicas cannot merge: `evict` them first. docs/placement.md has examples.

@@ -138,9 +138,9 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _one(stack: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return a parameter of one expert, of the given shape, from a shard.
+    """Return one parameter of expert number `index`, with the shape `shape`.
 
-    The shard is `[E, *shape]`, or flat pages with padding after the experts.
+    `stack` holds the parameter of all experts of a shard: `[E, *shape]`, or flat pages with padding after the experts.
     """
     if stack.shape[1:] == shape:
         return lax.dynamic_index_in_dim(stack, index, keepdims=False)

@@ -50,7 +50,7 @@ def paged_attention(
     implementation: Implementation = "auto",
     debug: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Compute causal attention of new tokens over the paged cache. It must already hold their keys and values.
+    """Compute causal attention of new tokens over the paged cache. The cache must already hold their keys and values.
 
     T = 1 means decode, T > 1 a chunk of a prompt. Query head i uses KV head `i // (H // K)`. Sums are in f32.
 

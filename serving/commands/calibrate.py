@@ -313,7 +313,7 @@ class _Timer:
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer decode steps take if several instances are busy.
 
-        Return a factor of at least 1 by number of busy instances, from 2 on. The factor compares with one busy
+        Return a factor (at least 1) for each number of busy instances from 2 on. The factor compares with one busy
         instance. It is the median over batch sizes. `decode_s` is the result of `decodes`.
         """
         found = {}
@@ -325,7 +325,7 @@ class _Timer:
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer a step with a prompt takes if other instances decode at the same time.
 
-        Return a factor of at least 1 by number of busy instances, from 2 on.
+        Return a factor (at least 1) for each number of busy instances from 2 on.
 
         Args:
             instances: number of instances.

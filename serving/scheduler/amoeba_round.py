@@ -123,11 +123,11 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Return a merge of one more group for a request that could also wait for a present instance.
+        """Return the action that merges one more group for a request, which could also wait for a present instance.
 
         Return None if the request must wait. There are two reasons to merge: the request has waited
-        `merge_again_after_s`, or it would miss its TTFT SLO without the merge. The second reason counts only if no
-        short request lacks room, and if no other merge of this decision can hold the request.
+        `merge_again_after_s` seconds, or it would miss its TTFT SLO without the merge. The second reason counts only if
+        no short request lacks room, and if no other merge of this decision can hold the request.
         """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)

@@ -129,13 +129,13 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Return the split that resumes the paused requests of a group (merged instance).
+        """Return the action that splits a group (merged instance), so that its paused requests resume.
 
         Return an empty list if the group stays merged. It stays merged while requests run on it, while urgent requests
         wait, or if the split was refused recently. If the pause has reached its time limit, the group splits even if
         requests run or wait.
 
-        If running requests would not fit beside the paused requests, first preempt them: return their preemptions. The
+        If running requests would not fit beside the paused requests, first preempt them: return these actions. The
         split follows in a later decision.
         """
         used_up = self._budget.used_up(instance.devices)
@@ -155,9 +155,10 @@ class FlyingPolicy:
     # Merges under light load
 
     def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
-        """Return merges of all instances to the highest degree whose programs are compiled. All weights stay resident.
+        """Return actions that merge all instances to the highest degree whose programs are compiled.
 
-        Instances do not merge if together they run more requests than the merged instance has slots.
+        All weights stay resident. Instances do not merge if together they run more requests than the merged instance
+        has slots.
         """
         actions: list[Action] = []
         degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)

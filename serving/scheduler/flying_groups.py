@@ -96,7 +96,7 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Return the merge of a group of instances for a long request, and close the group to other requests.
+        """Return the action that merges a group of instances for a long request. Close the group to other requests.
 
         Return None if no group can merge. The group has the lowest degree at which a merged instance can hold the
         request (`_holding`), and at which a group has room and a free slot. Of several such groups, choose the group
@@ -148,11 +148,11 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Return the split of a merged instance that kept all its weights. Return an empty list if none can split now.
+        """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-        After the split, its devices can merge again and turn weights into KV cache, so that `request` fits. Of several
-        instances, choose the instance with the fewest used tokens. It is closed to other requests, even if it cannot
-        split now.
+        The instance kept all its weights. The second merge can turn weights into KV cache, so that `request` fits. Of
+        several such instances, choose the one with the fewest used tokens, and close it to other requests. Return an
+        empty list if it cannot split now.
         """
         view, room = self.view, self.room
         options = [

@@ -162,9 +162,10 @@ class FlyingRound:
         return merge or []
 
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
-        """Return a merge of one more group for a request that would miss its TTFT SLO by waiting. None: it must wait.
+        """Return the actions that merge one more group for a request, or None if the request must wait.
 
-        `holding` are the instances for which the request would wait.
+        The merge helps a request that would miss its TTFT SLO by waiting. `holding` are the instances for which it
+        would wait.
         """
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s

@@ -44,7 +44,7 @@ class PauseBudget:
     def used_up(self, devices: Iterable[int]) -> bool:
         """Return whether requests of at least one of these devices must not pause now.
 
-        This is the case when its counter has reached `max_pause_s`, until the counter is back at 0.
+        A device whose counter has reached `max_pause_s` must not pause requests until the counter is back at 0.
         """
         return not self._resting.isdisjoint(devices)
 
@@ -100,10 +100,10 @@ def paused_victims(
 
 
 def resumptions(view: ClusterView) -> list[ScaleDown]:
-    """Return the splits that resume paused requests, for policies that do not pause requests themselves.
+    """Return the actions that split merged instances so that paused requests resume.
 
-    A merged instance does not split in three cases: it is changing its degree, its running requests do not fit beside
-    its paused requests, or the split was refused recently.
+    This is for policies that do not pause requests themselves. A merged instance does not split in three cases: it is
+    changing its degree, its running requests do not fit beside its paused requests, or the split was refused recently.
     """
     return [
         ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy does not pause requests")

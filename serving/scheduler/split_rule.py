@@ -37,11 +37,11 @@ def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
 def split_to_release(
     view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest
 ) -> ScaleDown | None:
-    """Return the split of a merged instance that kept all its weights.
+    """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-    After the split, its devices can merge again and turn weights into KV cache, so that `request` fits. Return None if
-    the running requests do not fit the new instances yet, or if the split was refused recently. In any case, close the
-    instance to other requests.
+    The instance kept all its weights. The second merge can turn weights into KV cache, so that `request` fits. Return
+    None if the running requests do not fit the new instances yet, or if the split was refused recently. In any case,
+    close the instance to other requests.
     """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:

@@ -162,7 +162,10 @@ class GroupChanges:
         self.failing.append((self._executor.now_s + max(price.seconds(cost.layers), 1e-3), members))
 
     def end_failed(self) -> bool:
-        """End the failing merges and splits whose time has passed. Return whether one has ended."""
+        """End the merges and splits that were started to fail, if their time has passed.
+
+        Return whether one has ended.
+        """
         due = [entry for entry in self.failing if entry[0] <= self._executor.now_s]
         for entry in due:
             self.failing.remove(entry)

@@ -103,11 +103,11 @@ class AmoebaPaperPolicy:
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
 
     def _scale_up(self, view: ClusterView, room: Room, request: WaitingRequest) -> list[ScaleUp]:
-        """Return the next merges in the group of instances that will serve a request.
+        """Return the next actions that merge the group of instances that will serve a request.
 
         The group becomes one instance in several decisions. Each decision doubles the lowest tensor-parallel degree in
-        the group. If the merged group would have no room for the request yet, return no merges. In both cases, close
-        the group to new requests, so that its requests end and free tokens.
+        the group. If the merged group would have no room for the request yet, return an empty list. In both cases,
+        close the group to new requests, so that its requests end and free tokens.
         """
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := _whole_group(room, devices)) is None:

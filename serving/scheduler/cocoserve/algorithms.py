@@ -210,11 +210,11 @@ class _Reductions:
     # Phase 1
 
     def migrations(self) -> Iterator[Reduction]:
-        """Yield migrations of layers that only the instance's own device computes, beginning with the last layers.
+        """Yield actions that migrate layers, beginning with the last layers. Only layers without replicas migrate.
 
-        There are two reasons. If requests wait because the device is short of memory, migrations are yielded until it
-        has enough. If the device is busy with layers of several instances, one migration is yielded. A busy device that
-        serves one instance would gain nothing: on two devices, its layers would only wait for each other.
+        There are two reasons. If requests wait because the instance's device is short of memory, layers migrate until
+        it has enough. If the device is busy with layers of several instances, one migration is yielded. A busy device
+        that serves one instance would gain nothing: on two devices, its layers would only wait for each other.
         """
         if self._instance.degree > 1:
             return
@@ -251,9 +251,9 @@ class _Reductions:
     def _targets(self, source: int, layers: Sequence[int], short: bool) -> list[tuple[int, Modules, float]]:
         """Return the devices to which layers can migrate, best first.
 
-        An entry is (device, modules to move, bytes). The modules follow section 3.3 of the CoCoServe paper. Whole
-        layers move if possible. If the device has too little memory for them, only the FFN moves. If the device has
-        memory but no computing time, only the KV cache moves.
+        An entry is (target device, modules to move, bytes). The modules follow section 3.3 of the CoCoServe paper.
+        Whole layers move if possible. If the target has too little memory for them, only the FFN moves. If the target
+        has memory but no computing time, only the KV cache moves.
 
         Args:
             source: device that computes the layers now.
@@ -282,10 +282,10 @@ class _Reductions:
     # Phase 2
 
     def evictions(self) -> Iterator[Reduction]:
-        """Yield evictions of replicated layers that share a device with layers of another instance.
+        """Yield actions that evict replicated layers from devices with layers of several instances.
 
         These are replicas of other instances on this instance's devices, and this instance's replicas on devices of
-        other instances. The replicas whose loss lowers the speed-up least go first. Each eviction removes a run of
+        other instances. The replicas whose loss lowers the speed-up least go first. Each action evicts a run of
         consecutive layers.
         """
         while True:
@@ -315,7 +315,8 @@ class _Reductions:
     # Phase 3
 
     def batch_reductions(self) -> Iterator[Reduction]:
-        """Yield lower and lower limits of the batch, and offloads of the least urgent requests to host memory.
+        """Yield actions that lower the limit of the batch, and actions that offload the least urgent requests to host
+        memory.
 
         Each limit is `batch_step` requests lower than the last.
         """

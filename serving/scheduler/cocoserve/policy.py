@@ -150,9 +150,9 @@ class CocoServePolicy:
         return True
 
     def _reduce(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next change for an instance that violates its SLOs (Algorithm 2).
+        """Return the next action for an instance that violates its SLOs (Algorithm 2).
 
-        If a device is empty, return a replication to this device instead.
+        If a device is empty, the action replicates layers on this device instead.
         """
         empty = [d.id for d in view.devices if _is_empty(view, d.id)]
         if growth := self._growth(view, merging, empty):
@@ -174,9 +174,7 @@ class CocoServePolicy:
         return []
 
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next change while SLOs are met: a higher limit of the batch, a replication, or the end of an
-        instance.
-        """
+        """Return the next action while SLOs are met: raise the limit of a batch, replicate layers, or end an instance."""
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
         self._violated_at_load = None
@@ -192,9 +190,10 @@ class CocoServePolicy:
         return LimitBatch(instance.id, size if size < most else None, "SLOs are met under a lower load")
 
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
-        """Return the replication of layers, or of a whole instance, that Algorithm 1 chooses: one change or none.
+        """Return the action with which Algorithm 1 replicates layers, or a whole instance. The list has one action or
+        none.
 
-        The instance with the highest load is tried first, then the next, until Algorithm 1 finds a change.
+        The instance with the highest load is tried first, then the next, until Algorithm 1 finds an action.
 
         Args:
             merging: devices that merge.
@@ -213,7 +212,7 @@ class CocoServePolicy:
         return []
 
     def _addition(self, view: ClusterView, instance: InstanceView, hosts: set[int]) -> PlacementChange | None:
-        """Return a replication of layers to one device: the device that gets the most layers by Algorithm 1.
+        """Return the action that replicates layers on one device: the device that gets the most layers by Algorithm 1.
 
         Return None if Algorithm 1 replicates no layers.
         """
@@ -243,7 +242,8 @@ class CocoServePolicy:
         return Replicate(instance.id, run, device, f"{share}, and has room for {room[device]} layers")
 
     def _scale_in(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the end of an instance that this policy has started earlier, if few requests are left.
+        """Return the action that ends an instance if few requests are left. Only instances that this policy started
+        end.
 
         The other instances must then have fewer than half of `split_batch` requests each.
         """
@@ -269,7 +269,7 @@ def _is_empty(view: ClusterView, device: int) -> bool:
 def _undo(
     view: ClusterView, instance: InstanceView, only: Collection[int] | None, why: str
 ) -> Iterator[PlacementChange]:
-    """Yield changes that bring all layers of an instance back to its own devices.
+    """Yield actions that bring all layers of an instance back to its own devices.
 
     Args:
         only: devices that the layers must leave. None: all other devices than the instance's own.
