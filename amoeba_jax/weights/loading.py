@@ -107,8 +107,8 @@ def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
     """Return arrays for the shards of a parameter, in their stored shapes.
 
-    The arrays are misaligned views of `memory` (bytes), so that `memory` can be used again. On CPU, `device_put` of JAX
-    0.10 to 0.12 copies misaligned memory. It keeps aligned memory without a copy, even with `may_alias=False`.
+    The arrays are views of `memory` (bytes). They are misaligned, so that `device_put` copies them and `memory` can be
+    used again. On CPU, JAX 0.10 to 0.12 would keep aligned memory without a copy, even with `may_alias=False`.
     """
     size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]

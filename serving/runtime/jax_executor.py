@@ -379,12 +379,12 @@ def _placement_options(action: PlacementChange) -> PlacementOptions:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return the tokens that a new request could use on an instance that merges or splits.
+    """Return how many tokens a new request could use on an instance while it merges or splits.
 
-    This is `InstanceView.joinable_tokens`. The request would run in one lane of the instance: a part of its sequences
-    that goes through the layers together. The tokens available in a lane are its free tokens, less one page for each of
-    its sequences. The result is the highest number over all lanes with a free slot, and at least 0. If the instance
-    neither merges nor splits, the result is 0.
+    The result is `InstanceView.joinable_tokens`. During the change, the instance's sequences are divided into lanes,
+    which go through the layers separately. The request would join one lane. A lane offers its free tokens, less one
+    page for each of its sequences. The result is the largest offer of a lane with a free slot. It is 0 if there is
+    none, or if the instance neither merges nor splits.
     """
     if instance.transition is None:
         return 0

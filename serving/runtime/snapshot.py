@@ -65,7 +65,9 @@ class Snapshot:
         }
 
     def placement_speedups(self) -> dict[int, float]:
-        """Return the estimated speed-up of each instance by replicated layers, by instance id (`estimated_speedup`)."""
+        """Return how many times faster each instance is with its replicated layers, by instance id
+        (`estimated_speedup`).
+        """
         return {view.id: estimated_speedup(view.placement) for view in self.instances if view.placement is not None}
 
     def weight_bytes(self) -> dict[int, int]:

@@ -64,8 +64,8 @@ class SchedulerCounters:
     def by_name(self) -> dict[str, int]:
         """Return all counters by name, for metrics and reports.
 
-        The counter `rejected` is replaced by counters `rejected_<kind>`, and `placement_changes` by a counter of each
-        kind.
+        Instead of `rejected`, there is a counter `rejected_<kind>` for each kind. The same holds for
+        `placement_changes`.
         """
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return counts | self.placement_changes | {f"rejected_{kind.value}": n for kind, n in self.rejected.items()}

@@ -88,7 +88,7 @@ class PolicyResult:
         return self.num_devices * self.price_per_hour / 3600 / self.output_throughput * 1e6
 
     def limits(self) -> dict[str, Any]:
-        """Return the resources that the policy had, and the waiting times by the resource that was lacking, for JSON.
+        """Return the resources of the policy, and how long requests waited for each, as a dict that JSON can represent.
 
         The resources are tensor-parallel degrees, instances at the start, tokens of the KV cache, and the maximum
         number of running requests. Waiting times are in seconds.

@@ -210,11 +210,12 @@ class _Reductions:
     # Phase 1
 
     def migrations(self) -> Iterator[Reduction]:
-        """Yield actions that migrate layers, beginning with the last layers. Only layers without replicas migrate.
+        """Yield actions that migrate layers from the instance's own device, beginning with the last layers.
 
-        There are two reasons. If requests wait because the instance's device is short of memory, layers migrate until
-        it has enough. If the device is busy with layers of several instances, one migration is yielded. A busy device
-        that serves one instance would gain nothing: on two devices, its layers would only wait for each other.
+        Layers that other devices also compute stay. There are two reasons to migrate. If requests wait because the
+        instance's device is short of memory, layers migrate until it has enough. If the device is busy with layers of
+        several instances, one migration is yielded. A busy device that serves one instance would gain nothing: on two
+        devices, its layers would only wait for each other.
         """
         if self._instance.degree > 1:
             return

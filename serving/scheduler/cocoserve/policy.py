@@ -174,7 +174,9 @@ class CocoServePolicy:
         return []
 
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next action while SLOs are met: raise the limit of a batch, replicate layers, or end an instance."""
+        """Return the next action while SLOs are met: a higher limit of the batch, a replication, or the end of an
+        instance.
+        """
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
         self._violated_at_load = None
