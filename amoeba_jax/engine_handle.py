@@ -143,8 +143,9 @@ class EngineHandle:
         return self._dispatcher.call(find).result()
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of weights, KV cache and other buffers on each device. A notebook shows the report as a
-        picture.
+        """Return the bytes of weights, KV cache and other buffers on each device.
+
+        A notebook shows the report as a picture.
         """
         return self._dispatcher.call(memory_report, self._engine).result()
 

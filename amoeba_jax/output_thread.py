@@ -25,8 +25,9 @@ A backlog of this size takes a fraction of a second.
 
 
 class OutputThread:
-    """Thread that converts updates (new tokens of a request) to outputs. In each turn, it takes some updates of one
-    request.
+    """Thread that converts updates (new tokens of a request) to outputs.
+
+    In each turn, it takes some updates of one request.
 
     Args:
         end_early: function `(sequence, stop_string)` that asks the engine to end a sequence early. `stop_string` is

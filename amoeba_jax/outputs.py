@@ -158,8 +158,9 @@ class CompletionDelta:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """Addition to the output of a request since the previous delta. Its size does not grow with the length of the
-    output.
+    """Addition to the output of a request since the previous delta.
+
+    Its size does not grow with the length of the output.
     """
 
     request_id: str

@@ -74,11 +74,10 @@ def cuda_may_start(platforms: str) -> bool:
 
 
 def nccl_splitting(environ: Mapping[str, str]) -> str | None:
-    """Return the value of the flag `NCCL_SPLITTING` in XLA_FLAGS, or None if it is not set. A flag without value is
-    "true".
+    """Return the value of the flag `NCCL_SPLITTING` in XLA_FLAGS, or None if it is not set.
 
-    If XLA_FLAGS does not begin with a dash, it is the name of a file with flags. Raises `OSError` if the file cannot be
-    read.
+    A flag without value is "true". If XLA_FLAGS does not begin with a dash, it is the name of a file with flags. Raises
+    `OSError` if the file cannot be read.
     """
     value = None
     for flag in _xla_flags(environ).split():

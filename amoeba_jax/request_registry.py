@@ -166,8 +166,9 @@ class RequestRegistry:
             self._requests[request.id] = request
 
     def submit_soon(self, requests: list[Request]) -> "Future[None]":
-        """Submit requests to the engine before its next step. The returned future is done when the engine has queued
-        them.
+        """Submit requests to the engine before its next step.
+
+        The returned future is done when the engine has queued them.
         """
         # One call for all: with several, steps of random batch sizes would run (and compile) in between.
         return self._dispatcher.call(self._engine.submit, [request.sequences[0] for request in requests])

@@ -73,8 +73,9 @@ class TextStream:
         return self._release(len(self._held) + len(new) - may_begin, new)
 
     def _release(self, length: int, new: str) -> str:
-        """Append `new` to the text that is held back. Remove the first `length` characters of all this text and return
-        them.
+        """Append `new` to the text that is held back.
+
+        Remove the first `length` characters of all this text and return them.
         """
         if not self._held and length == len(new):
             return new
@@ -95,11 +96,11 @@ class _StopString:
         self._borders = [0]  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def read(self, new: str, counts: bool) -> int | None:
-        """Search the next text, `new`. Return the index in `new` after the end of the first occurrence; None if there
-        is none.
+        """Search the next text, `new`.
 
-        An occurrence may start in earlier text. If `counts` is false, occurrences are ignored. Do not call this again
-        after an occurrence was found.
+        Return the index in `new` after the end of the first occurrence; None if there is none. An occurrence may start
+        in earlier text. If `counts` is false, occurrences are ignored. Do not call this again after an occurrence was
+        found.
         """
         text, borders, matched = self.text, self._borders, self.matched
         if not matched and text[0] not in new:

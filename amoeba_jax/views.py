@@ -59,8 +59,9 @@ class InstanceStatus:
 
 
 class TransformState(StrEnum):
-    """State of a transformation (merge or split of instances). `TRANSITIONS` lists the states that may follow each
-    state.
+    """State of a transformation (merge or split of instances).
+
+    `TRANSITIONS` lists the states that may follow each state.
     """
 
     REQUESTED = "requested"

@@ -196,10 +196,9 @@ class BuddyAllocator:
         self._free[order].add(unit)
 
     def become(self, other: "BuddyAllocator") -> None:
-        """Replace the extents and blocks of this allocator by the extents and blocks of `other`. Do not use `other`
-        afterwards.
+        """Replace the extents and blocks of this allocator by the extents and blocks of `other`.
 
-        All objects that hold this allocator then see the new state of a device.
+        Do not use `other` afterwards. All objects that hold this allocator then see the new state of a device.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")

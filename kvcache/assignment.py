@@ -126,10 +126,10 @@ def _assign_staying(
     staying: Sequence[Int[np.ndarray, " _"]],
     limit: list[int],
 ) -> Int32[np.ndarray, " sequences"] | None:
-    """Assign each sequence to the instance on which most pieces of its pages stay in place. Then balance the free
-    pages.
+    """Assign each sequence to the instance on which most pieces of its pages stay in place.
 
-    The arguments are as in `_assign` and `assign_down`. Return None if the balanced assignment does not fit.
+    Then balance the free pages. The arguments are as in `_assign` and `assign_down`. Return None if the balanced
+    assignment does not fit.
     """
     if not pages:
         return np.zeros(0, np.int32)

@@ -65,8 +65,9 @@ class PageGeometry:
         return self.units_per_page(tp).bit_length() - 1
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages for `num_tokens` tokens of one sequence. It does not depend on the tensor-parallel
-        degree.
+        """Return the number of pages for `num_tokens` tokens of one sequence.
+
+        It does not depend on the tensor-parallel degree.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; it must not be negative")

@@ -217,10 +217,10 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """Choose the phases of the moves that are not on a cycle. Return the phase of each move; 0 for a move on a
-        cycle.
+        """Choose the phases of the moves that are not on a cycle.
 
-        Moves with lower indices have priority. `refill` and `cyclic` come from `_dependencies`.
+        Return the phase of each move; 0 for a move on a cycle. Moves with lower indices have priority. `refill` and
+        `cyclic` come from `_dependencies`.
         """
         refills = refill.tolist()
         on_cycle = cyclic.tolist()

@@ -61,8 +61,9 @@ class PagePool:
 
     @property
     def ranks(self) -> list[tuple[BuddyAllocator, int]]:
-        """Allocator and block order of each rank. If two pools have an equal entry, they take pages from the same
-        memory.
+        """Allocator and block order of each rank.
+
+        If two pools have an equal entry, they take pages from the same memory.
         """
         return list(zip(self._allocators, self._orders, strict=True))
 
@@ -119,8 +120,9 @@ class PagePool:
         return np.max(np.array(ranks, np.int32), axis=0)
 
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
-        """Return the first allocator units of all pages of a table, for each rank. Raises `ValueError` if a page is
-        free.
+        """Return the first allocator units of all pages of a table, for each rank.
+
+        Raises `ValueError` if a page is free.
         """
         if table.ndim != 2 or len(table) != self.tp:
             raise ValueError(f"a table of shape {table.shape} is not [{self.tp}, pages], a row for each rank")

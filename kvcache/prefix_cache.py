@@ -129,8 +129,9 @@ class PrefixCache:
     # Prefixes
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return the length of the longest cached prefix, in pages: how many of the first keys are cached. Changes
-        nothing.
+        """Return the length of the longest cached prefix, in pages: how many of the first keys are cached.
+
+        Changes nothing.
         """
         for index, key in enumerate(keys):
             if key not in self._columns:

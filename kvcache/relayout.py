@@ -30,12 +30,11 @@ def place_up(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "b _"]]:
-    """Allocate pages for a merge of `k` instances of degree `a` to degree `b`. Return the new tables, in the same
-    order.
+    """Allocate pages for a merge of `k` instances of degree `a` to degree `b`.
 
-    Every piece that can stay in place stays. If one piece moves from device d to device e and another piece moves from
-    e to d, the two pieces trade slots. The remaining pieces get slots from `BuddyAllocator.allocate_many`, so new
-    extents (KV buffers) are filled last.
+    Return the new tables, in the same order. Every piece that can stay in place stays. If one piece moves from device d
+    to device e and another piece moves from e to d, the two pieces trade slots. The remaining pieces get slots from
+    `BuddyAllocator.allocate_many`, so new extents (KV buffers) are filled last.
 
     Args:
         tables: `[a, P_i]` page ids on each rank, for the distinct pages of instance `i`.
@@ -92,13 +91,12 @@ def place_down(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "a _"]]:
-    """Allocate pages for a split of degree `b` to `k` instances of degree `a`. Return the new tables, in the same
-    order.
+    """Allocate pages for a split of degree `b` to `k` instances of degree `a`.
 
-    A device needs at most one piece of a page both before and after the split. This piece stays in its slot if two
-    conditions hold. First, the allocator block around the slot is free in the new layout. Second, the slot has the
-    piece's position in this block. The page then gets this block. Other pages get the free blocks that contain the
-    fewest pieces of the old layout, so that few moves wait for other moves.
+    Return the new tables, in the same order. A device needs at most one piece of a page both before and after the
+    split. This piece stays in its slot if two conditions hold. First, the allocator block around the slot is free in
+    the new layout. Second, the slot has the piece's position in this block. The page then gets this block. Other pages
+    get the free blocks that contain the fewest pieces of the old layout, so that few moves wait for other moves.
 
     Args:
         tables: `[b, P_i]` page ids on each rank, for the distinct pages that instance `i` gets (`kvcache.assignment`).

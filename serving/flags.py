@@ -41,8 +41,9 @@ class Flags:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return a keyword-only parameter for each option. Its default is None, for an option that the user did not
-        give.
+        """Return a keyword-only parameter for each option.
+
+        Its default is None, for an option that the user did not give.
         """
         docs = field_docs(self.settings)
         parameters = []

@@ -104,8 +104,9 @@ class Ledger:
         entries[(layer, to)] += num_bytes
 
     def reserve(self, what: str, num_bytes: int) -> None:
-        """Reserve temporary memory of programs under the name `what`. This replaces an earlier reservation with this
-        name.
+        """Reserve temporary memory of programs under the name `what`.
+
+        This replaces an earlier reservation with this name.
 
         Raises `MemoryBudgetError`, and changes nothing, if fewer bytes are free.
         """

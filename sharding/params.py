@@ -192,10 +192,9 @@ class ParamSpec:
                 out[(slice(None),) * axis + (slice(end, None),)] = 0
 
     def restore_tensor(self, source: Source, shards: list[np.ndarray]) -> np.ndarray:
-        """Rebuild the checkpoint tensor of `source` from all shards of this parameter. This is the inverse of
-        `fill_shards`.
+        """Rebuild the checkpoint tensor of `source` from all shards of this parameter.
 
-        Each shard has the shape `stored_shape`.
+        This is the inverse of `fill_shards`. Each shard has the shape `stored_shape`.
         """
         start = next(start for other, start in self._placed_sources() if other is source)
         out = np.zeros(source.shape, shards[0].dtype)

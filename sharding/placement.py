@@ -179,8 +179,9 @@ class Placement:
 
     @cached_property
     def attention_degree(self) -> int | None:
-        """Tensor-parallel degree of data-parallel attention (`parallel_attention`). None: attention is not
-        data-parallel.
+        """Tensor-parallel degree of data-parallel attention (`parallel_attention`).
+
+        None: attention is not data-parallel.
         """
         degree = self.attention[0][0].degree
         if degree >= self.head.degree or self.num_microbatches * degree != self.head.degree:

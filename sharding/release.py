@@ -9,8 +9,9 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Buffer of a layer that can become KV cache, on every device. It holds a weight shard, and KV pages after its
-    release.
+    """Buffer of a layer that can become KV cache, on every device.
+
+    It holds a weight shard, and KV pages after its release.
 
     Attributes:
         spec: parameter of the shards.

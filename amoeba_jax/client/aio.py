@@ -236,8 +236,9 @@ class AsyncClient:
     async def scale_in(
         self, device: int, instance: int = 0, *, timeout_s: float | None = None
     ) -> results.PlacementChange:
-        """End the instance (serving replica) on a device. Another instance, with the id `instance`, continues its
-        requests.
+        """End the instance (serving replica) on a device.
+
+        Another instance, with the id `instance`, continues its requests.
         """
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)

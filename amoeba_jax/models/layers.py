@@ -281,8 +281,9 @@ class FeedForward(nnx.Module):
         return rank_sum(self.partial(x), self.tp).astype(x.dtype)
 
     def partial(self, x: Float[Array, "D N"]) -> Float[Array, "D N"]:
-        """Return the part of the result that this rank's shards contribute, in f32. The sum over all ranks is the
-        result.
+        """Return the part of the result that this rank's shards contribute, in f32.
+
+        The sum over all ranks is the result.
         """
         total = jnp.zeros((), jnp.float32)
         for gate_up, down in zip(self.gate_up, self.down, strict=True):

@@ -211,8 +211,9 @@ class WeightStore(WeightLayout):
     # Modules that move between devices
 
     def specs_of(self, layer: int | None, module: ModuleKind = "layer") -> list[ParamSpec]:
-        """Return the parameters of one layer: of its attention, its FFN or both. None: parameters that belong to no
-        layer.
+        """Return the parameters of one layer: of its attention, its FFN or both.
+
+        None: parameters that belong to no layer.
         """
         return [
             spec
@@ -335,8 +336,9 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """Return the buffers of one shard of a change, one for each rank. `index` is the shard's index in
-        `change.places`.
+        """Return the buffers of one shard of a change, one for each rank.
+
+        `index` is the shard's index in `change.places`.
         """
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)

@@ -46,8 +46,9 @@ class PageLayout(enum.Enum):
         return tuple(logical[self.value.index(axis)] for axis in range(5))
 
     def physical(self, logical: Shaped[jax.Array, "P K two S h"]) -> jax.Array:
-        """Convert an array with logical axes to this memory order. This copies the array, except in header-centric
-        order.
+        """Convert an array with logical axes to this memory order.
+
+        This copies the array, except in header-centric order.
         """
         return logical.transpose([self.value.index(axis) for axis in range(5)])
 

@@ -103,8 +103,9 @@ class Load:
         stop: asyncio.Event,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> float:
-        """Send each request at its arrival time, and wait until all requests end. Return the seconds of the run. Call
-        once.
+        """Send each request at its arrival time, and wait until all requests end.
+
+        Return the seconds of the run. Call once.
 
         Args:
             requests: requests in the order of arrival.

@@ -173,10 +173,9 @@ def _of_copies(
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten prompts and outputs so that both together have at most `max_model_len` tokens. Return the two new
-    lengths.
+    """Shorten prompts and outputs so that both together have at most `max_model_len` tokens.
 
-    A prompt or output of at most half of `max_model_len` is not shortened.
+    Return the two new lengths. A prompt or output of at most half of `max_model_len` is not shortened.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -214,8 +214,9 @@ class PlannedRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """Table of planned requests in the order of arrival. Lengths are in tokens, times in seconds from the start of the
-    run.
+    """Table of planned requests in the order of arrival.
+
+    Lengths are in tokens, times in seconds from the start of the run.
     """
 
     arrival_s: np.ndarray

@@ -163,10 +163,10 @@ def _degrees(config: EngineConfig) -> list[int]:
 
 
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
-    """Compile the programs of these tensor-parallel degrees while the server serves. Print a line for each ready
-    degree.
+    """Compile the programs of these tensor-parallel degrees while the server serves.
 
-    If this fails, log the error. Missing programs are then compiled when they are first used.
+    Print a line for each ready degree. If this fails, log the error. Missing programs are then compiled when they are
+    first used.
     """
     ready: set[int] = set()
     try:

@@ -170,8 +170,9 @@ class RequestHandler:
         ticket: Ticket,
         record: RequestRecord,
     ) -> None:
-        """Receive output from the engine and write it to the client, in two tasks. A slow client does not delay the
-        engine.
+        """Receive output from the engine and write it to the client, in two tasks.
+
+        A slow client does not delay the engine.
         """
         if self._aborts or self.state is State.DEAD:  # may have changed during tokenization
             raise NotServingError(self.state.value)
@@ -254,8 +255,9 @@ class RequestHandler:
 
     @contextlib.asynccontextmanager
     async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
-        """Admit a call that only tokenizes or detokenizes. It counts as a request of the caller until the `with` block
-        ends.
+        """Admit a call that only tokenizes or detokenizes.
+
+        It counts as a request of the caller until the `with` block ends.
 
         Raises:
             DeadlineError: the `with` block took more than `timeout_s` seconds. None: no limit.
@@ -364,8 +366,9 @@ async def _time_limit(timeout_s: float | None):
 
 
 async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
-    """Wait for the two tasks of a request. `receiving` is already cancelled, and `sending` is cancelled after a short
-    time.
+    """Wait for the two tasks of a request.
+
+    `receiving` is already cancelled, and `sending` is cancelled after a short time.
     """
     # gRPC accepts no status during a write, so give the write a short time to end.
     await asyncio.wait((sending,), timeout=_LAST_WRITE_S)

@@ -104,8 +104,9 @@ def chat_routes(handler: RequestHandler) -> APIRouter:
 
 
 def template_settings(body: Any, effort: str | None) -> dict[str, Any]:
-    """Return arguments of `Tokenizer.apply_chat_template` from a body. Raises `FieldError` for values that are not
-    allowed.
+    """Return arguments of `Tokenizer.apply_chat_template` from a body.
+
+    Raises `FieldError` for values that are not allowed.
     """
     arguments = dict(body.chat_template_kwargs or {})
     if len(arguments) > _MAX_TEMPLATE_ARGUMENTS:

@@ -75,8 +75,9 @@ def dump(body: Any) -> bytes:
 
 
 def field_error(error: ValidationError) -> RequestError:
-    """Return the error for the first problem that pydantic found. The message names the field and shows the value,
-    shortened.
+    """Return the error for the first problem that pydantic found.
+
+    The message names the field and shows the value, shortened.
     """
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first.get("input")

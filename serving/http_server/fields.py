@@ -43,11 +43,10 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """Fields of all endpoints that generate text. They are named as in OpenAI's API, or as in vLLM if OpenAI lacks
-    them.
+    """Fields of all endpoints that generate text.
 
-    A field that has no effect on the text is accepted and ignored. `refuse_unsupported` refuses fields that would
-    change the text but are not supported.
+    They are named as in OpenAI's API, or as in vLLM if OpenAI lacks them. A field that has no effect on the text is
+    accepted and ignored. `refuse_unsupported` refuses fields that would change the text but are not supported.
     """
 
     model: str
@@ -181,10 +180,7 @@ def check_names(body: Any, limits: Limits) -> None:
 
 
 def check_stream(body: Any) -> None:
-    """Raise `FieldError` if the fields do not suit the kind of reply.
-
-    These are `stream_options` without a stream, and fields that a stream does not support.
-    """
+    """Raise `FieldError` for `stream_options` without a stream, and for fields that a stream does not support."""
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "needs stream=true")
     if body.prompt_logprobs is not None and body.stream:

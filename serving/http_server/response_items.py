@@ -40,8 +40,9 @@ class ResponseItems:
         return events
 
     def close(self, status: str) -> list[Event]:
-        """Close the item that still grows, if there is one, with a status such as `completed`. Return the events to
-        send.
+        """Close the item that still grows, if there is one, with a status such as `completed`.
+
+        Return the events to send.
         """
         if self._open is None:
             return []

@@ -61,8 +61,9 @@ def text_entries(delta: CompletionDelta, stop_ids: Container[int]) -> list[tuple
 
 
 def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
-    """Return a token with its log-probability, in the form of chat completions. `as_id`: show its id instead of its
-    text.
+    """Return a token with its log-probability, in the form of chat completions.
+
+    `as_id`: show its id instead of its text.
     """
     text = f"token_id:{token_id}" if as_id else entry.decoded_token or ""
     return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode(errors="replace"))}

@@ -129,8 +129,9 @@ class JaxExecutor:
         return layer_sizes(self._engine)
 
     def snapshot(self) -> ClusterView:
-        """Return the present state of the cluster. Waiting requests that cannot start yet are left out (see
-        `WaitingView`).
+        """Return the present state of the cluster.
+
+        Waiting requests that cannot start yet are left out (see `WaitingView`).
         """
         engine = self._engine
         self._preparing = {

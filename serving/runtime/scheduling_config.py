@@ -25,8 +25,9 @@ from sharding.degrees import is_degree
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Settings of the scheduler, which assigns requests to instances, and merges and splits them. See
-    docs/scheduling.md.
+    """Settings of the scheduler, which assigns requests to instances, and merges and splits them.
+
+    See docs/scheduling.md.
 
     Raises:
         ConfigError: a value is out of range.

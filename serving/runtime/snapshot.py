@@ -84,7 +84,8 @@ class Snapshot:
 
 
 def take_snapshot(backend: "LLM") -> Snapshot:
-    """Wait for the present step, and return the state of the engine. Raises `EngineClosedError` if the engine has
-    failed.
+    """Wait for the present step, and return the state of the engine.
+
+    Raises `EngineClosedError` if the engine has failed.
     """
     return Snapshot(*backend.snapshot())

@@ -68,8 +68,9 @@ class WaitingView:
         return awaits
 
     def _request(self, name: str, sequence: Sequence) -> WaitingRequest:
-        """Return the scheduler's object for a waiting sequence. An unchanged sequence keeps the object of the last
-        snapshot.
+        """Return the scheduler's object for a waiting sequence.
+
+        An unchanged sequence keeps the object of the last snapshot.
         """
         known = self._requests.get(name)
         if (

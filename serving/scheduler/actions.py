@@ -112,10 +112,10 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Evict:
-    """Remove copies of layers from a device. Its sequences continue on the other devices with these layers.
+    """Remove copies of layers from a device.
 
-    The executor refuses a layer that is on one device only. The engine gets the action as `PlacementOptions("evict",
-    ...)`.
+    The sequences that it computed continue on other devices with these layers. The executor refuses a layer that is on
+    one device only. The engine gets the action as `PlacementOptions("evict", ...)`.
     """
 
     instance_id: int

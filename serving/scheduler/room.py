@@ -216,10 +216,9 @@ class Room:
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return a merging or splitting instance on which a short request can start (`can_join`). None: no such
-        instance.
+        """Return a merging or splitting instance on which a short request can start (`can_join`).
 
-        Of several instances, return the one with the most `joinable_tokens`.
+        None: no such instance. Of several instances, return the one with the most `joinable_tokens`.
         """
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)

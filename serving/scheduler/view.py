@@ -101,8 +101,9 @@ class RunningRequest:
     """
 
     def waited_s(self, now_s: float) -> float:
-        """Return how many seconds the request has waited in total. `now_s` is not used, because a running request does
-        not wait.
+        """Return how many seconds the request has waited in total.
+
+        `now_s` is not used, because a running request does not wait.
         """
         return self.queued_s
 

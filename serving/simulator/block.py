@@ -63,10 +63,10 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Drop the steps that have not begun. Return a new block with only the running step; None if no step is
-        running.
+        """Drop the steps that have not begun.
 
-        `steps` of this block still counts the running step. If a block is returned, the caller must subtract 1.
+        Return a new block with only the running step; None if no step is running. `steps` of this block still counts
+        the running step. If a block is returned, the caller must subtract 1.
         """
         self.cut(now_s)
         if self.steps == 0:

@@ -67,10 +67,10 @@ class LayerExchangeCost:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Cost of steps in KunServe. The devices of an instance form a pipeline, and each stage computes some of the
-    layers.
+    """Cost of steps in KunServe.
 
-    A step has one micro-batch for each stage, so that all stages are busy.
+    The devices of an instance form a pipeline, and each stage computes some of the layers. A step has one micro-batch
+    for each stage, so that all stages are busy.
     """
 
     base: ModelStepCost

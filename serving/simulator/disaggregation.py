@@ -27,8 +27,9 @@ class DisaggregatedPolicy:
         self._static = StaticPolicy(Admission(), reserved_growth)
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """Return the next actions (`Policy.decide`). A request must fit a prefill and a decode instance with all its
-        tokens.
+        """Return the next actions (`Policy.decide`).
+
+        A request must fit a prefill and a decode instance with all its tokens.
         """
         decoding = max(instance.capacity_tokens for instance in view.instances[self._num_prefill :])
         limit = min(decoding, view.max_model_len or decoding)

@@ -7,11 +7,11 @@ from serving.simulator.errors import SimulationError
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Failure of a device at the time `at_s`. Its instance loses the KV cache, and accepts no requests for `down_s`
-    seconds.
+    """Failure of a device at the time `at_s`.
 
-    The requests of the instance return to the queue and are computed again, as after a failure in the engine. `device`
-    is the number of the device among the devices of all hosts.
+    Its instance loses the KV cache, and accepts no requests for `down_s` seconds. The requests of the instance return
+    to the queue and are computed again, as after a failure in the engine. `device` is the number of the device among
+    the devices of all hosts.
     """
 
     device: int

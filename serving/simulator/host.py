@@ -11,8 +11,9 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """Simulated host, as the modules for changes of instances use it. `SimExecutor` implements and documents the
-    methods.
+    """Simulated host, as the modules for changes of instances use it.
+
+    `SimExecutor` implements and documents the methods.
     """
 
     config: HostConfig
@@ -41,10 +42,10 @@ class Host(Protocol):
 
 
 def drained_s(host: Host, instance: SimInstance) -> float:
-    """Drop the planned steps of an instance that have not begun. Return the time in seconds at which the running step
-    ends.
+    """Drop the planned steps of an instance that have not begun.
 
-    If no step is running, return the present time. The caller must call `take_in` next.
+    Return the time in seconds at which the running step ends. If no step is running, return the present time. The
+    caller must call `take_in` next.
     """
     instance.cut(host.now_s)
     return host.now_s if instance.block is None else max(instance.block.end_s, host.now_s)

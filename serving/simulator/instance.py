@@ -305,8 +305,9 @@ class SimInstance:
             self.joining = [run for run in self.joining if run not in came]
 
     def _step_s(self, shape: StepShape, pairs: float = 0.0) -> float:
-        """Return the seconds of a step if the processors were not shared with other instances. `StepCost` defines
-        `pairs`.
+        """Return the seconds of a step if the processors were not shared with other instances.
+
+        `StepCost` defines `pairs`.
         """
         pricing, degree = self.pricing, self.degree
         if self.spread is not None:

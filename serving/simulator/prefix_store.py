@@ -109,11 +109,10 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Copy idle blocks from the store of an instance that this instance replaces. Skip blocks that are already
-        here.
+        """Copy idle blocks from the store of an instance that this instance replaces.
 
-        The caller must first call `take_held` for the requests. `blocks` has the ids of the blocks to copy. None: all
-        idle blocks.
+        Skip blocks that are already here. The caller must first call `take_held` for the requests. `blocks` has the ids
+        of the blocks to copy. None: all idle blocks.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:

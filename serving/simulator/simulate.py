@@ -30,8 +30,9 @@ _URGENT_STREAM = 7
 
 
 def request_table(config: SimulationConfig) -> RequestTable:
-    """Return the requests of a simulation. They are equal for all policies. Raises `ConfigError` for an invalid
-    workload.
+    """Return the requests of a simulation.
+
+    They are equal for all policies. Raises `ConfigError` for an invalid workload.
     """
     calibration = config.calibration
     context = config.max_model_len or (

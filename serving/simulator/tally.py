@@ -105,8 +105,9 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Count the decode steps of a block (series of steps) that ends now. `count` is the number of decoding
-        requests.
+        """Count the decode steps of a block (series of steps) that ends now.
+
+        `count` is the number of decoding requests.
         """
         steps = block.steps
         tokens = count * steps

@@ -70,8 +70,9 @@ def same_window(hf: HfConfig) -> tuple[int | None, ...]:
 
 
 def windows_by_type(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer according to `layer_types`. Without this field, all layers have the
-    window.
+    """Return the sliding window of each layer according to `layer_types`.
+
+    Without this field, all layers have the window.
     """
     windows = {"sliding_attention": positive(hf, "sliding_window"), "full_attention": None}
     kinds = hf.get("layer_types") or ["sliding_attention"] * positive(hf, "num_hidden_layers")

@@ -1,5 +1,6 @@
-"""Copying warpgroup of the Mosaic GPU kernel. It copies KV pages to shared memory before the computing warpgroups need
-them.
+"""Copying warpgroup of the Mosaic GPU kernel.
+
+It copies KV pages to shared memory before the computing warpgroups need them.
 """
 
 from typing import Any

@@ -109,8 +109,9 @@ class Variant:
 
     @property
     def chunk(self) -> int:
-        """Number of columns of a head that are computed at once. Registers cannot hold a result and an update of 256
-        columns.
+        """Number of columns of a head that are computed at once.
+
+        Registers cannot hold a result and an update of 256 columns.
         """
         return min(self.head_dim, 128)
 

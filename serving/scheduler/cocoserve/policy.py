@@ -192,10 +192,10 @@ class CocoServePolicy:
         return LimitBatch(instance.id, size if size < most else None, "SLOs are met under a lower load")
 
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
-        """Return the action with which Algorithm 1 replicates layers, or a whole instance. The list has one action or
-        none.
+        """Return the action with which Algorithm 1 replicates layers, or a whole instance.
 
-        The instance with the highest load is tried first, then the next, until Algorithm 1 finds an action.
+        The list has one action or none. The instance with the highest load is tried first, then the next, until
+        Algorithm 1 finds an action.
 
         Args:
             merging: devices that merge.
@@ -244,10 +244,10 @@ class CocoServePolicy:
         return Replicate(instance.id, run, device, f"{share}, and has room for {room[device]} layers")
 
     def _scale_in(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the action that ends an instance if few requests are left. Only instances that this policy started
-        end.
+        """Return the action that ends an instance if few requests are left.
 
-        The other instances must then have fewer than half of `split_batch` requests each.
+        Only instances that this policy started end. The other instances must then have fewer than half of `split_batch`
+        requests each.
         """
         plain = [i for i in view.instances if i.degree == 1 and i.placement is None and not i.draining]
         plain = [i for i in plain if i.id not in merging and not view.guests(i.id)]
