@@ -183,7 +183,10 @@ def _tidy(path: Path) -> list[str]:
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by file name. {}: no check yet."""
+    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by file name.
+
+    Return {} if there was no check yet.
+    """
     try:
         checked = json.loads((path / _CHECKED).read_text())
     except (OSError, ValueError):

@@ -107,7 +107,7 @@ def _xla_flags(environ: Mapping[str, str]) -> str:
 
 
 def is_inline(flags: str) -> bool:
-    """Return whether XLA_FLAGS is empty or contains flags. False: it is the name of a file with flags."""
+    """Return whether XLA_FLAGS contains flags (or is empty), and is not the name of a file with flags."""
     return not flags.strip() or flags.strip().startswith("-")
 
 

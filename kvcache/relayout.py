@@ -197,7 +197,7 @@ def _check_degrees(a: int, b: int, k: int) -> None:
 def _staying_piece(device: int, a: int, k: int) -> int | None:
     """Return which piece of a page a device needs at both degrees: its index in a page of degree `a`.
 
-    None: no piece.
+    Return None if the device needs no piece at both degrees.
     """
     piece = device - device % a * k
     return piece if 0 <= piece < k else None

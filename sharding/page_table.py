@@ -158,7 +158,7 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table that the command-line arguments select. None: the arguments of this process."""
+    """Print the table that the command-line arguments select. By default, they are the arguments of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m sharding.page_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

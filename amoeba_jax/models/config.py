@@ -97,7 +97,7 @@ class ModelConfig:
         return int(max(self.max_position, scaled.get(rope.rope_type, 0)))
 
     def for_context(self, tokens: int | None) -> "ModelConfig":
-        """Return the config for requests of up to `tokens` tokens. None: of up to `max_position` tokens.
+        """Return the config for requests of up to `tokens` tokens. The default is `max_position` tokens.
 
         LongRoPE has one set of frequencies for short contexts and one for long contexts. This method chooses the set
         once, and logs the choice. `transformers` chooses at each step, but then keys in the KV cache would have the

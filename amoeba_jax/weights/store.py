@@ -211,9 +211,9 @@ class WeightStore(WeightLayout):
     # Modules that move between devices
 
     def specs_of(self, layer: int | None, module: ModuleKind = "layer") -> list[ParamSpec]:
-        """Return the parameters of one layer: of its attention, its FFN or both.
+        """Return the parameters of a layer, or of its attention or FFN (`module`).
 
-        None: parameters that belong to no layer.
+        If `layer` is None, return the parameters that belong to no layer.
         """
         return [
             spec

@@ -101,7 +101,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
 
 def time_left(context: Context) -> float | None:
-    """Return the seconds until the deadline of the client. None: no deadline."""
+    """Return the seconds until the deadline of the client, or None if there is no deadline."""
     left = context.time_remaining()
     # gRPC represents "no deadline" by a very large number.
     return None if left is None or left > 1e8 else left

@@ -399,7 +399,7 @@ def _parameter(key: str, value: pb.InferParameter) -> Any:
 
 
 def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
-    """Return the time limit of a request in seconds. None: no limit.
+    """Return the time limit of a request in seconds, or None if there is no limit.
 
     The limit is the deadline of the call or the request's parameter `timeout`, whichever is earlier.
     """

@@ -37,7 +37,7 @@ class Usage:
     def to_dict(self, completion_tokens: int | None = None) -> dict[str, Any]:
         """Return the object `usage` of completions and chat completions.
 
-        `completion_tokens` is the number of generated tokens at an earlier time. None: the number so far.
+        `completion_tokens` is the number of generated tokens at an earlier time. By default, it is the number so far.
         """
         generated = self.completion_tokens if completion_tokens is None else completion_tokens
         return {

@@ -99,7 +99,7 @@ class NvmlUtilization:
 
     @classmethod
     def open(cls, devices: Sequence[jax.Device]) -> "NvmlUtilization | None":
-        """Return an object that reads these devices. None: NVML cannot read all of them."""
+        """Return an object that reads these devices, or None if NVML cannot read all of them."""
         if {device.platform for device in devices} != {"gpu"}:
             return None
         try:

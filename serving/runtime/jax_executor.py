@@ -196,8 +196,8 @@ class JaxExecutor:
     def _placement_view(self, instance: Instance) -> PlacementView | None:
         """Return the devices that compute an instance's layers, in the form that policies use.
 
-        None: all layers are on the instance's own devices. If the placement has not changed, reuse the object of the
-        last snapshot. A new object takes 0.1 ms.
+        Return None if all layers are on the instance's own devices. If the placement has not changed, reuse the object
+        of the last snapshot. A new object takes 0.1 ms.
         """
         placement, (known, view) = instance.runner.placement, self._placement_views.get(instance.id, (None, None))
         if known is not placement:

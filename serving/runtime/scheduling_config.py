@@ -222,7 +222,7 @@ class SchedulingConfig:
     def make_policy(self, name: str | None = None) -> Policy:
         """Return a new policy with these settings. Raises `UnknownPolicyError` if `name` is unknown.
 
-        `name` is the name of the policy. None: the policy that these settings name.
+        `name` is the name of the policy. By default, it is the policy that these settings name.
         """
         if name is None and is_policy_file(self.policy):
             return load_policy(self.policy)()

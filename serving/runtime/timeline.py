@@ -78,6 +78,6 @@ class Timeline:
 def _rank(ordered: Sequence[float], share: float) -> float | None:
     """Return a percentile of sorted values: the smallest value that the share `share` of all values does not exceed.
 
-    None: there are no values.
+    Return None if there are no values.
     """
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None

@@ -207,7 +207,7 @@ class Round:
     def _group_with_room(self, request: WaitingRequest) -> MergeGroup | None:
         """Return the best group of instances that has room for a request as soon as it has merged.
 
-        None: no such group.
+        Return None if there is no such group.
         """
         need = self.room.need(request)
         return next((group for group in self._groups(request) if group.minus_free <= -need), None)

@@ -1,4 +1,7 @@
-"""Estimates of when waiting requests get their tokens, from measured durations. None: a measurement is missing."""
+"""Estimates of when waiting requests get their tokens, from measured durations.
+
+An estimate is None if a measurement is missing.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping

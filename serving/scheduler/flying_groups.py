@@ -65,12 +65,12 @@ class FlyingGroups:
         return False
 
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
-        """Return degree, devices and members of the group of instances to merge for an urgent request. None: no group.
+        """Return degree, devices and members of the group of instances to merge for an urgent request.
 
-        The degree is the highest degree that has compiled programs and a suitable group, at most
-        `FlyingConfig.urgent_degree`. Of several suitable groups, choose the group with the fewest running requests, and
-        then the group with the fewest used tokens. A group is not suitable if the pause budget of one of its devices is
-        used up.
+        Return None if no group is suitable. The degree is the highest degree that has compiled programs and a suitable
+        group, at most `FlyingConfig.urgent_degree`. Of several suitable groups, choose the group with the fewest
+        running requests, and then the group with the fewest used tokens. A group is not suitable if the pause budget of
+        one of its devices is used up.
 
         Args:
             pause: whether the running requests of the group will pause. If True, the instances of a suitable group have

@@ -218,7 +218,7 @@ class Room:
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
         """Return a merging or splitting instance on which a short request can start (`can_join`).
 
-        None: no such instance. Of several instances, return the one with the most `joinable_tokens`.
+        Return None if there is no such instance. Of several instances, return the one with the most `joinable_tokens`.
         """
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)

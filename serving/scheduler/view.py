@@ -400,10 +400,10 @@ class ClusterView:
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree, from the base degree on, whose empty instances can hold a request. None: no degree.
+        """Return the lowest degree, from the base degree on, whose empty instances can hold a request.
 
-        If the request needs a degree above the base degree, degrees below `merge_to` are skipped. If no degree reaches
-        `merge_to`, return the highest degree.
+        Return None if there is no such degree. If the request needs a degree above the base degree, degrees below
+        `merge_to` are skipped. If no degree reaches `merge_to`, return the highest degree.
         """
         holding = [
             limits.degree
@@ -415,7 +415,7 @@ class ClusterView:
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose instances can hold a request if all weights stay resident. None: no degree."""
+        """Return the lowest degree whose instances can hold a request if all weights stay resident, or None."""
         holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
         return min(holding, default=None)
 

@@ -203,7 +203,7 @@ class SimInstance:
     def used_tokens(self, steps: int | None = None) -> int:
         """Return the tokens in all KV pages of running requests after `steps` decode steps.
 
-        None: after the decode steps that have ended.
+        By default, only decode steps that have ended count.
         """
         steps, size = self.steps if steps is None else steps, self.page_size
         return sum(-(-run.num_tokens(steps) // size) for run in self.runs.values()) * size

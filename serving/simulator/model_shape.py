@@ -190,7 +190,7 @@ class ModelShape:
         """Return the matrices of an FFN with `width` inner features: the joint gate and up projection, and the down
         projection.
 
-        None: the width of a layer's FFN, or of one expert.
+        By default, it is the width of a layer's FFN, or of one expert.
         """
         width = self.ffn_size if width is None else width
         return (

@@ -112,7 +112,7 @@ class PrefixStore:
         """Copy idle blocks from the store of an instance that this instance replaces.
 
         Skip blocks that are already here. The caller must first call `take_held` for the requests. `blocks` has the ids
-        of the blocks to copy. None: all idle blocks.
+        of the blocks to copy. By default, all idle blocks are copied.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:

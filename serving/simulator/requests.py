@@ -97,5 +97,5 @@ class RequestTable:
 
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
-    """Return an element of a column. None: it is NaN, or there is no column."""
+    """Return an element of a column, or None if it is NaN or there is no column."""
     return None if column is None or np.isnan(column[index]) else float(column[index])

@@ -71,7 +71,9 @@ class Spread:
 
     @property
     def view(self) -> PlacementView | None:
-        """Placement of the layers in the form that policies use. None: all layers are on the instance's own device."""
+        """Placement of the layers in the form that policies use, or None if all layers are on the instance's own
+        device.
+        """
         return None if self.is_home else PlacementView(self.attention, self.ffn)
 
     @cached_property

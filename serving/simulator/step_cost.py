@@ -52,7 +52,7 @@ def prompt_pairs(start: int, length: int, window: int | None = None) -> float:
     """Return the number of attention pairs for a chunk of `length` prompt tokens after `start` computed tokens.
 
     A pair is a token of the chunk and a token that it attends to. `window` is the largest number of tokens that a token
-    attends to. None: it attends to all tokens before it.
+    attends to. Without a window, it attends to all tokens before it.
     """
     full = length * start + length * (length + 1) / 2
     if window is None or start + length <= window:
@@ -78,7 +78,7 @@ class ModelStepCost:
     def product_s(self, matrix: Matrix, degree: int, tokens: float, weight_bytes: float | None = None) -> float:
         """Return the seconds of one device's part of a matrix product with `tokens` rows.
 
-        `weight_bytes` is the size of one weight in bytes. None: the size of an activation.
+        `weight_bytes` is the size of one weight in bytes. By default, it is the size of an activation.
         """
         (inputs, outputs), device = matrix.at(degree), self.device
         item_bytes = self.model.item_bytes

@@ -165,7 +165,10 @@ class AmoebaPaperPolicy:
 
 
 def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-    """Return the instances on `devices`. None: they do not cover exactly these devices, or one of them is draining."""
+    """Return the instances on `devices`.
+
+    Return None if they do not cover exactly these devices, or if one of them is draining.
+    """
     members = room.members(devices)
     whole = sum([len(i.devices) for i in members]) == len(devices)
     return members if whole and not any(i.draining for i in members) else None
