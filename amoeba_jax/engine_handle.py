@@ -108,8 +108,8 @@ class EngineHandle:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        It is the room that the prompt leaves in an instance. The smallest instance with room for at least 512 tokens
-        counts, so a short prompt never needs a merge of instances.
+        It is the free room beside the prompt in the smallest instance with at least 512 free tokens, or else in the
+        largest instance. A short prompt therefore never needs a merge of instances.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 

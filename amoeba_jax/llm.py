@@ -186,7 +186,7 @@ class LLM(EngineHandle):
 
         Args:
             client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
-                Only a few new grammars of a client may be compiled at the same time. "": any number.
+                Only a few grammars of a client are compiled at the same time; for the client "", any number.
             arrival: time when the request arrived, as a value of `time.monotonic()`. Latencies count from it. None:
                 now.
         """

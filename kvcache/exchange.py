@@ -153,9 +153,9 @@ def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
 
 
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Float[Array, "pieces elems"]:
-    """Return the pieces with the given ids. The result for a negative id is arbitrary.
+    """Return the pieces of KV pages with the given ids. The result for a negative id is arbitrary.
 
-    `rows` is the result of `as_pieces`. Ids run over all its arrays.
+    `rows` is the result of `as_pieces`. Ids count through all arrays of `rows`.
     """
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:

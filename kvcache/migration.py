@@ -217,7 +217,7 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """Choose the phases of the moves that are not on a cycle.
+        """Choose the phase (round of the plan) of each move that is not on a cycle.
 
         Return the phase of each move; 0 for a move on a cycle. Moves with lower indices have priority. `refill` and
         `cyclic` come from `_dependencies`.
@@ -345,9 +345,10 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Reserve `counts[pair]` places for each pair of ranks in one phase. Return the number of the phase.
+        """Reserve `counts[pair]` moves for each pair of ranks, all in one phase. Return the number of the phase.
 
-        It is the first phase from number `phase` on that has enough free places. If there is none, add a phase.
+        A phase is a round of the plan. The result is the first phase with enough free capacity, from number `phase` on.
+        If there is none, add a phase.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)

@@ -237,8 +237,8 @@ class PrefixCache:
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
         """Replace page `index` of a sequence by a new page if it is shared, so that the sequence may write to it.
 
-        A cached page counts as shared. If no page is free, first release pages of the lender; if that does not suffice,
-        evict a cached page.
+        A cached page counts as shared. If no page is free, first ask `lender` to release pages; if that does not
+        suffice, evict a cached page.
 
         Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
         copy the contents to the new page, in the launch order that `SequencePages.copy_on_write` requires.

@@ -54,12 +54,18 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Elements of a KV page, if FFN shards are padded to whole pages. None if FFN shards never become KV cache."""
+        """Elements of a KV page, if FFN shards are padded to whole pages.
+
+        None if FFN shards never become KV cache.
+        """
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Elements of a KV page, if attention shards are padded to whole pages. None if they never become KV cache."""
+        """Elements of a KV page, if attention shards are padded to whole pages.
+
+        None if attention shards never become KV cache.
+        """
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property

@@ -78,7 +78,10 @@ class GroupViews:
         self._forget_segments(group, layer)
 
     def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter that contain a buffer of one device, including views that serve as KV cache."""
+        """Drop all views of a parameter that contain a buffer of one device.
+
+        This includes the views of buffers that have become KV cache.
+        """
         for (start, tp), views in self._parameters.items():
             if start <= device < start + tp:
                 views.pop(name, None)

@@ -96,9 +96,9 @@ def read_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]
 
 
 def read_message(message: Any, name: str) -> dict[str, Any]:
-    """Convert one message for a chat template. See `read_messages`.
+    """Convert one message in OpenAI's form for a chat template.
 
-    `name` is the path of the message, for errors.
+    `name` is the path of the message in the request, for errors. Raises `FieldError` if the message is not supported.
     """
     if not isinstance(message, dict):
         raise FieldError(name, f"must be an object, got {shorten(message)}")

@@ -69,8 +69,8 @@ class FlyingGroups:
 
         Return None if no group is suitable. The degree is the highest degree that has compiled programs and a suitable
         group, at most `FlyingConfig.urgent_degree`. Of several suitable groups, choose the group with the fewest
-        running requests, and then the group with the fewest used tokens. A group is not suitable if the pause budget of
-        one of its devices is used up.
+        running requests, and then the group with the fewest used tokens. A group is not suitable if requests of one of
+        its devices have paused too long (`PauseBudget`).
 
         Args:
             pause: whether the running requests of the group will pause. If True, the instances of a suitable group have

@@ -415,7 +415,10 @@ class ClusterView:
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose instances can hold a request if all weights stay resident, or None."""
+        """Return the lowest tensor-parallel degree at which an instance can hold a request with all weights resident.
+
+        Return None if there is no such degree.
+        """
         holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
         return min(holding, default=None)
 

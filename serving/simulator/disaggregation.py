@@ -29,7 +29,7 @@ class DisaggregatedPolicy:
     def decide(self, view: ClusterView) -> list[Action]:
         """Return the next actions (`Policy.decide`).
 
-        A request must fit a prefill and a decode instance with all its tokens.
+        Reject each request that is too long for the largest prefill instance or the largest decode instance.
         """
         decoding = max(instance.capacity_tokens for instance in view.instances[self._num_prefill :])
         limit = min(decoding, view.max_model_len or decoding)

@@ -277,7 +277,8 @@ class SimInstance:
     def begin(self, now_s: float) -> Block | None:
         """Plan the next steps as a block that starts now, and return it. If no request runs, return None.
 
-        Added requests join. The caller must first check that there are enough KV pages (`pages_short`).
+        Requests that were added before now take part. The caller must first check that there are enough KV pages
+        (`pages_short`).
         """
         self._take_joining()
         if self.change is not None and not self.change.fails:

@@ -306,9 +306,9 @@ class SimExecutor:
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Process the ended steps of an instance, so that requests can be removed. Some requests may finish.
+        """Process the ended steps of an instance, so that requests can be removed. The running step continues.
 
-        The running step continues.
+        This finishes the requests whose last step has ended.
         """
         block = instance.block
         if block is None:

@@ -106,8 +106,8 @@ class Slo:
 
         Args:
             output_len: output tokens of each request.
-            own_ttft_s: see `kept`.
-            own_tpot_s: see `kept`.
+            own_ttft_s: TTFT limit of each request, as in `kept`.
+            own_tpot_s: TPOT limit of each request, as in `kept`.
         """
         more = np.maximum(output_len - 1, 0)
         with np.errstate(invalid="ignore"):  # Infinity times 0: no limit of TPOT, and no second token.

@@ -44,7 +44,7 @@ def communication_s(num_bytes: float, transitions: int, bandwidth: float) -> flo
 
     Args:
         num_bytes: bytes of hidden states that one transition moves.
-        transitions: result of `count_transitions`.
+        transitions: how often the hidden states move in a step (`count_transitions`).
         bandwidth: bytes per second between two devices.
     """
     return num_bytes * transitions / bandwidth
