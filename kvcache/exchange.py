@@ -121,7 +121,7 @@ def exchange_pieces(
 
     Args:
         extents: KV buffers of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements. Ids of
-            pieces run over all extents.
+            pieces count through all extents.
         num_read: number of extents to read from, beginning with the first extent.
         num_written: number of extents to write to, beginning with the first extent.
         send: ids of the pieces that this rank sends (`Phase.send` of the rank), `[p, phase_pieces]` if `distance` is

@@ -180,7 +180,7 @@ class Work:
         short: token ids of the short prompts.
         long: token ids of the long prompt. Empty if there is only one device.
         short_tokens: number of tokens to generate for each short prompt.
-        kv_cache_tokens: minimum size of each device's KV cache in tokens, so that its short requests fit.
+        kv_cache_tokens: minimum size of each device's KV cache in tokens, so that the short requests fit.
     """
 
     short: list[list[int]]
