@@ -1,4 +1,4 @@
-"""An engine with its threads: start-up, state, transformations, warm-up and shutdown."""
+"""Engine with its threads: start-up, state, transformations, warm-up and shutdown."""
 
 import weakref
 from collections.abc import Callable
@@ -98,7 +98,7 @@ class EngineHandle:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the engine, including devices without an instance."""
+        """Number of devices of the engine, including devices that serve no requests at present."""
         return self.config.num_devices
 
     @property
@@ -109,8 +109,8 @@ class EngineHandle:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        The result fills the smallest instance that leaves at least 512 tokens, so that a short prompt needs no
-        transformation.
+        It is the free room beside the prompt in the smallest instance with at least 512 free tokens, or else in the
+        largest instance. A short prompt therefore never needs a merge of instances.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 
@@ -144,11 +144,14 @@ class EngineHandle:
         return self._dispatcher.call(find).result()
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of weights, KV cache and other buffers on each device. Notebooks draw the report."""
+        """Return the bytes of weights, KV cache and other buffers on each device.
+
+        A notebook shows the report as a picture.
+        """
         return self._dispatcher.call(memory_report, self._engine).result()
 
     def snapshot(self) -> tuple[tuple[InstanceStatus, ...], MemoryReport, EngineStats]:
-        """Return `instances`, `memory()` and `stats` of the same moment between two steps."""
+        """Return `instances`, `memory()` and `stats`, all read at the same moment between two steps."""
 
         def read() -> tuple[tuple[InstanceStatus, ...], MemoryReport, EngineStats]:
             return instance_views(self._engine), memory_report(self._engine), engine_stats(self._engine)
@@ -241,8 +244,8 @@ class EngineHandle:
 
         Return a report when the change is done. The sequences of the instance are divided into microbatches, one for
         each device that computes a layer. A device without the weights gets a copy. A device that serves another
-        instance already has them; the KV cache of the replicated layers then takes pages of that instance. No request
-        is lost or computed again.
+        instance already has the weights. The KV cache of the replicated layers is then taken from that instance. No
+        request is lost or computed again.
 
         Only layers on one device can be replicated: split an instance of a higher degree first. An instance with
         replicas cannot merge: `evict` them first. docs/placement.md has examples.
@@ -265,9 +268,9 @@ class EngineHandle:
     def evict(
         self, layers: range, device: int, instance: int = 0, modules: PlacementModules = "layer"
     ) -> PlacementReport:
-        """Remove replicas of layers from a device while requests run.
+        """Remove copies of layers from a device while requests run.
 
-        This reverses `replicate` and has the same errors. The memory of the device is free afterwards, if no other
+        This reverses `replicate` and has the same errors. Afterwards the memory of the device is free, unless another
         instance uses it.
         """
         return self._change_placement("evict", device, instance, layers, modules)
@@ -282,14 +285,15 @@ class EngineHandle:
     ) -> PlacementReport:
         """Move layers of an instance to another device while requests run. Return a report when the change is done.
 
-        The first device of the layers drops their weights and KV cache. The freed memory becomes KV cache of its other
-        layers. The embedding and the head stay on the first device. Other arguments and errors are as for `replicate`.
+        The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of its other
+        layers. The embedding and the output projection stay on the old device. Other arguments and errors are as for
+        `replicate`.
 
         Args:
             modules: as for `replicate`, or `"kv"`. With `"kv"`, the KV cache and the attention over it move, and the
-                first device also keeps the attention weights.
-            move_kv: whether the KV cache moves. If False, only the FFNs move, because attention must be where its cache
-                is.
+                old device also keeps the attention weights.
+            move_kv: whether the KV cache moves. If False, only the FFNs move, because attention runs on the device of
+                its KV cache.
         """
         return self._change_placement("migrate", device, instance, layers, modules, move_kv)
 
@@ -333,18 +337,18 @@ class EngineHandle:
         return self._dispatcher.call(self._engine.change_placement, options).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
-        """Transform all devices to instances of one degree while no request runs. Return the duration in seconds.
+        """Regroup all devices into instances of one tensor-parallel degree while no request runs.
 
-        Raises `RequestError` if a request is waiting or running.
+        Return the duration in seconds. Raises `RequestError` if a request is waiting or running.
         """
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
-        """Compile all programs of the given degrees and of transformations between them. Run each program once.
+        """Compile the programs of the given tensor-parallel degrees and of transformations between them. Run each once.
 
-        Return the number of programs that were compiled or loaded from the cache on disk. The layout does not change.
-        After a warm-up of all degrees, requests no longer wait for compilations. `stats.late_programs` counts programs
-        that the warm-up missed.
+        Return the number of programs that were compiled or loaded from the cache on disk. No instance changes its
+        degree. After a warm-up of all degrees, requests no longer wait for compilations. `stats.late_programs` counts
+        programs that the warm-up missed.
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
@@ -376,8 +380,8 @@ class EngineHandle:
     def use_scheduler_hook(self, make: Callable[[Engine], P]) -> P:
         """Install a scheduler, which decides where requests run and when instances change. Return the scheduler.
 
-        The dispatcher thread calls `make(engine)` to create the scheduler. After that, the engine also accepts requests
-        that no current instance can hold, because the scheduler can merge instances.
+        The engine's own thread calls `make(engine)` to create the scheduler. After that, the engine also accepts
+        requests that are too large for every current instance, because the scheduler can merge instances.
         """
 
         def install() -> P:
@@ -387,9 +391,10 @@ class EngineHandle:
         return self._dispatcher.call(install).result()
 
     def remove_scheduler_hook(self) -> None:
-        """Remove the scheduler of `use_scheduler_hook`.
+        """Remove the scheduler that `use_scheduler_hook` installed.
 
-        Call this only if no request is waiting: without a scheduler, a request that needs a merge may wait forever.
+        Call this only while no request is waiting. A waiting request that needs a merge of instances would wait
+        forever.
         """
 
         def remove() -> None:

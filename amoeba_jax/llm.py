@@ -77,9 +77,9 @@ class LLM(EngineHandle):
         request_ids: list[str] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete a list of prompts. An invalid prompt is represented in the list by its error.
+        """Complete a list of prompts. In the list, the error of an invalid prompt stands instead of the prompt.
 
-        Each error becomes a failed output. If `alone` is true, the error is raised instead.
+        Each error becomes a failed output. If `alone` is true, there is one prompt, and its error is raised instead.
         """
         settings = one_each("params", params, SamplingParams, len(prompt_list))
         ids = one_each("request_ids", request_ids, str, len(prompt_list))
@@ -185,9 +185,9 @@ class LLM(EngineHandle):
         `astream`.
 
         Args:
-            client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache. Few
-                new grammars of a client may be compiled at the same time. "": no limit for grammars.
-            arrival: arrival of the request as a value of `time.monotonic()`. The request's times count from it. None:
+            client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
+                Only a few grammars of a client are compiled at the same time; for the client "", any number.
+            arrival: time when the request arrived, as a value of `time.monotonic()`. Latencies count from it. None:
                 now.
         """
         arrival = time.monotonic() if arrival is None else arrival
@@ -225,8 +225,10 @@ class LLM(EngineHandle):
             self._registry.end([request])
 
     def load_grammars(self) -> None:
-        """Load the vocabulary for constraints, as servers do before they are ready. Otherwise the first constrained
-        request does so, which blocks all threads for up to 1 s."""
+        """Load the vocabulary that constrained decoding needs. Servers call this before they are ready.
+
+        If it is not called, the first constrained request loads the vocabulary and blocks all threads for up to 1 s.
+        """
         self._registry.load_grammars()
 
     async def agenerate(
@@ -289,6 +291,6 @@ class LLM(EngineHandle):
 
 
 def _end_request(registry: "weakref.ref[RequestRegistry]", request: Request) -> None:
-    """Abort the request of a stream that is garbage-collected. The weak reference does not keep the engine alive."""
+    """Abort a request whose stream is garbage-collected. The weak reference does not keep the engine alive."""
     if (owner := registry()) is not None:
         owner.end([request])

@@ -143,7 +143,7 @@ class RequestOutput(_ShortRepr):
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """Addition to one sample of a request since the previous delta."""
+    """Addition to one sample since the previous delta of its request."""
 
     index: int
     text: str
@@ -158,7 +158,10 @@ class CompletionDelta:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """Addition to the output of a request since the previous delta. Its size does not depend on earlier output."""
+    """Addition to the output of a request since the previous delta.
+
+    Its size does not grow with the length of the output.
+    """
 
     request_id: str
     num_prompt_tokens: int

@@ -157,7 +157,7 @@ class SamplingParams:
         self._normalize()
 
     def _normalize(self) -> None:
-        """Check the settings that are sequences, and convert all values to Python numbers and tuples."""
+        """Check the settings that are lists or mappings. Convert all values to Python numbers and tuples."""
         values: dict[str, Any] = {
             "stop": _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop),
             "bad_words": _strings("bad_words", self.bad_words),
@@ -222,7 +222,10 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
-    """Check a mapping, or pairs, of token ids and biases. Return pairs sorted by id; an empty tuple for None."""
+    """Check biases, given as a mapping from token ids or as pairs. Return pairs sorted by token id.
+
+    Return an empty tuple for None.
+    """
     try:
         biases = dict(values or ())
     except (TypeError, ValueError) as error:
@@ -236,5 +239,5 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _is_collection(values: Any) -> bool:
-    """Return whether a value is a collection of elements. Strings and mappings do not count."""
+    """Return whether a value is a collection, but neither a string nor a mapping."""
     return isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)

@@ -19,8 +19,8 @@ MAX_CHOICES = 1024
 class StructuredOutput:
     """Constraint on the generated text. Exactly one field must be set.
 
-    The text is complete if it matches the constraint. Then the sequence ends with the finish reason "stop". A sequence
-    that reaches `max_tokens` first ends with "length", and its text is the beginning of a match.
+    When the text matches the constraint, the sequence ends with the finish reason "stop". If the sequence reaches
+    `max_tokens` before that, it ends with "length", and its text is the beginning of a match.
 
     Raises `RequestError` if no field or several fields are set, or if a field is invalid or over its limit. The request
     is refused later if its grammar cannot be compiled.

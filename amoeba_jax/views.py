@@ -36,7 +36,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """State of an instance when `LLM.instances` was read."""
+    """State of an instance (serving replica) when `LLM.instances` was read."""
 
     id: int
     devices: tuple[int, ...]
@@ -59,7 +59,10 @@ class InstanceStatus:
 
 
 class TransformState(StrEnum):
-    """State of a transformation. `TRANSITIONS` lists the states that may follow each state."""
+    """State of a transformation (merge or split of instances).
+
+    `TRANSITIONS` lists the states that may follow each state.
+    """
 
     REQUESTED = "requested"
     AWAITING_REQUESTS = "awaiting requests"
@@ -97,16 +100,17 @@ TRANSITIONS: dict[TransformState, set[TransformState]] = {
 
 @dataclass(frozen=True)
 class TransformStatus:
-    """Progress of a transformation that has not ended.
+    """Progress of a transformation (merge or split of instances) that has not ended.
 
     Attributes:
-        tensor_parallel_size: requested degree.
+        tensor_parallel_size: requested tensor-parallel degree.
         devices: devices of the instances that change.
         state: one of `TransformState`.
         programs_left: number of missing programs that the transformation waits for.
         estimated_s: expected seconds to compile the missing programs. None: unknown.
-        layers_switched: number of layers that have switched, over all groups that are changing now.
-        num_layers: number of layers of these groups together.
+        layers_switched: number of layers that have switched to the new degree, over all device groups that are
+            changing.
+        num_layers: number of layers of all these device groups together.
     """
 
     tensor_parallel_size: int
@@ -126,12 +130,12 @@ class TransformStatus:
 
 @dataclass(frozen=True)
 class PlacementStatus:
-    """Progress of a change of a placement that has not ended.
+    """Progress of a change of placement (layers that are copied, moved or removed) that has not ended.
 
     Attributes:
         kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
         instance: id of the instance.
-        device: device that gets or loses modules.
+        device: index of the device that gets or loses layers.
         layers: first layer, and the layer after the last; (0, 0) for all layers.
         state: one of `TransformState`.
         layers_switched: number of layers that have switched to their new devices.
@@ -179,7 +183,7 @@ class ExecutableInfo:
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """Bytes of one owner on one device. `layer` is None for buffers outside the layers, such as the embedding."""
+    """Bytes of one owner (such as FFN weights) on one device. `layer` is None for buffers that belong to no layer."""
 
     device: int
     layer: int | None
@@ -191,7 +195,7 @@ class MemoryEntry:
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Bytes of each owner (`sharding.owners.Owner`) on each device. Printed as a table, and drawn in notebooks."""
+    """Bytes of each owner (`sharding.owners.Owner`) on each device. Prints as a table; notebooks show a picture."""
 
     budget_bytes: int
     entries: tuple[MemoryEntry, ...]
@@ -209,7 +213,7 @@ class MemoryReport:
         return sum(entry.num_bytes for entry in self.entries if entry.device == device)
 
     def by_owner(self, device: int) -> dict[str, int]:
-        """Return the bytes of each owner on a device, over all layers."""
+        """Return the bytes of each owner (such as KV cache) on a device, summed over all layers."""
         totals: dict[str, int] = {}
         for entry in self.entries:
             if entry.device == device:
@@ -217,7 +221,7 @@ class MemoryReport:
         return totals
 
     def parts(self, device: int) -> dict[int | None, dict[str, int]]:
-        """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers outside the layers.
+        """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers that belong to no layer.
 
         The uses are `weights`, `kv cache in use`, `kv cache kept`, `kv cache free`, `sampling` and `padding`. Padding
         counts only as `padding`, not as weights or KV cache. Hidden states count as `weights`.
@@ -254,8 +258,8 @@ class MemoryReport:
     def rows(self) -> list[list[str]]:
         """Return the header and the rows of the table, with one column for each device.
 
-        There is a row for each owner, then rows for used and kept KV cache, padding, reserved and unused bytes, and the
-        budget.
+        Each owner (such as KV cache) has a row. Rows for used and kept KV cache, padding, reserved and unused bytes,
+        and the budget follow.
         """
         devices = self.devices
         totals = {device: self.by_owner(device) for device in devices}
@@ -299,7 +303,9 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class _Column:
-    """Column of a device's row in the picture: a layer, buffers outside the layers, or reserved or unused bytes."""
+    """Column in the picture of a device's memory: a layer, buffers that belong to no layer, or reserved or unused
+    bytes.
+    """
 
     layer: int | None
     parts: dict[str, int]
@@ -310,9 +316,9 @@ class _Column:
 
 
 def _picture(report: MemoryReport) -> str:
-    """Return HTML with a legend and an SVG. The SVG has a row for each device and a column for each layer, to scale.
+    """Return the memory report as HTML: a legend, and an SVG with a row for each device and a column for each layer.
 
-    The HTML needs no script, style sheet or other file, so every notebook viewer shows it.
+    The widths are to scale. The HTML needs no script, style sheet or other file, so every notebook viewer shows it.
     """
     rows = {device: _columns(report, device) for device in report.devices}
     longest = max((sum(column.num_bytes for column in columns) for columns in rows.values()), default=1)
@@ -333,7 +339,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device. Their bytes add up to the budget, or to more if the budget is exceeded."""
+    """Return the columns of a device. Their bytes add up to the memory budget, or to more if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]
@@ -381,12 +387,12 @@ def _stack(title: str, parts: dict[str, int], x: float, width: float, height: in
 
 @dataclass(frozen=True)
 class DegreePrograms:
-    """Progress of a background warm-up for one degree.
+    """Progress of the background compilation for one tensor-parallel degree.
 
     Attributes:
-        degree: tensor-parallel size.
-        num_programs: number of programs of this degree, plus the programs of transitions between this degree and the
-            degrees that were prepared before.
+        degree: tensor-parallel degree.
+        num_programs: number of programs of this degree, including the programs that change instances between this
+            degree and the degrees prepared before.
         num_ready: number of programs that are compiled.
     """
 

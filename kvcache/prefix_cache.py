@@ -1,4 +1,4 @@
-"""Prefix cache. It keeps full pages after their sequences have ended, and finds them by the tokens of later prompts.
+"""Prefix cache. It keeps full KV pages after their sequences have ended, and finds them by the tokens of later prompts.
 
 The key of a page is a hash of all tokens of its sequence up to the end of the page. Two sequences with an equal prefix
 therefore have equal keys for the pages of this prefix.
@@ -35,8 +35,8 @@ class CachedPage(NamedTuple):
 class PageKeys:
     """Keys of the full pages of a growing token sequence.
 
-    Each key is a hash of the previous key and the tokens of the page. For the first page, a hash of `salt` takes the
-    place of the previous key. Sequences with different salts (tenants) therefore never share a key.
+    Each key is a hash of the previous key and the tokens of the page. For the first page, the previous key is a hash of
+    `salt`. Sequences with different salts (tenants) therefore never share a key.
     """
 
     def __init__(self, page_size: int, salt: str = "") -> None:
@@ -53,7 +53,7 @@ class PageKeys:
         return len(self.keys) * self._page_size + len(self._tail)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens, and the keys of the pages that become full. Earlier tokens are not hashed again."""
+        """Append tokens, and add the keys of the pages that become full. Earlier tokens are not hashed again."""
         self._tail.extend(tokens)
         size = self._page_size
         num_full = len(self._tail) // size * size
@@ -65,10 +65,10 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Interface to pages that other objects hold in the same allocators, and that can be freed for a prefix cache.
+    """Owner of pages outside a prefix cache, which can free them for the cache.
 
-    These pages are cached prefixes of paused instances. In the methods, "the pool" is the pool of the prefix cache that
-    calls the method.
+    Its pages are in the same allocators as the cache's pages. They are cached prefixes of paused instances. In the
+    methods, "the pool" is the pool of the prefix cache that calls the method.
     """
 
     def num_free_pages(self) -> int:
@@ -84,9 +84,9 @@ class PrefixCache:
     """Cache of computed pages of one pool. Sequences share them, and unused pages stay until their memory is needed.
 
     The cache holds one reference to each cached page. Every sequence that uses the page holds another. A page to which
-    only the cache has a reference is evictable: it counts as available, and `reserve` evicts it if no page is free.
-    All sequences of the pool must therefore reserve, copy and release their pages through the cache. Only
-    `PagePool.share` may be called directly, because it needs no new page.
+    only the cache has a reference is evictable: it counts as available, and `reserve` evicts it if no page is free. All
+    sequences of the pool must therefore reserve, copy and release their pages through the cache. Only `PagePool.share`
+    may be called directly, because it needs no new page.
 
     A page is identified by its id on rank 0. Not thread-safe, like the pool.
 
@@ -95,8 +95,8 @@ class PrefixCache:
         enabled: whether `insert` caches pages. If False, all other methods work the same.
 
     Attributes:
-        lender: object that can release pages of other holders, or None. If pages are short, `reserve` calls the lender
-            before it evicts cached pages.
+        lender: object that can release pages outside this cache, or None. If pages are short, `reserve` calls the
+            lender before it evicts cached pages.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -129,7 +129,10 @@ class PrefixCache:
     # Prefixes
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return the number of pages, from the first key on, that are cached without a gap. Changes nothing."""
+        """Return the length of the longest cached prefix, in pages: how many of the first keys are cached.
+
+        Changes nothing.
+        """
         for index, key in enumerate(keys):
             if key not in self._columns:
                 return index
@@ -138,14 +141,15 @@ class PrefixCache:
     def fits(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         """Return whether `match(keys)` and then `reserve(..., num_tokens)` would succeed. Changes nothing.
 
-        A comparison with `num_available_pages` would not suffice, because matched pages are no longer evictable.
+        Use this instead of `num_available_pages`: matched pages are no longer evictable, so fewer pages are available.
         """
         num_cached = self.num_cached(keys)
         revived = sum(key in self._evictable for key in keys[:num_cached])
         return self.pool.geometry.pages_for(num_tokens) - num_cached <= self.num_available_pages - revived
 
     def match(self, keys: Sequence[bytes]) -> SequencePages:
-        """Return a block table for a new sequence: the pages of the longest cached prefix, with a reference to each.
+        """Return the pages of the longest cached prefix, with a reference to each, as the block table of a new
+        sequence.
 
         `keys` must not cover the last token of the prompt. A step must compute at least this token to predict the next
         token.
@@ -163,11 +167,11 @@ class PrefixCache:
         `keys` has the keys of all pages from the first page of the sequence on (`PageKeys.keys`). Does nothing if the
         cache is disabled.
 
-        If a key is cached already, the cached page stays, and the page of this sequence is not cached. After the cached
-        page is evicted, an `insert` with `start` 0 caches the sequence's page.
+        If a key is cached already, its cached page stays, and the page of this sequence is not cached. Once the cached
+        page is evicted, a call with `start=0` caches the sequence's page.
 
-        The programs that compute the pages may still be running, but must be launched before any program that reads
-        the pages. The pages must not be written again.
+        The programs that compute the pages may still be running, but must be launched before any program that reads the
+        pages. The pages must not be written again.
 
         Raises `ValueError` if the sequence has fewer pages than keys, or if a page is cached under another key.
         """
@@ -201,8 +205,7 @@ class PrefixCache:
         """Add pages that the prefix cache of another pool had. `CachedPage.column` must hold their ids in this pool.
 
         The caller must hold a reference to each page. The cache takes over this reference, or drops it if the key is
-        cached already. New pages that no sequence uses are evicted after all earlier evictable pages, in the given
-        order.
+        cached already. Adopted pages that no sequence uses are evicted last, in the given order.
         """
         adopted = []
         for page in pages:
@@ -234,8 +237,8 @@ class PrefixCache:
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
         """Replace page `index` of a sequence by a new page if it is shared, so that the sequence may write to it.
 
-        A cached page counts as shared. If no page is free, first release pages of the lender; if that does not suffice,
-        evict a cached page.
+        A cached page counts as shared. If no page is free, first ask `lender` to release pages; if that does not
+        suffice, evict a cached page.
 
         Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
         copy the contents to the new page, in the launch order that `SequencePages.copy_on_write` requires.

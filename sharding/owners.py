@@ -1,4 +1,4 @@
-"""Owners of device buffers in a ledger."""
+"""Owners of device buffers in a memory ledger: the uses of the buffers."""
 
 from enum import StrEnum
 

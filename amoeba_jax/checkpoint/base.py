@@ -43,11 +43,14 @@ class Checkpoint(Protocol):
         ...
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of a tensor (None: of all tensors). Arrays stay valid, and tensors can be read again."""
+        """Free the host memory of a tensor (None: of all tensors).
+
+        Arrays that were returned earlier stay valid, and the tensors can be read again.
+        """
         ...
 
     def close(self) -> None:
-        """Close the files. Arrays stay valid. Further reads raise `CheckpointError`."""
+        """Close the files. Arrays that were returned earlier stay valid. Further reads raise `CheckpointError`."""
         ...
 
 
@@ -80,9 +83,9 @@ class MappedFile:
         return array if array.flags.aligned else array.copy()
 
     def release(self, offset: int = 0, num_bytes: int | None = None) -> None:
-        """Free the resident memory of `num_bytes` bytes from `offset` on (None: to the end of the file).
+        """Free the resident memory of `num_bytes` bytes, starting at byte `offset` (None: up to the end of the file).
 
-        Views stay valid: an access reads the file again.
+        Views stay valid: an access to a view reads the file again.
         """
         if self._map is not None:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -90,5 +93,5 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
-        """Close the file for new views. The memory stays mapped until the last view is deleted."""
+        """Close the file, so that `view` raises an error. The memory stays mapped until the last view is deleted."""
         self._map = None

@@ -95,7 +95,10 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 class _Reader(GGUFReader):
-    """Reader of GGUF metadata from a plain array. Slices of a memmap would take three times as long."""
+    """Reader of GGUF metadata from a NumPy array in memory.
+
+    Reading from a memory map would take three times as long.
+    """
 
     @property
     def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -226,7 +229,10 @@ class GGUFCheckpoint:
             ) from error
 
     def _named(self, entry: Entry) -> dict[str, Entry]:
-        """Return a stored tensor by its Hugging Face name, or the tensor of each expert if it holds all experts."""
+        """Return the tensors that a stored tensor contains, by Hugging Face name.
+
+        A stored tensor with all experts of a layer contains one tensor for each expert. Any other contains only itself.
+        """
         name = self._hf_name(entry.stored_name)
         prefix, experts, part = name.partition(".experts.")
         if not experts or len(entry.shape) < 2:
@@ -381,9 +387,10 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open a GGUF file. Write its tokenizer files to the cache if the cache does not have them.
+    """Open a GGUF file as a checkpoint.
 
-    The cache key is the path, size and modification time of the GGUF file.
+    The tokenizer files that are built from its vocabulary are cached. The cache key is the path, size and modification
+    time of the GGUF file.
     """
     checkpoint = GGUFCheckpoint(path)
     status = path.stat()

@@ -28,7 +28,7 @@ _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AsyncClient:
-    """Asynchronous client. It has the methods of `Client` as coroutines. Create and use it in one event loop."""
+    """Client with the methods of `Client` as coroutines. Create and use it in one event loop."""
 
     def __init__(
         self,
@@ -124,20 +124,20 @@ class AsyncClient:
         return results.read_model_info(await self._call(self._inference.GetModelInfo, message, timeout_s))
 
     async def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End a request of this or another client. Return whether it was running or waiting."""
+        """End a request, of this or any other client. Return whether the request was running or waiting."""
         message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
         return (await self._call(self._inference.Abort, message, timeout_s)).aborted
 
     # Administration
 
     async def cluster(self, *, timeout_s: float | None = None) -> results.Cluster:
-        """Return the instances and the queue of the server."""
+        """Return the state of the server: its instances (serving replicas) and its queue."""
         return results.read_cluster(await self._call(self._admin.GetCluster, pb.GetClusterRequest(), timeout_s))
 
     async def watch_cluster(
         self, interval_s: float = 1.0, *, timeout_s: float | None = None
     ) -> AsyncGenerator[results.Cluster, None]:
-        """Yield the instances and the queue of the server at intervals, until the caller leaves the loop."""
+        """Yield the state of the server every `interval_s` seconds, until the caller leaves the loop. See `cluster`."""
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -205,7 +205,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Remove the replicas of layers from a device."""
+        """Remove the copies of layers that `replicate` made on a device."""
         message = requests.layers_request(pb.EvictRequest, layers, device, instance, modules)
         return await self._change_placement(self._admin.Evict, message, timeout_s)
 
@@ -236,7 +236,10 @@ class AsyncClient:
     async def scale_in(
         self, device: int, instance: int = 0, *, timeout_s: float | None = None
     ) -> results.PlacementChange:
-        """End the instance on a device. The instance with the id `instance` continues its requests."""
+        """End the instance (serving replica) on a device.
+
+        Another instance, with the id `instance`, continues its requests.
+        """
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)
         )
@@ -262,7 +265,7 @@ class AsyncClient:
         return (await self._call(self._admin.Drain, message, timeout_s)).aborted
 
     async def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
-        """Replace the policy that places requests. Return the name of the previous policy."""
+        """Replace the policy, which decides where requests run. Return the name of the previous policy."""
         message = pb.SetPolicyRequest(policy=check_unicode(policy, "policy"))
         return (await self._call(self._admin.SetPolicy, message, timeout_s)).previous_policy
 

@@ -30,11 +30,11 @@ _CHANNEL_OPTIONS = (
 
 
 class Route:
-    """Route to a server: the target in gRPC's syntax, and the proxy on the way.
+    """Route to a server: its address in gRPC's syntax, and the proxy that connections pass.
 
     Attributes:
-        target: target of the channel.
-        options: options of the channel.
+        target: address of the server for a gRPC channel.
+        options: options for the gRPC channel.
         proxy_variable: name of the environment variable that sets the proxy. None: no proxy.
     """
 
@@ -51,7 +51,10 @@ class Route:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Explain UNAVAILABLE errors inside this context: add a note with the environment variable of the proxy."""
+        """Add a note to UNAVAILABLE errors inside this context.
+
+        It names the environment variable that sets the proxy.
+        """
         try:
             yield
         except grpc.RpcError as error:
@@ -72,9 +75,9 @@ def _proxy_variable(host: str) -> str | None:
 
 @dataclass(frozen=True)
 class Retries:
-    """Attempts of a call that fails with the status UNAVAILABLE, and the delays between them.
+    """Number of attempts for a call that fails with the status UNAVAILABLE, and the delays between them.
 
-    There is no retry after the first response or after the deadline.
+    A call is not repeated after its first response or after its deadline.
     """
 
     attempts: int = 5

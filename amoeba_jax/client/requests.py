@@ -21,7 +21,7 @@ _INDEX_LIMIT = 2**31
 
 
 def params_message(params: SamplingParams) -> pb.SamplingParams:
-    """Return a message with the settings that differ from the defaults."""
+    """Convert sampling settings to a message. Settings with their default value are left out."""
     message = pb.SamplingParams()
     for field in fields(params):
         value = getattr(params, field.name)
@@ -49,7 +49,7 @@ def _structured(structured: StructuredOutput) -> pb.StructuredOutput:
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, request_id: str, cache_salt: str
 ) -> pb.GenerateRequest:
-    """Return the message for a request to generate. The prompt is a text, a list of token ids or a conversation.
+    """Return the message of a generation request. The prompt is a text, a list of token ids or a conversation.
 
     Raises:
         RequestError: the prompt has none of these types, or a text is not valid Unicode.

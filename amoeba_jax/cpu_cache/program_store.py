@@ -73,7 +73,7 @@ class ProgramStore(Generic[T]):
             self._unchecked = self._safe_to_add(full - used, used) if used < full else _ADDED_WHEN_FULL
 
     def _safe_to_add(self, room: float, used: int) -> int:
-        """Estimate the number of programs that can be added before the mappings must be counted again.
+        """Return how many programs can be added before the memory mappings must be counted again (an estimate).
 
         The result is at most the number of programs in the store.
 

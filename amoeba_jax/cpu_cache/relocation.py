@@ -28,7 +28,8 @@ class PortableProgram:
     """Bytes of a compiled program, which load on any group with the same number of devices. Thread-safe.
 
     Attributes:
-        data: pickled executable, with shapes and shardings of its arguments. Devices are stored as ranks.
+        data: pickled executable, with shapes and shardings of its arguments. A device is stored as its index in the
+            group.
         trees: tree structures of the arguments and of the results.
     """
 
@@ -58,8 +59,8 @@ class PortableProgram:
     def load(self, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
         """Load the program on `devices`. Their number must be the same as at compilation.
 
-        Donation and shardings are the same as in a program compiled for `devices`. Damaged bytes can raise an error of
-        any type.
+        Donated arguments and shardings are the same as if the program had been compiled for `devices`. Damaged bytes
+        can raise an error of any type.
         """
         executable, arguments, no_kwargs = _Unpickler(self.data, devices).load()
         placed = tuple(executable.xla_executable.local_devices())
@@ -71,7 +72,7 @@ class PortableProgram:
 
 @dataclass(frozen=True)
 class _PrivateJax:
-    """Private classes and functions of JAX."""
+    """Private classes and functions of JAX that this module uses."""
 
     executable: type
     device: type
@@ -81,12 +82,18 @@ class _PrivateJax:
 
 
 def disable_relocation(error: Exception) -> None:
-    """Stop converting programs to bytes in this process. Programs are then compiled for each group. Warn once."""
+    """Stop converting programs to bytes in this process, and log a warning once.
+
+    Each group of devices then compiles its own programs.
+    """
     _warn_once(f"{type(error).__name__}: {error}")
 
 
 def can_relocate() -> bool:
-    """Return whether programs can be converted to bytes: JAX has the functions for it, and no attempt has failed."""
+    """Return whether programs can be converted to bytes.
+
+    False if JAX lacks the functions, or if an attempt has failed.
+    """
     return _private_jax() is not None and not _warn_once.cache_info().currsize
 
 
@@ -103,7 +110,7 @@ def _private_jax() -> _PrivateJax | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler like JAX's own for executables, but a device is written as its rank."""
+    """Pickler like JAX's own for executables, except that it writes a device as its index in the group."""
 
     def __init__(self, file: io.BytesIO, devices: Sequence[jax.Device]):
         super().__init__(file)

@@ -17,10 +17,10 @@ MOST_FFN_PADDING = 4
 
 
 class ExpertShards(NamedTuple):
-    """Division of the experts of a layer into `max_tp` shards.
+    """Division of the experts of a layer into `max_tp` shards, one for each device at the largest degree.
 
     Attributes:
-        whole: whether a shard has whole experts. If not, each shard has a part of the inner features of all experts.
+        whole: whether a shard has whole experts. False: each shard has a part of the inner features of every expert.
         num_experts: number of experts in a shard.
         size: inner features of each expert in a shard, with padding.
     """
@@ -32,7 +32,7 @@ class ExpertShards(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Sizes of a model as one engine stores it: padded weight shards and page geometry.
+    """Sizes of a model as one engine stores it: sizes of padded weight shards and of KV cache pages.
 
     The sizes follow from the model's config and the other fields, which are settings of `EngineConfig`. A matrix is
     divided into `max_tp` shards. A shard that can become KV cache is padded to whole KV pages.
@@ -54,17 +54,23 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Elements of the KV pages to which FFN shards are padded. None if FFN shards never become KV cache."""
+        """Elements of a KV page, if FFN shards are padded to whole pages.
+
+        None if FFN shards never become KV cache.
+        """
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Elements of the KV pages to which attention shards are padded. None if these never become KV cache."""
+        """Elements of a KV page, if attention shards are padded to whole pages.
+
+        None if attention shards never become KV cache.
+        """
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
     def ffn_shard(self) -> int:
-        """Inner features of an FFN shard, rounded up so that `gate_up` and `down` shards are whole pages."""
+        """Inner features of an FFN shard, rounded up so that its `gate_up` and `down` matrices fill whole KV pages."""
         share = -(-self.config.ffn_size // self.max_tp)
         if self.ffn_page_elems is None:
             return share
@@ -86,9 +92,9 @@ class ModelDims:
 
     @cached_property
     def ffn_pages(self) -> int:
-        """Pages of a stored `down` shard; a `gate_up` shard has twice as many. They are equal in all layers.
+        """KV pages that a stored `down` shard fills, equal in all layers. A `gate_up` shard fills twice as many.
 
-        If a model has layers with experts and layers with a dense FFN, the smaller shards are padded.
+        If a model has both layers with experts and layers with a dense FFN, the smaller shards are padded.
         """
         if self.ffn_page_elems is None:
             return 0
@@ -113,7 +119,7 @@ class ModelDims:
 
     @property
     def ffn_intermediates(self) -> int:
-        """Largest number of elements of the intermediates of one token in an FFN."""
+        """Number of intermediate values that an FFN computes for one token; the maximum over all layers."""
         dense = 3 * 2 * self.ffn_shard * self.max_tp
         if (experts := self.config.experts) is None:
             return dense
@@ -125,7 +131,7 @@ class ModelDims:
     def ffn_copy(self) -> int:
         """Number of FFN weights of a layer that XLA copies before it computes with them.
 
-        These are one expert, or all shards of a dense FFN that is padded (`ffn_pages`).
+        XLA copies one expert, or all shards of a dense FFN that is padded (`ffn_pages`).
         """
         if self.config.experts is None:
             return 0
@@ -135,24 +141,24 @@ class ModelDims:
 
     @property
     def vocab_share(self) -> int:
-        """Vocabulary entries of a shard of the head, without padding."""
+        """Vocabulary entries in one shard of the output projection, without padding."""
         return -(-self.config.vocab_size // self.max_tp)
 
     @property
     def vocab_shard(self) -> int:
-        """Rows of a shard of the head, with padding to a multiple of `VOCAB_ALIGNMENT`."""
+        """Rows of one shard of the output projection, padded to a multiple of `VOCAB_ALIGNMENT`."""
         if self.max_tp == 1:
             return self.vocab_share
         return -(-self.vocab_share // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT
 
     @property
     def kv_shard_heads(self) -> int:
-        """KV heads of a shard, with padding and copies (see `HeadLayout`)."""
+        """KV heads in one shard, including padding and copied heads (see `HeadLayout`)."""
         return self.heads.kv_heads // self.max_tp
 
     @cached_property
     def qkv_rows(self) -> int:
-        """Rows of a shard of the query, key and value projection, with padding to whole pages."""
+        """Rows of one shard of the query, key and value projection, padded to whole KV pages."""
         used = self.kv_shard_heads * (self.heads.group + 2) * self.config.head_dim
         if self.attention_page_elems is None:
             return used
@@ -160,7 +166,7 @@ class ModelDims:
 
     @cached_property
     def output_columns(self) -> int:
-        """Columns of a shard of the output projection, with padding to whole pages."""
+        """Columns of one shard of attention's output projection, padded to whole KV pages."""
         used = self.kv_shard_heads * self.heads.group * self.config.head_dim
         if self.attention_page_elems is None:
             return used

@@ -84,7 +84,7 @@ class Record:
 
 
 class Load:
-    """Run of requests against one server."""
+    """Run of a benchmark's requests against one server."""
 
     def __init__(self, client: AsyncClient, model: ModelInfo, config: LoadConfig):
         self._client, self._model, self._config = client, model, config
@@ -103,7 +103,9 @@ class Load:
         stop: asyncio.Event,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> float:
-        """Send each request at its time, and wait until all requests end. Return the seconds of the run. Call it once.
+        """Send each request at its arrival time, and wait until all requests end.
+
+        Return the seconds of the run. Call once.
 
         Args:
             requests: requests in the order of arrival.

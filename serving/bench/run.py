@@ -28,8 +28,8 @@ from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED, say
 def run_bench(config: BenchConfig) -> int:
     """Run a benchmark, print and save its report, and return the exit code.
 
-    The exit code is 0 if a request completed, 1 if none did, and 130 after Ctrl-C. Raises `ConfigError` for invalid
-    settings, and `grpc.RpcError` if the server does not answer.
+    The exit code is 0 if at least one request completed, 1 if none completed, and 130 after Ctrl-C. Raises
+    `ConfigError` for invalid settings, and `grpc.RpcError` if the server does not answer.
     """
     run = asyncio.run(_run(config))
     output = config.output
@@ -80,7 +80,7 @@ async def _run(config: BenchConfig) -> Run:
 
 
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
-    """Ask the server for its model. While the server is UNAVAILABLE, repeat the call for up to `timeout_s` seconds."""
+    """Wait up to `timeout_s` seconds until the server is available, and return its model."""
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while True:
@@ -108,7 +108,7 @@ async def _warm_up(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets. A second signal has its default effect."""
+    """Yield an event. The first SIGINT or SIGTERM sets the event, and a second signal has its default effect."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -151,7 +151,10 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """Yield a function that counts ended requests in a progress bar. The bar is hidden if stderr is no terminal."""
+    """Show a progress bar inside a context. Yield a function that counts a request that has ended.
+
+    The bar is hidden if stderr is no terminal.
+    """
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -20,9 +20,9 @@ def draw_specs(
     rate_scale: float,
     most: int | None,
 ) -> dict[str, np.ndarray]:
-    """Draw requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
+    """Draw random requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
 
-    The statistics have a rate for each window of time. The intervals between arrivals in a window have a gamma
+    The statistics have a request rate for each window of time. The intervals between arrivals in a window have a gamma
     distribution. Its coefficient of variation is the window's `cv_rate_weighted`, or 1 if the file has no such array.
     The lengths of prompts and outputs are drawn independently.
 

@@ -29,10 +29,9 @@ def open_client(
     tls_certificate: Path | None,
     tls_key: Path | None,
 ) -> Client:
-    """Connect to a server with the token in `token_file`. If no file is given, use `token`.
+    """Connect to a server with the token in `token_file`, or with `token` if no file is given.
 
-    Raises `ConfigError` if a file cannot be read, or if a certificate is given without its key or a key without its
-    certificate.
+    Raises `ConfigError` if a file cannot be read, or if only one of a certificate and its key is given.
     """
     token = read_token(token_file, token)
     try:
@@ -103,7 +102,7 @@ def run_transform(
     order: str,
     wait: bool,
 ) -> None:
-    """Request a transformation and print its report."""
+    """Ask the server to merge or split instances, and print its report."""
     with server_errors(), _progress(client, tensor_parallel_size, devices or ()) if wait else nullcontext():
         done = client.transform(
             tensor_parallel_size,
@@ -126,7 +125,7 @@ def run_transform(
 
 @contextmanager
 def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator[None]:
-    """Print the state of a transformation on stderr each second."""
+    """Print the state of a running transformation on stderr each second, inside this context."""
     over = threading.Event()
 
     def poll() -> None:
@@ -156,9 +155,9 @@ def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """Handle errors inside this context: print them on stderr and, if `fatal`, exit with 1.
+    """Print errors inside this context on stderr. If `fatal` is true, also exit with 1.
 
-    If `fatal`, a `RequestError` is raised instead.
+    A `RequestError` is printed only if `fatal` is false. If `fatal` is true, it is raised.
     """
     try:
         yield

@@ -24,7 +24,7 @@ class Check:
 
     Attributes:
         answers: number of answers.
-        equal: number of answers that equal the expected answer.
+        equal: number of answers that equal their expected answer.
         tokens: number of tokens of all answers.
         equal_tokens: number of tokens before the first wrong token of each answer, summed over all answers.
     """

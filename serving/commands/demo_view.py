@@ -29,7 +29,7 @@ MEMORY_PARTS = (
 
 
 class Progress(Protocol):
-    """Properties of a request that the view needs to show the progress of the request."""
+    """Request whose progress the live view of the demo shows."""
 
     label: str
 
@@ -45,10 +45,10 @@ class Progress(Protocol):
 
 
 class DemoView:
-    """Live picture and event lines of a run, shown inside a `with` block.
+    """Live picture and event lines of a demo run, shown inside a `with` block.
 
     Attributes:
-        requests: requests to show. The run appends each request that it sends.
+        requests: requests to show. The demo appends each request that it sends.
     """
 
     def __init__(self, console: Console, llm: LLM) -> None:
@@ -96,8 +96,8 @@ def draw(
     A box is as wide as the number of devices of its instance.
 
     Args:
-        memory: memory of all devices.
-        page_size: tokens of a page of the KV cache.
+        memory: memory report of all devices.
+        page_size: number of tokens in a page of the KV cache.
         width: maximum width in characters.
     """
     num_devices = sum(len(instance.devices) for instance in instances)
@@ -156,7 +156,7 @@ def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
 
 
 def memory_legend() -> Text:
-    """Return the meaning of the letters of a memory bar."""
+    """Return a line that explains the letters in a memory bar."""
     text = Text()
     for part, color, letter in MEMORY_PARTS:
         text.append(f"{letter} {part.replace('kv', 'KV')}   ", style=color)
@@ -175,7 +175,7 @@ def layer_bytes(memory: MemoryReport, device: int) -> dict[str, int]:
 
 @contextmanager
 def sampled(llm: LLM, interval_s: float = 0.02) -> Iterator[list[MemoryReport]]:
-    """Collect memory reports of an engine until the `with` block ends."""
+    """Collect memory reports of an engine every `interval_s` seconds until the `with` block ends."""
     reports: list[MemoryReport] = []
     stop = threading.Event()
 

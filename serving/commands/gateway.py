@@ -1,4 +1,6 @@
-"""`amoeba gateway`: the gateway `smg` in front of several servers, with settings that are tested with this server."""
+"""`amoeba gateway`: starts the gateway `smg` in front of several servers, with settings that are tested with this
+server.
+"""
 
 import os
 import shlex

@@ -41,7 +41,7 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
 
 
 def constraint(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
-    """Return the constraint of the options, or None without options.
+    """Return the constraint that the options set on the text, or None without options.
 
     Raises `RequestError` if both options are given, or if the file cannot be read or has no schema.
     """
@@ -72,7 +72,7 @@ def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
 
 
 def _figures(output: RequestOutput, loaded_s: float, gaps_s: np.ndarray) -> str:
-    """Return the timings of a completion as one line. `gaps_s`: seconds between consecutive tokens."""
+    """Return the timings of a completion as one line. `gaps_s` has the seconds between consecutive tokens."""
     completion = output.outputs[0]
     parts = [
         f"{len(output.prompt_token_ids)} prompt tokens",

@@ -1,4 +1,4 @@
-"""Checks of `amoeba doctor` on this machine: devices, memory, caches, the default model."""
+"""Checks by `amoeba doctor` of this machine: devices, memory, caches, the default model."""
 
 import os
 import socket
@@ -121,7 +121,7 @@ def _compile_cache() -> Finding:
 
 
 def _size(directory: Path) -> tuple[int, int]:
-    """Return the total bytes of the files in a directory, and their number."""
+    """Return the total bytes of the files in a directory, and the number of files."""
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     return sum(sizes), len(sizes)
 
@@ -141,7 +141,7 @@ def _host_memory() -> Finding:
 
 
 def _free_memory() -> int | None:
-    """Return the free memory in bytes: of the machine, or of the container if its limit is lower."""
+    """Return the free memory in bytes: of this machine, or of the container if it has less."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -37,7 +37,7 @@ class AdminConnection:
 
 
 class Modules(StrEnum):
-    """Choices for the modules of a layer that a command changes."""
+    """Parts of a layer that a command changes: the whole layer, its attention or its FFN."""
 
     LAYER = "layer"
     ATTENTION = "attention"
@@ -45,7 +45,7 @@ class Modules(StrEnum):
 
 
 class MovableModules(StrEnum):
-    """Modules of a layer that can migrate."""
+    """Parts of a layer that can migrate to another device."""
 
     LAYER = "layer"
     ATTENTION = "attention"
@@ -131,7 +131,7 @@ def migrate(
         bool, typer.Option("--move-kv/--keep-kv", help="KV cache: moves too, or stays together with attention.")
     ] = True,
 ) -> None:
-    """Move layers of a running server to another device. Their memory on the source becomes KV cache.
+    """Move layers of a running server to another device. The memory that they leave becomes KV cache.
 
     Needs the admin token if the server has one.
     """
@@ -144,7 +144,7 @@ def scale_out(
     device: Annotated[int, typer.Argument(min=0, help="Empty device.")],
     instance: Annotated[int, typer.Option(min=0, help="Id of the instance with the layers to replicate.")] = 0,
 ) -> None:
-    """Make an empty device of a running server an instance. It serves while its layers arrive.
+    """Turn an empty device of a running server into an instance. It serves while its layers arrive.
 
     Needs the admin token if the server has one.
     """

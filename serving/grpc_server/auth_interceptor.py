@@ -1,4 +1,4 @@
-"""The interceptor of all calls: it checks tokens, parses messages and turns errors into gRPC statuses."""
+"""Interceptor of all calls. It checks tokens, parses messages and turns errors into gRPC statuses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,10 +33,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Check the token of a call, and return a handler that wraps the handler of the method.
+        """Return a handler for a call, after a check of its token.
 
-        If the token is not valid, return a handler that refuses the call. If the server does not have the method,
-        return None, so that gRPC refuses the call.
+        The handler wraps the handler of the called method. If the token is not valid, the handler refuses the call. If
+        the server does not have the method, return None, so that gRPC refuses the call.
         """
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -62,7 +62,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(status, text)
 
     def _refusing(self, error: Exception) -> grpc.RpcMethodHandler:
-        """Return a handler that answers any kind of call with an error and reads no message."""
+        """Return a handler that answers every call with an error, without reading a message."""
         status, text = status_of(error)
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
@@ -73,8 +73,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
         """Return a handler that parses messages, calls `handler`, and turns its errors into statuses.
 
-        The returned handler streams in both directions: only then the server can free a request before the end of the
-        call. `handler` may write its answer itself and return None.
+        The returned handler streams in both directions. Otherwise the server could not free a request before the end of
+        the call. `handler` may write its answer itself and return None.
         """
         parse = handler.request_deserializer
 

@@ -1,4 +1,4 @@
-"""Reasons why a port cannot be bound."""
+"""Explanation of why a port cannot be bound."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from amoeba_jax.errors import ConfigError
 def binding_error(host: str, port: int, flag: str) -> ConfigError:
     """Return the error for an address that cannot be bound. Its message has the reason, and names the option to change.
 
-    gRPC does not tell the reason. So this function tries to bind the port itself.
+    gRPC does not report the reason. This function therefore tries to bind the port itself.
     """
     return ConfigError(f"{join_address(host, port)} cannot be bound: {_reason(host, port, flag)}")
 

@@ -1,4 +1,4 @@
-"""The identity of a caller, from the token and the connection of a call."""
+"""Identity of the caller, from the token and the connection of a call."""
 
 import hashlib
 import hmac
@@ -19,12 +19,13 @@ class Caller:
     """Identity of the client that sent a call.
 
     Attributes:
-        client: IP address, the same for gRPC and HTTP. All connections from one address share the limits of requests
-            and bytes.
-        scope: name space of the request ids: the token of the caller. If the caller has no token: its connection.
-        account: owner of slots and pages for fair sharing: the token of the caller. If the caller has no token:
-            `client`.
-        salt: salt of cached prefixes, different for each token. "": the caller has no token.
+        client: IP address, in the same form for gRPC and HTTP. All connections from one address share the limits of
+            requests and bytes.
+        scope: namespace of the caller's request ids: its token, or its connection if it has no token.
+        account: name under which the caller gets its fair share of the engine: its token, or `client` if it has no
+            token.
+        salt: salt of the prefix cache, different for each token, so that callers with different tokens share no
+            prefixes. "": the caller has no token.
         has_admin_token: whether the caller sent the admin token.
         may_abort_all: whether the caller may abort requests of other callers. This is true for the admin, and for every
             caller if the server has no tokens.
@@ -51,7 +52,7 @@ class Callers:
 
     @property
     def inference_is_open(self) -> bool:
-        """Whether calls of services other than AdminService need no token."""
+        """Whether calls need no token, except calls of AdminService."""
         return not self._api_tokens
 
     def is_client(self, token: str | None) -> bool:
@@ -65,7 +66,7 @@ class Callers:
         return _same(token, self._admin_token)
 
     def check_admin(self, token: str | None) -> None:
-        """Check that a token allows administration. Without tokens on the server, everybody is an administrator.
+        """Check that a token allows administration. If the server has no tokens, every caller may administer it.
 
         Raises:
             CredentialsError: there is no token, or it is unknown.
@@ -83,7 +84,7 @@ class Callers:
         return self.identify(_host(peer), peer, bearer_token(context.invocation_metadata() or ()))
 
     def identify(self, client: str, connection: str, token: str | None) -> Caller:
-        """Return the identity of a caller.
+        """Return the identity of a caller, for the limits and the fair sharing of the server.
 
         Args:
             client: IP address, in any of its forms; "unix" for a caller without an IP address.
@@ -100,13 +101,13 @@ class Callers:
 
 
 def _host(peer: str) -> str:
-    """Return the IP address in the name that gRPC gives a peer: `ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5` or `unix:...`."""
+    """Return the IP address in gRPC's name of a peer, such as `ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5` or `unix:...`."""
     kind, _, address = peer.partition(":")
     return kind if kind == "unix" else unquote(address.rpartition(":")[0]).strip("[]")
 
 
 def _normal(host: str) -> str:
-    """Return the shortest form of an IP address. An IPv4 address that a socket of IPv6 shows becomes IPv4."""
+    """Return the shortest form of an IP address. An IPv4 address that is written as IPv6 becomes IPv4."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

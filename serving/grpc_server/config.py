@@ -11,8 +11,10 @@ DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and of their fields. Raises `ConfigError` for a limit below 1. Only `min_priority` may be
-    below 1."""
+    """Limits of requests and of their fields.
+
+    Raises `ConfigError` for a limit below 1. Only `min_priority` may be below 1.
+    """
 
     max_message_bytes: int = 4 * 2**20
     """Bytes of a message to the server. Replies have no limit: a long reply is split into several messages."""
@@ -96,7 +98,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class TLS:
-    """Certificates of the server, in PEM files. The server reads a file again when it changes."""
+    """Certificates of the server, in PEM files. The server reads a file again when the file changes."""
 
     certificate: Path
     key: Path
@@ -129,7 +131,7 @@ class SecretFiles:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Addresses, tokens and time limits of the server."""
+    """Addresses, tokens and time limits of the gRPC server."""
 
     host: str = "127.0.0.1"
     """Host name or IP address to bind: 0.0.0.0 for all IPv4 addresses, :: for all addresses of the machine. By default

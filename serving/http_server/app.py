@@ -1,4 +1,4 @@
-"""The FastAPI application of the HTTP port."""
+"""FastAPI application of the HTTP port."""
 
 import time
 
@@ -20,7 +20,10 @@ from serving.http_server.tokens import token_routes
 
 
 def create_app(handler: RequestHandler) -> FastAPI:
-    """Return the application over a request handler. `with_gate` makes it ready for clients."""
+    """Return the HTTP application that passes requests to `handler`.
+
+    Call `with_gate` on it before it serves clients.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     started_at = int(time.time())
 
@@ -86,5 +89,5 @@ def create_app(handler: RequestHandler) -> FastAPI:
 
 
 def with_gate(app: FastAPI, handler: RequestHandler) -> App:
-    """Return the application behind the checks of tokens and bodies."""
+    """Return the application with checks of tokens and request bodies in front of it."""
     return Gate(app, handler)

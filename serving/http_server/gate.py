@@ -1,4 +1,4 @@
-"""The outermost layer of the HTTP server: tokens, limits of bodies, and errors."""
+"""Outermost layer of the HTTP server: it checks tokens, limits bodies, and converts errors."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -29,8 +29,8 @@ BODY_S = 30.0
 class Gate:
     """ASGI middleware that checks the token of a request and reads its body, before FastAPI sees the request.
 
-    The bytes of a body count against the client until its request ends. `scope["caller"]` has the identity of the
-    client.
+    The bytes of a body count against the client until its request ends. The application finds the identity of the
+    client in `scope["caller"]`.
     """
 
     def __init__(self, app: App, handler: RequestHandler):
@@ -82,7 +82,7 @@ class Gate:
             raise CredentialsError("send a valid token in the header: Authorization: Bearer TOKEN")
 
     async def _read(self, scope: Scope, receive: Receive, caller: Caller, body: bytearray) -> None:
-        """Read a body into `body`, and count its bytes."""
+        """Read the request's body into `body`, and count its bytes against the client."""
         limits, admission = self._handler.limits, self._handler.admission
         most = limits.max_message_bytes
         told = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")

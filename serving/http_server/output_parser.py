@@ -18,16 +18,16 @@ _THINK = {"open_pattern": r"<think>\n{0,4}", "close_pattern": r"\n{0,4}</think>\
 
 @dataclass(frozen=True)
 class Family:
-    """Output format of a family of models, in the form of `transformers.utils.chat_parsing`.
+    """Output format of a family of models: how it marks content, reasoning and tool calls in its text.
 
     Attributes:
-        anchor: text that starts an answer.
-        content: region of the content. Empty: all text outside of other regions.
+        anchor: text that starts an answer. A region is a dict as in `transformers.utils.chat_parsing`.
+        content: region of the content. Empty: all text outside the other regions.
         reasoning: region of the reasoning.
-        calls: regions of tool calls. `read_calls` reads their text. If the region has a capture `name`, the text is the
-            arguments of the call.
-        call_marks: text before and after tool calls, for calls that cannot be read.
-        uses_special_tokens: whether the format has special tokens, which the text must keep.
+        calls: regions of tool calls. `read_calls` reads their text. If a region captures the `name` of the function,
+            its text is only the arguments.
+        call_marks: texts before and after a tool call. A call that cannot be read becomes content between these texts.
+        uses_special_tokens: whether the marks are special tokens, so that the text must keep special tokens.
     """
 
     anchor: str
@@ -38,7 +38,7 @@ class Family:
     uses_special_tokens: bool = False
 
     def template(self, has_tools: bool, reasons: bool) -> dict[str, Any]:
-        """Return the specification for a parser."""
+        """Return the specification of this format for the parser of `transformers`."""
         fields: dict[str, Any] = {"content": dict(self.content)}
         if reasons and self.reasoning is not None:
             fields["reasoning"] = dict(self.reasoning)
@@ -103,7 +103,7 @@ def reasons(template: str) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """Next part of an answer.
+    """Next part of an answer: of its content, its reasoning or a tool call.
 
     Attributes:
         kind: kind of the part.
@@ -121,16 +121,16 @@ class Piece:
 
 
 class OutputParser:
-    """Parser of the text of one answer. The pieces of an answer do not depend on how its text was split.
+    """Parser that divides the text of one answer into content, reasoning and tool calls while the text arrives.
 
     Args:
         family: output format of the model.
-        prompt: end of the prompt's text. It may start the reasoning.
+        prompt: end of the prompt's text, because some prompts already open the reasoning.
         has_tools: whether the model may call tools.
         reasons: whether to separate reasoning.
-        forced: name of the function whose arguments are the whole text, "*" if the whole text is a JSON list of calls,
-            or None.
-        most_calls: tool calls to return. Further calls are dropped.
+        forced: name of the function, if the whole text is the arguments of one call; "*" if the whole text is a JSON
+            list of calls; else None.
+        most_calls: largest number of tool calls to return. Further calls are dropped.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class OutputParser:
             self.is_reasoning = bool(self._parser.initial_events) and _is_open(self._parser.initial_events, "reasoning")
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that new text completes."""
+        """Add new text. Return the parts of the answer that are complete now."""
         if not text:
             return []
         if self._forced == "*":
@@ -169,7 +169,7 @@ class OutputParser:
         return self._pieces(self._parser.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return the pieces of the text that was held back."""
+        """End the answer. Return the parts whose text was held back."""
         if self._forced == "*":
             text = "".join(self._held)
             return self._calls(text, text)
@@ -218,7 +218,7 @@ class OutputParser:
         return self._calls(body, before + body + ("" if is_cut else after))
 
     def _calls(self, body: str, raw: str) -> list[Piece]:
-        """Return the calls in a text. If they cannot be read, return `raw` as content."""
+        """Return the tool calls in the text `body`. If it cannot be read, return the text `raw` as content."""
         calls = read_calls(body)
         if calls is None:
             return [Piece("content", raw)] if raw else []
@@ -251,8 +251,10 @@ _BETWEEN = re.compile(r"(?:\s|;|,|\[TOOL_CALLS\])*")
 
 
 def read_calls(text: str) -> list[tuple[str, str]] | None:
-    """Return names and JSON arguments of the tool calls in a text. Return None if the text has anything else, or no
-    call."""
+    """Return names and JSON arguments of the tool calls in a text.
+
+    Return None if the text has no call, or has anything besides calls.
+    """
     decoder, calls, position = json.JSONDecoder(), [], 0
     try:
         while (position := _BETWEEN.match(text, position).end()) < len(text):  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The live page: its files, the stream of the cluster's state, and the call that merges and splits instances."""
+"""Live page: its files, the stream of the server's state, and the call that merges and splits instances."""
 
 import ipaddress
 from importlib.resources import files
@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class _Transform(Body):
-    """Body of a transformation."""
+    """Body of a request to merge or split instances."""
 
     tensor_parallel_size: int = Field(ge=1, le=4096)
     devices: Annotated[list[int], FailFast()] = Field(default=[], max_length=4096)
@@ -54,7 +54,7 @@ def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIR
 
     Args:
         handler: request handler of the server.
-        interval_s: seconds between two messages.
+        interval_s: seconds between two messages with the state.
     """
     routes = APIRouter()
     static = files("serving.http_server") / "static"
@@ -104,7 +104,7 @@ def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIR
 
 
 def _check_admin(handler: RequestHandler, request: Request) -> None:
-    """Check that a caller may administrate the server, as AdminService does.
+    """Raise an error if the caller may not administrate the server. The rules are the same as for AdminService.
 
     A server without tokens answers only if the browser has sent an IP address or `localhost` as the host. Otherwise a
     web site whose name resolves to this server could use it through the browser of a visitor.

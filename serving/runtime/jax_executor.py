@@ -1,4 +1,4 @@
-"""The executor that connects the scheduler to an engine."""
+"""Executor that connects the scheduler to an engine."""
 
 import contextlib
 import logging
@@ -80,15 +80,15 @@ OnPlaced = Callable[[PlacementChange, "Future[PlacementReport]"], None]
 
 
 class JaxExecutor:
-    """`Executor` that carries out actions on an engine. Only the dispatcher thread uses it.
+    """`Executor` that carries out a policy's actions on an engine. Only the engine's thread uses it.
 
     Args:
         engine: engine that carries out the actions.
         layers_per_step: number of layers that a transformation changes between two steps.
-        on_transformed: function `(action, future)` that is called when a transformation ends. The future has the report
+        on_transformed: function `(action, future)` that is called when a merge or split ends. The future has the report
             or the error.
-        on_placed: function `(action, future)` that is called for each started change of a placement.
-        monitor: averages for metrics, updated with each snapshot.
+        on_placed: function `(action, future)` that is called when a change of placement starts.
+        monitor: averages for the metrics. Each snapshot updates them.
 
     Attributes:
         waiting: waiting requests.
@@ -129,7 +129,10 @@ class JaxExecutor:
         return layer_sizes(self._engine)
 
     def snapshot(self) -> ClusterView:
-        """Return the present state. Waiting requests that cannot start yet are left out (see `WaitingView`)."""
+        """Return the present state of the cluster.
+
+        Waiting requests that cannot start yet are left out (see `WaitingView`).
+        """
         engine = self._engine
         self._preparing = {
             key: options for key, options in self._preparing.items() if not engine.changes.request_programs(options)
@@ -189,9 +192,10 @@ class JaxExecutor:
         )
 
     def _placement_view(self, instance: Instance) -> PlacementView | None:
-        """Return the view of an instance's placement.
+        """Return the devices that compute an instance's layers, in the form that policies use.
 
-        If the placement has not changed, reuse the view of the last snapshot. A new view takes 0.1 ms.
+        Return None if all layers are on the instance's own devices. If the placement has not changed, reuse the object
+        of the last snapshot. A new object takes 0.1 ms.
         """
         placement, (known, view) = instance.runner.placement, self._placement_views.get(instance.id, (None, None))
         if known is not placement:
@@ -200,7 +204,7 @@ class JaxExecutor:
         return view
 
     def apply(self, action: Action) -> Outcome:
-        """Carry out an action, or refuse it. A refused action changes no request and no instance.
+        """Carry out an action of a policy, or refuse it. A refused action changes no request and no instance.
 
         If a transformation is refused because its programs are missing, the compilation of these programs starts.
         """
@@ -275,7 +279,7 @@ class JaxExecutor:
 
 
 class EngineScheduler:
-    """`SchedulerHook` of an engine. Only the dispatcher thread uses it, but any thread may replace `policy`.
+    """Scheduler of an engine, called by the engine (`SchedulerHook`). Any thread may replace `policy`.
 
     Args:
         engine: engine to schedule.
@@ -314,9 +318,9 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Start further samples of requests that already run, and let the scheduler decide.
+        """Start further samples of requests that already run, and then let the policy decide.
 
-        The scheduler is called only if the state has changed, or if its last call was at least a second ago.
+        The policy is called only if the state has changed, or if its last call was at least a second ago.
         """
         engine = self._engine
         self._start_siblings()
@@ -334,7 +338,9 @@ class EngineScheduler:
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
-        """Start further samples of a request on the instance of the first sample, which has the pages of the prompt."""
+        """Start further samples of a request on the instance of its first sample, because the pages of the prompt are
+        there.
+        """
         engine = self._engine
         for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
             if (
@@ -347,7 +353,7 @@ class EngineScheduler:
 
 
 def layer_sizes(engine: Engine) -> LayerSizes:
-    """Return the sizes of the first layer. Norms count as attention."""
+    """Return the sizes of the first layer's attention and FFN. Norms count as attention."""
     dims, plan = engine.dims, engine.cluster.memory_plan
     specs = engine.cluster.weights.specs.values()
 
@@ -372,11 +378,12 @@ def _placement_options(action: PlacementChange) -> PlacementOptions:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return the tokens that a new request could use on an instance in transformation (`InstanceView.joinable_tokens`).
+    """Return how many tokens a new request could use on an instance while it merges or splits.
 
-    The request would run in one lane of the instance. The tokens available in a lane are its free tokens, less one page
-    for each of its sequences. The result is the highest number over all lanes with a free slot, and at least 0. Return
-    0 if the instance is not in transformation.
+    The result is `InstanceView.joinable_tokens`. During the change, the instance's sequences are divided into lanes,
+    which go through the layers separately. The request would join one lane. A lane offers its free tokens, less one
+    page for each of its sequences. The result is the largest offer of a lane with a free slot. It is 0 if there is
+    none, or if the instance neither merges nor splits.
     """
     if instance.transition is None:
         return 0

@@ -1,4 +1,4 @@
-"""Placements as policies and metrics see them."""
+"""Placements (devices that compute each layer) in the form that policies and metrics use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from sharding.placement import Homes, Placement
 
 
 def layers_by_device(placement: Placement) -> Counter[int]:
-    """Return the number of layers whose attention or FFN each device computes."""
+    """Return for each device the number of layers whose attention or FFN it computes."""
     return Counter(
         device
         for attention, ffn in zip(placement.attention, placement.ffn, strict=True)
@@ -18,7 +18,10 @@ def layers_by_device(placement: Placement) -> Counter[int]:
 
 
 def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementView | None:
-    """Return the homes of all modules. Return None if all modules are on `devices`, the devices of the instance."""
+    """Return the devices that compute each layer, in the form that policies use.
+
+    Return None if all layers are on `devices`, the devices of the instance.
+    """
     if placement.home is not None and tuple(placement.home.devices) == tuple(devices):
         return None
     attention = tuple(_devices(homes) for homes in placement.attention)
@@ -29,7 +32,10 @@ def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementVie
 
 
 def estimated_speedup(placement: Placement) -> float:
-    """Return the speed-up of a step by replicas, estimated with Equation 4 of CoCoServe. Without replicas, it is 1."""
+    """Return how many times faster a step is with the replicated layers of a placement (Equation 4 of CoCoServe).
+
+    Without replicated layers, it is 1.
+    """
     modules = [homes for pair in zip(placement.attention, placement.ffn, strict=True) for homes in pair]
     transitions = count_transitions([_devices(homes) for homes in modules], tuple(placement.head.devices))
     return even_speedup(placement.parallelism(), transitions, LayerSizes.transition_cost)

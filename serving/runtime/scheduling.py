@@ -1,4 +1,4 @@
-"""Handle with which a server inspects and replaces the policy that schedules its model."""
+"""Handle by which a server inspects and replaces the scheduling policy of its model."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,13 +15,13 @@ OnReport = Callable[[TransformReport], None]
 
 
 class Scheduling:
-    """Scheduler that places the requests of an `LLM` until `close` is called. Any thread may call the methods.
+    """Scheduler of an `LLM`. It decides where requests run until `close` is called. Any thread may call the methods.
 
     Args:
         llm: model to schedule.
         config: settings of the scheduler.
-        metrics: metrics that count decisions and transformations.
-        on_report: function that is called with the report of each successful transformation, in the dispatcher thread.
+        metrics: metrics that count decisions, merges and splits.
+        on_report: function that the engine's thread calls with the report of each successful merge or split.
     """
 
     def __init__(
@@ -57,21 +57,24 @@ class Scheduling:
 
     @property
     def records(self) -> list[Record]:
-        """Last tried actions, oldest first."""
+        """Last actions that the policy tried, oldest first."""
         scheduler = self._hook.scheduler
         return sorted([*scheduler.records, *scheduler.dispatch_records], key=lambda record: record.number)
 
     def set_policy(self, name: str) -> str:
         """Replace the policy. Return the name of the previous policy.
 
-        Raise `UnknownPolicyError` if there is no policy with this name.
+        Raises `UnknownPolicyError` if there is no policy with this name.
         """
         before = self.policy_name
         self._hook.policy = self._config.make_policy(name)
         return before
 
     def close(self) -> None:
-        """Detach the scheduler from the `LLM`. The engine then places requests itself. All requests must have ended."""
+        """Remove the scheduler from the `LLM`, whose engine then assigns requests itself.
+
+        All requests must have ended.
+        """
         self._llm.remove_scheduler_hook()
 
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:

@@ -1,4 +1,5 @@
 """Simulator of a serving cluster in virtual time. It runs the scheduler's policies with a cost model of steps.
 
-Imports no JAX. `serving.simulator.simulate` is the Python API, `amoeba simulate` the command; see docs/simulation.md.
+Imports no JAX. The Python API is `serving.simulator.simulate`, and the command is `amoeba simulate`. See
+docs/simulation.md.
 """

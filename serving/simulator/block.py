@@ -1,4 +1,4 @@
-"""Block: a series of equal steps of an instance, which the simulator plans at once."""
+"""Block: a series of similar steps of a simulated instance, which the simulator plans at once."""
 
 import math
 
@@ -6,7 +6,7 @@ from serving.simulator.run import Run
 
 
 class Block:
-    """Steps of the same requests, one after the other. A block with prompts or switches has only one step.
+    """Series of steps of the same requests. A step with prompts, or before which layers switch, forms a block alone.
 
     Attributes:
         start_s: start of the first step.
@@ -45,7 +45,7 @@ class Block:
 
     @property
     def end_s(self) -> float:
-        """End of the last step."""
+        """Time at which the last step ends."""
         return self.start_s + self.time_s(self.steps)
 
     def done(self, now_s: float) -> int:
@@ -54,7 +54,7 @@ class Block:
         return min(max(whole, 0), self.steps)
 
     def cut(self, now_s: float) -> bool:
-        """Drop the steps that have not begun at `now_s`, and return whether a step was dropped."""
+        """Drop the steps that have not begun at `now_s`. Return whether a step was dropped."""
         elapsed_s = now_s - self.start_s
         begun = 0 if elapsed_s <= 0 else max(math.ceil(self._position(elapsed_s) - 1e-9), 1)
         if begun >= self.steps:
@@ -63,10 +63,10 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Drop the steps that have not begun. Return a new block with the running step, its prompts and its switches.
-        If no step is running, return None.
+        """Drop the steps that have not begun.
 
-        `steps` of this block still counts the running step. The caller subtracts 1 if a block is returned.
+        Return a new block with only the running step; None if no step is running. `steps` of this block still counts
+        the running step. If a block is returned, the caller must subtract 1.
         """
         self.cut(now_s)
         if self.steps == 0:
@@ -83,8 +83,7 @@ class Block:
         return step
 
     def _position(self, elapsed_s: float) -> float:
-        """Return the number of steps done after `elapsed_s` seconds. The running step counts with the fraction that is
-        done."""
+        """Return the number of steps done after `elapsed_s` seconds. The running step counts as a fraction."""
         if self.first_s <= 0:
             return float(self.steps)
         if self.slope_s <= 0 or self.steps == 1:

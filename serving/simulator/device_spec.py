@@ -13,7 +13,10 @@ _FOLDER = Path(__file__).parent / "devices"
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator and its links within a host. A rate times its efficiency is the rate that operators reach."""
+    """Rates and sizes of one accelerator, and of its links within a host.
+
+    Operators reach only a part of each peak rate: the rate times its efficiency.
+    """
 
     name: str
     memory_bytes: float
@@ -69,7 +72,7 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str) -> "DeviceSpec":
-        """Build a device from JSON data. `origin`: prefix of error messages.
+        """Build a device from JSON data. `origin` is the prefix of error messages.
 
         Raises `SimulationError` for a missing, unknown or invalid field.
         """

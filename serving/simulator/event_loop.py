@@ -1,7 +1,7 @@
-"""Event loop in virtual time over several hosts.
+"""Event loop in virtual time over several simulated hosts.
 
 A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks. A block is a
-series of equal steps of an instance that is planned at once (`block.Block`). A tick is a decision of a scheduler.
+series of similar steps of an instance that is planned at once (`block.Block`). A tick is a decision of a scheduler.
 """
 
 import heapq
@@ -62,9 +62,9 @@ class Host:
     """Group of devices with one scheduler.
 
     Attributes:
-        next_tick_s: time of the next tick; infinite if none is planned.
+        next_tick_s: time of the scheduler's next decision (tick); infinite if none is planned.
         not_before_s: earliest time of the next tick.
-        limit: resource that waiting requests lack since `limit_since_s`; None if no request waits.
+        limit: resource that waiting requests lack, since `limit_since_s`; None if no request waits.
         idle_ticks: whether the policy needs ticks even if no request waits and no instance is merged.
     """
 
@@ -82,7 +82,7 @@ class Host:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the host needs no tick until its next event."""
+        """Whether the scheduler needs no decision (tick) before the next event of the host."""
         executor = self.executor
         if executor.queue or self.idle_ticks:
             return False
@@ -91,7 +91,7 @@ class Host:
 
 
 class Cluster:
-    """Hosts that serve a table of requests.
+    """Simulated hosts that serve a table of requests.
 
     Args:
         hosts: configuration of each host, and function that returns its policy.
@@ -154,7 +154,7 @@ class Cluster:
     # The loop
 
     def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
-        """Serve requests until all requests have ended, or until a limit of `config` is reached. Call it once.
+        """Serve requests until all have ended, or until a limit of `config` is reached. Call it once.
 
         Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped the run.
         """
@@ -201,7 +201,7 @@ class Cluster:
         self._close()
 
     def _handle(self, event: tuple, host: Host) -> bool:
-        """Process an event, and return whether the host needs a tick now."""
+        """Process an event. Return whether the scheduler of the host must decide now."""
         kind, executor = event[2], host.executor
         if kind == _BLOCK:
             instance, version = event[4], event[5]
@@ -287,7 +287,10 @@ class Cluster:
                 self._plan_tick(host, now_s + wait_s)
 
     def _count_limit(self, host: Host, now_s: float) -> None:
-        """Add the time since the last decision to `Tally.limited_s`. Record the resource that waiting requests lack."""
+        """Account for the time since the last call, and record the resource that waiting requests lack now.
+
+        The time counts for the resource that they lacked at the last call (`Tally.limited_s`).
+        """
         limited_s = self.tally.limited_s
         if host.limit is not None:
             limited_s[host.limit] = limited_s.get(host.limit, 0.0) + now_s - host.limit_since_s
@@ -298,8 +301,10 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """Add the ended steps of unfinished blocks, and the waiting times of queued requests, to `tally` and
-        `records`."""
+        """End the simulation: add unfinished work to `tally` and `records`.
+
+        This is the steps of unfinished blocks that have ended, and the waiting times of queued requests.
+        """
         for host in self.hosts:
             self._count_limit(host, self.now_s)
             executor = host.executor

@@ -32,8 +32,8 @@ _SAME_SHARE, _SAME_TTFT = 0.001, 0.02
 def compare(one: PolicyResult, two: PolicyResult) -> int:
     """Return -1 if the first result is better, 1 if the second result is better, and 0 if they are equal.
 
-    The larger share of requests within the objectives is better (the goodput: all results have the same requests). If
-    the shares are equal, fewer refused requests are better, and then the shorter mean TTFT.
+    The result with the larger share of requests within the latency limits is better. If the shares are equal, fewer
+    refused requests are better, and then the shorter mean TTFT. Both results must have the same requests.
     """
     if abs(difference := two.kept_share - one.kept_share) > _SAME_SHARE:
         return 1 if difference > 0 else -1
@@ -57,7 +57,7 @@ def ranking(results: Mapping[str, PolicyResult]) -> list[str]:
 
 
 def explain(results: Mapping[str, PolicyResult]) -> list[str]:
-    """Return a line about the best policies, and a line for each other policy that compares it with the best policy."""
+    """Return lines of text: one about the best policies, and one that compares each other policy with the best."""
     names = ranking(results)
     best = results[names[0]]
     equal = [name for name in names if compare(best, results[name]) == 0]
@@ -71,7 +71,7 @@ def explain(results: Mapping[str, PolicyResult]) -> list[str]:
 
 
 def _refused(result: PolicyResult) -> str:
-    """Return a clause about the requests that a policy refuses, by class; empty if it refuses none."""
+    """Return a part of a sentence about the requests that a policy refuses, by class; empty if it refuses none."""
     if not (count := int(result.refused.sum())):
         return ""
     requests = result.requests
@@ -82,7 +82,7 @@ def _refused(result: PolicyResult) -> str:
 
 
 def limits_line(result: PolicyResult) -> str:
-    """Return a line about the resources of a policy, and about the resource that waiting requests lacked."""
+    """Return a line about the resources that a policy uses, and the resource that waiting requests lacked."""
     limits = result.limits()
     start = ", ".join(f"{count} x TP{degree}" for degree, count in limits["instances_at_start"].items())
     degrees = ", ".join(f"TP{degree}" for degree in limits["degrees"])

@@ -11,12 +11,11 @@ from serving.simulator.transformation_cost import TransformationCost
 
 
 class ForbiddenActionError(AssertionError):
-    """Error for an action that the host refuses. Raised only if `HostConfig.strict` is set, for tests of policies."""
+    """The host refused an action. Raised only if `HostConfig.strict` is set, for tests of policies."""
 
 
 class Refusal(Exception):
-    """Error for an action that the host refuses, with the reason. `SimExecutor.apply` turns this error into an
-    `Outcome`."""
+    """The host refuses an action, for the given reason. `SimExecutor.apply` turns this error into an `Outcome`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class HandoverConfig:
 
 @dataclass(frozen=True)
 class HostConfig:
-    """Configuration of a host: a scheduler with its devices."""
+    """Configuration of a simulated host: a scheduler with its devices."""
 
     num_devices: int
     limits: tuple[DegreeLimits, ...]
@@ -72,7 +71,7 @@ class HostConfig:
 
     @property
     def base_degree(self) -> int:
-        """Lowest degree at the start. Merged instances split to this degree."""
+        """Lowest tensor-parallel degree at the start. Merged instances split to this degree."""
         return min(self.degrees_at_start)
 
 
@@ -86,7 +85,8 @@ class Waiting:
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
         last_token_s: time of its latest token before a preemption; None if it has generated no token.
-        offloaded: request whose pages are in host memory, with the decode steps of its instance at that time, or None.
+        offloaded: state of the request if its KV pages are in host memory, with the number of decode steps of its
+            instance at that time; else None.
     """
 
     request: WaitingRequest

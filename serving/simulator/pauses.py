@@ -1,6 +1,6 @@
-"""Pause and resumption: requests keep their pages and make no progress while a merged instance uses their devices.
+"""Pauses: requests keep their KV pages and make no progress while a merged instance uses their devices.
 
-The merged instance is called the group; the paused instances are its members.
+The merged instance is called the group. The paused instances are its members.
 """
 
 from serving.simulator.host import Host, drained_s, take_in
@@ -9,9 +9,10 @@ from serving.simulator.run import Run
 
 
 def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> None:
-    """Pause instances and their requests. A new instance serves on their devices.
+    """Pause instances with their requests. A new, merged instance serves on their devices.
 
-    All weights stay resident. The first step of the new instance starts `regroup_s` after the running steps have ended.
+    All weights stay resident. The first step of the new instance starts `regroup_s` seconds after the running steps
+    have ended.
     """
     ready_s = max(drained_s(host, member) for member in members)
     for member in members:
@@ -28,7 +29,10 @@ def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> N
 
 
 def resume(host: Host, group: SimInstance) -> None:
-    """Replace a group without running requests by its paused members, whose requests continue."""
+    """Replace a merged instance (group) by its paused members, whose requests continue.
+
+    The group must run no requests.
+    """
     ready_s = drained_s(host, group)
     take_in(host, group)
     members = put_back(host, group)
@@ -40,7 +44,10 @@ def resume(host: Host, group: SimInstance) -> None:
 
 
 def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
-    """Detach the paused members from a group, record how long their requests were paused, and return the members."""
+    """Detach the paused members from a merged instance (group), and return them.
+
+    Also record how long their requests were paused.
+    """
     members, group.paused = list(group.paused), ()
     for member in members:
         host.tally.degrees.append((host.now_s, member.degree, member.degree))
@@ -50,11 +57,11 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 
 
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
-    """Choose the request to preempt if pages are missing on an instance. Return its instance and the request.
+    """Choose the request to preempt if KV pages are missing on an instance. Return its instance and the request.
 
-    One candidate is the last running request (`Run.order`). If there are paused instances, the other candidate is the
-    last request of the fullest paused instance. The paused candidate is preempted, except if it has a higher priority
-    than the running candidate.
+    One candidate is the running request that is last in the order `Run.order`. If there are paused instances, the other
+    candidate is the last request of the fullest paused instance. The paused candidate is chosen, except if it has a
+    higher priority than the running candidate.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -67,7 +74,7 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Update `room_tokens` of all instances with paused instances.
+    """Update `room_tokens`, the tokens for running requests, of all instances with paused instances.
 
     Call this after the removal of a request, because the request may have been paused.
     """
@@ -79,12 +86,11 @@ def count_rooms(instances: list[SimInstance]) -> None:
 def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) -> list[tuple[Run, SimInstance | None]]:
     """Choose a new instance for each request of an instance that splits. Nothing moves yet.
 
-    Requests are assigned in order of length: the longest request first, each request to the new instance with the most
-    free tokens.
+    The longest request is assigned first. Each request goes to the new instance with the most free tokens.
 
     Args:
         runs: requests of the instance that splits.
-        steps: decode steps that have ended on this instance.
+        steps: number of decode steps that have ended on this instance.
         parts: new instances.
         page_size: tokens of a page.
 

@@ -1,4 +1,4 @@
-"""Plots of simulations: throughput, TTFT, and devices by degree."""
+"""Plots of simulations: throughput, TTFT, and devices at each tensor-parallel degree."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,10 +36,10 @@ def save_plot(figure: Any, path: Path) -> None:
 
 
 def draw(results: Mapping[str, PolicyResult]) -> Any:
-    """Return a matplotlib figure: plots of throughput over time and of the distribution of TTFT by class for all
-    policies, and a plot of devices by degree for each policy.
+    """Return a matplotlib figure that compares policies.
 
-    Raises `SimulationError` if matplotlib is not installed.
+    It plots throughput over time and the distribution of TTFT by class for all policies, and devices by tensor-parallel
+    degree for each policy. Raises `SimulationError` if matplotlib is not installed.
     """
     rows = 2 + len(results)
     figure = load_matplotlib()(figsize=(10, 2.6 * rows), layout="constrained")
@@ -86,10 +86,10 @@ def draw_sweep(points: Sequence[SweepPoint]) -> Any:
 
 
 def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
-    """Return `(times, counts)`: the number of devices in instances of each degree, over time.
+    """Return `(times, counts)`: the number of devices at each tensor-parallel degree, over time.
 
-    `counts[degree][i]` is the number of devices in instances of `degree` from `times[i]` on. `times` has the seconds at
-    which degrees change, and the end of the run.
+    `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until the next time. `times`
+    has the seconds at which degrees change, and the end of the run.
     """
     degrees = sorted({degree for _, degree, _ in result.tally.degrees})
     now = dict.fromkeys(degrees, 0)

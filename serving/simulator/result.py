@@ -21,7 +21,10 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """Result of one policy. Arrays have one element for each request. NaN: the event did not happen."""
+    """Result of the simulation of one policy.
+
+    Arrays have one element for each request. NaN: the event did not happen.
+    """
 
     policy: str
     duration_s: float
@@ -59,7 +62,7 @@ class PolicyResult:
 
     @property
     def completed(self) -> np.ndarray:
-        """Whether each request completed."""
+        """Whether each request completed: one bool for each request."""
         return self.ending == Ending.COMPLETED
 
     @property
@@ -69,12 +72,12 @@ class PolicyResult:
 
     @property
     def kept_share(self) -> float:
-        """Share of the `judged` requests that completed and met the objectives; 1 if no request is judged."""
+        """Share of the requests in `judged` that completed within the latency limits; 1 if `judged` is empty."""
         return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
 
     @property
     def refused(self) -> np.ndarray:
-        """Whether each request was refused, because no instance can hold it."""
+        """Whether each request was refused because no instance can hold it: one bool for each request."""
         return self.ending == Ending.NEVER_FITS
 
     @property
@@ -85,8 +88,11 @@ class PolicyResult:
         return self.num_devices * self.price_per_hour / 3600 / self.output_throughput * 1e6
 
     def limits(self) -> dict[str, Any]:
-        """Return the resources of the policy, ready for JSON: degrees, instances at the start, tokens of the KV cache,
-        maximum number of running requests, and seconds in which requests waited, by the resource that they lacked."""
+        """Return the resources of the policy, and how long requests waited for each, as a dict that JSON can represent.
+
+        The resources are tensor-parallel degrees, instances at the start, tokens of the KV cache, and the maximum
+        number of running requests. Waiting times are in seconds.
+        """
         cache = slots = 0
         start: dict[int, int] = {}
         for host in self.hosts:
@@ -103,17 +109,16 @@ class PolicyResult:
         }
 
     def device_seconds(self) -> dict[int, float]:
-        """Return device seconds by degree: the number of devices in instances of the degree, integrated over time.
-
-        Unused degrees are missing.
-        """
+        """Return the device seconds spent at each tensor-parallel degree. Unused degrees are missing."""
         seconds: dict[int, float] = {}
         for at_s, degree, change in self.tally.degrees:
             seconds[degree] = seconds.get(degree, 0.0) + change * max(self.duration_s - at_s, 0.0)
         return {degree: seconds[degree] for degree in sorted(seconds) if seconds[degree] > 1e-9}
 
     def report(self) -> dict[str, Any]:
-        """Return the result, ready for JSON: fields of `amoeba bench`, counts of scheduler actions, and `parts`."""
+        """Return the result as a dict that JSON can represent: fields of `amoeba bench`, counts of actions, and
+        `parts`.
+        """
         return self._figures(np.ones(len(self.requests), bool)) | {
             "policy": self.policy,
             "duration": self.duration_s,
@@ -173,8 +178,8 @@ class PolicyResult:
     def parts(self) -> dict[str, float]:
         """Return the parts of the latency by cause, and the totals of transformations.
 
-        `ttft_*`: mean seconds over completed requests. `token_*`: mean seconds over generated tokens. All other values
-        are totals.
+        A key `ttft_*` is a mean over completed requests in seconds. A key `token_*` is a mean over generated tokens in
+        seconds. All other values are totals.
         """
         done = self.completed & ~np.isnan(self.ttft_s)
         tally, tokens = self.tally, max(self.tally.generated_tokens, 1)
@@ -194,7 +199,7 @@ class PolicyResult:
 def collect(
     policy: str, cluster: Cluster, slo: Slo, num_devices: int, price_per_hour: float | None = None
 ) -> PolicyResult:
-    """Return the results of a cluster after its run."""
+    """Return the result of a policy from a cluster whose run has ended."""
     records, requests = cluster.records, cluster.requests
     dispatch, first, end = (np.array(c) for c in (records.dispatch_s, records.first_token_s, records.end_s))
     ending = np.array(records.ending)
@@ -232,7 +237,9 @@ def collect(
 
 
 def _judged(cluster: Cluster, slo: Slo, ttft_s: np.ndarray, ending: np.ndarray) -> np.ndarray:
-    """See `PolicyResult.judged`."""
+    """Return for each request whether it counts in shares of requests within the latency limits
+    (`PolicyResult.judged`).
+    """
     requests, is_open = cluster.requests, ending == Ending.OPEN
     if not is_open.any() or not slo.limits_s:
         return np.ones(len(requests), bool)

@@ -25,10 +25,10 @@ class Family:
     """Family of models with the same `model_type`.
 
     Attributes:
-        fields: function that reads the fields of `ModelConfig` that not all families read in the same way. Raises
-            `CheckpointError` for a value that is not supported.
-        split: function that names the tensors within each stored tensor (`Split`), made for a `ModelConfig`. None: all
-            tensors are stored under the names of `ParamSpec.sources`.
+        fields: function that reads the fields of `ModelConfig` that differ between families. Raises `CheckpointError`
+            for a value that is not supported.
+        split: function that takes a `ModelConfig` and returns a function that divides stored tensors (`Split`). None:
+            no stored tensor needs division or another name.
         quantizations: values of `quant_method` that `split` can read.
     """
 
@@ -46,7 +46,7 @@ def positive(hf: HfConfig, field: str) -> int:
 
 
 def require(hf: HfConfig, **values: Any) -> None:
-    """Raise `CheckpointError` for the first field that is present and has another value than the given one."""
+    """Raise `CheckpointError` if a field is present and its value differs from the given value."""
     for field, value in values.items():
         if hf.get(field, value) != value:
             family = hf.get("model_type")
@@ -64,13 +64,16 @@ def soft_cap(hf: HfConfig, field: str) -> float | None:
 
 
 def same_window(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer if all layers have `sliding_window`."""
+    """Return the sliding window of each layer, if `sliding_window` applies to all layers."""
     window = None if hf.get("sliding_window") is None else positive(hf, "sliding_window")
     return (window,) * positive(hf, "num_hidden_layers")
 
 
 def windows_by_type(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer from `layer_types`. Without types, all layers have the window."""
+    """Return the sliding window of each layer according to `layer_types`.
+
+    Without this field, all layers have the window.
+    """
     windows = {"sliding_attention": positive(hf, "sliding_window"), "full_attention": None}
     kinds = hf.get("layer_types") or ["sliding_attention"] * positive(hf, "num_hidden_layers")
     if unknown := sorted(set(kinds) - windows.keys()):
@@ -79,7 +82,7 @@ def windows_by_type(hf: HfConfig) -> tuple[int | None, ...]:
 
 
 def qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer of a Qwen model, where `use_sliding_window` switches windows on."""
+    """Return the sliding window of each layer of a Qwen model. `use_sliding_window` turns windows on."""
     if hf.get("sliding_window") is None or not hf.get("use_sliding_window"):
         return (None,) * positive(hf, "num_hidden_layers")
     return windows_by_type(hf)

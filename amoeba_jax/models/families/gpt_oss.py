@@ -25,10 +25,10 @@ def _fields(hf: HfConfig) -> Fields:
 
 
 def _split(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
-    """Name the tensors of each expert. Gate and up features alternate in the stored tensors.
+    """Divide a stored tensor into the tensors of each expert. None for a tensor without experts.
 
-    The stored matrices are `[E, in, out]`. MXFP4 matrices are `[out, in]`, one for each expert, in tensors that
-    `Mxfp4Checkpoint` names `_rows`.
+    Stored matrices are `[E, in, out]`, and gate and up features alternate. MXFP4 matrices are `[out, in]`, one for each
+    expert; `Mxfp4Checkpoint` ends their names in `_rows`.
     """
     if ".mlp.router." in name:
         return {name.replace(".mlp.router.", ".mlp.gate."): tensor}

@@ -1,4 +1,4 @@
-"""CoCoServe's policy. Another policy places requests, and a controller changes the placement of layers."""
+"""CoCoServe's policy. Another policy decides where requests run. This policy replicates and migrates layers."""
 
 import itertools
 import math
@@ -48,21 +48,21 @@ _HELPED = 0.98
 
 
 class CocoServePolicy:
-    """Policy `cocoserve` (docs/scheduling.md).
+    """Policy `cocoserve`: replicates layers on vacant devices, and reduces an instance that violates its SLOs.
 
-    `amoeba` or `flying` dispatches requests, and merges and splits instances (`CocoServeConfig.request_policy`). In
-    addition, this policy requests changes of placements, one at a time: growth while devices are vacant (Algorithm 1),
-    and a reduction while SLOs are violated (Algorithm 2). Before instances merge, their layers return to their own
-    devices.
+    `amoeba` or `flying` (`CocoServeConfig.request_policy`) dispatches requests, and merges and splits instances. In
+    addition, this policy changes placements, one change at a time: replication while devices are vacant (Algorithm 1),
+    and reduction while SLOs are violated (Algorithm 2). Before instances merge, their layers return to their own
+    devices. docs/scheduling.md has the details.
 
     Without `ClusterView.layer`, it decides as the other policy does.
 
     Args:
-        amoeba: settings of `amoeba`. Its limits of latencies are the SLOs of the monitor.
+        amoeba: settings of `amoeba`. Its latency limits are the SLOs of the monitor.
         flying: settings of `flying`.
 
     Attributes:
-        monitor: averages on which the controller decides.
+        monitor: averages on which the decisions are based.
         pauses: whether the other policy pauses requests, and resumes them itself.
     """
 
@@ -112,11 +112,11 @@ class CocoServePolicy:
     # Merges
 
     def _prepared(self, view: ClusterView, action: Action) -> list[Action]:
-        """Return the action, or the changes of placement that must precede it.
+        """Return an action of the other policy, or the changes of placement that must precede it.
 
         Only a merge needs such changes. Layers of its instances must return to their own devices, and layers of other
-        instances must leave its devices. While such a change is in progress, the result is empty. If the changes were
-        refused, the result is the merge itself, and the executor refuses it with the reason.
+        instances must leave its devices. While such a change is in progress, return an empty list. If the changes were
+        refused, return the merge itself. The executor then refuses it with the reason.
         """
         if not isinstance(action, ScaleUp):
             return [action]
@@ -150,7 +150,10 @@ class CocoServePolicy:
         return True
 
     def _reduce(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next reduction. If a device is empty, return a replication to this device instead."""
+        """Return the next action for an instance that violates its SLOs (Algorithm 2).
+
+        If a device is empty, the action replicates layers on this device instead.
+        """
         empty = [d.id for d in view.devices if _is_empty(view, d.id)]
         if growth := self._growth(view, merging, empty):
             return growth
@@ -171,7 +174,9 @@ class CocoServePolicy:
         return []
 
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next change while SLOs are met: higher batch limits, a replication, or the end of an instance."""
+        """Return the next action while SLOs are met: a higher limit of the batch, a replication, or the end of an
+        instance.
+        """
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
         self._violated_at_load = None
@@ -187,12 +192,14 @@ class CocoServePolicy:
         return LimitBatch(instance.id, size if size < most else None, "SLOs are met under a lower load")
 
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
-        """Return the replication or scale-out that Algorithm 1 chooses, at most one change.
+        """Return the action with which Algorithm 1 replicates layers, or a whole instance.
 
-        Instances are tried in descending order of their load, until Algorithm 1 finds a change for one.
+        The list has one action or none. The instance with the highest load is tried first, then the next, until
+        Algorithm 1 finds an action.
 
         Args:
             merging: devices that merge.
+            devices: devices that may get layers.
         """
         hosts = {d for d in devices if d not in merging and can_host(view, d)}
         busiest = sorted(view.instances, key=lambda i: (-self.monitor.sequences[i.id], i.id))
@@ -207,7 +214,7 @@ class CocoServePolicy:
         return []
 
     def _addition(self, view: ClusterView, instance: InstanceView, hosts: set[int]) -> PlacementChange | None:
-        """Return a replication or scale-out to the device that gets the most layers of an instance by Algorithm 1.
+        """Return the action that replicates layers on one device: the device that gets the most layers by Algorithm 1.
 
         Return None if Algorithm 1 replicates no layers.
         """
@@ -237,9 +244,10 @@ class CocoServePolicy:
         return Replicate(instance.id, run, device, f"{share}, and has room for {room[device]} layers")
 
     def _scale_in(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the end of an instance that this policy has started, if few requests are left.
+        """Return the action that ends an instance if few requests are left.
 
-        The other instances must then have fewer than half of `split_batch` requests each.
+        Only instances that this policy started end. The other instances must then have fewer than half of `split_batch`
+        requests each.
         """
         plain = [i for i in view.instances if i.degree == 1 and i.placement is None and not i.draining]
         plain = [i for i in plain if i.id not in merging and not view.guests(i.id)]
@@ -263,10 +271,10 @@ def _is_empty(view: ClusterView, device: int) -> bool:
 def _undo(
     view: ClusterView, instance: InstanceView, only: Collection[int] | None, why: str
 ) -> Iterator[PlacementChange]:
-    """Yield changes that bring all layers of an instance back to its own devices.
+    """Yield actions that bring all layers of an instance back to its own devices.
 
     Args:
-        only: devices that the layers must leave. None: all devices except the instance's own.
+        only: devices that the layers must leave. None: all other devices than the instance's own.
         why: reason for the log.
     """
     assert view.layer is not None, "the sizes of a layer are known"
@@ -282,9 +290,9 @@ def _undo(
 
 
 def _moved_modules(instance: InstanceView, layer: int) -> list[tuple[Modules, int]]:
-    """Return the modules of a layer that have migrated, each with its device.
+    """Return the parts of a layer (attention, FFN) that have migrated, each with its device.
 
-    A module has migrated if its only home is a device other than the instance's own.
+    A part has migrated if only one device computes it, and the device is not the instance's own.
     """
     attention, ffn = (instance.homes(layer, modules)[0] for modules in ("attention", "ffn"))
     if attention == ffn:
