@@ -72,9 +72,11 @@ def executor(*degrees: int) -> JaxExecutor:
         device += tp
     engine = SimpleNamespace(
         cluster=SimpleNamespace(
-            plan=SimpleNamespace(degrees=[1, 2, 4]),
-            buckets=lambda tp: SimpleNamespace(max_num_seqs=8),
-            capacity_tokens=lambda tp, released: 100 * tp,
+            plan=SimpleNamespace(
+                degrees=[1, 2, 4],
+                buckets=lambda tp: SimpleNamespace(max_num_seqs=8),
+                capacity_tokens=lambda tp, released: 100 * tp,
+            ),
             sub_meshes=SimpleNamespace(devices=()),
         ),
         config=SimpleNamespace(tensor_parallel_size=1),
