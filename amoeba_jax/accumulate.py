@@ -1,4 +1,4 @@
-"""Full outputs of a request, built from its deltas: the new tokens and text of each step."""
+"""Build the full outputs of a request from its deltas. A delta has the new tokens and text of one step."""
 
 import queue
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from amoeba_jax.request import Delivery, Request
 class OutputAccumulator:
     """Builder of the full outputs of one request from its deltas.
 
-    A full output repeats all earlier tokens, so a long output takes long to build. The caller's thread builds it,
-    because the output thread serves all requests.
+    A full output repeats all earlier tokens, so a long output takes long to build. The caller's thread builds the
+    full output, so that the output thread is free for other requests.
     """
 
     def __init__(self, request: Request):
@@ -30,7 +30,7 @@ class OutputAccumulator:
         self._grown: list[int] = []
 
     def add(self, delta: RequestDelta) -> RequestOutput:
-        """Add the next delta and return the output so far. Its `new_text` has only the text of this delta."""
+        """Add the next delta and return the output so far. `new_text` of the result has only the text of this delta."""
         for index in self._grown:  # clear the old `new_text`
             self._outputs[index] = _with_delta(self._outputs[index], None)
         self._grown = [completion.index for completion in delta.completions]

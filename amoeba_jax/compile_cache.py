@@ -37,12 +37,12 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
     """Set the directory of JAX's persistent compilation cache for the whole process, and return it.
 
-    If this process cannot write to the directory, log a warning and only read programs. A directory that the user has
-    set in JAX stays in use if `directory` is None. If such a directory is unsafe, log a warning.
+    If this process cannot write to the directory, log a warning. Programs are then read from the directory, but not
+    stored there.
 
     Args:
-        directory: directory to use. "": change nothing and return None. None: the directory set in JAX, or else
-            `executables` in the project's cache directory.
+        directory: directory to use. "": change nothing and return None. None: keep the directory that the user has set
+            in JAX, with a warning if it is unsafe. If none is set, use `executables` in the project's cache directory.
         max_size: size limit, in bytes or as text such as "8GiB".
 
     Raises:
@@ -101,7 +101,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _problem(status: os.stat_result) -> str | None:
-    """Return the reason why a directory is unsafe, with a remedy; None if it is safe."""
+    """Return why a directory is unsafe and what to do about it. Return None if the directory is safe."""
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "is writable by other users: chmod 700 it or choose another directory"
     if status.st_uid not in (os.getuid(), 0):
@@ -112,8 +112,8 @@ def _problem(status: os.stat_result) -> str | None:
 def may_hold_programs(directory: str) -> bool:
     """Return whether it is safe to load programs from a directory. Loading a program runs its code.
 
-    Return False, with a warning, if another user owns the directory or can write to it. Return False if the directory
-    does not exist, and True for the URL of a storage bucket.
+    If another user owns the directory or can write to it, log a warning and return False. If the directory does not
+    exist, return False. For the URL of a storage bucket, return True.
     """
     if "://" in directory:
         return True  # a storage bucket, whose owner controls access
@@ -141,8 +141,8 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 def tidy(path: Path) -> list[str]:
     """Repair a cache directory: remove truncated files and add missing time stamps. Return the names of removed files.
 
-    Files with the same size and time stamp as at the last check are skipped. If another process holds the lock for 10
-    s, or the directory cannot be changed, log a warning and return an empty list.
+    A file is skipped if its size and time stamp have not changed since the last check. If another process holds the
+    lock of the directory for 10 seconds, or if the directory cannot be changed, log a warning and return an empty list.
     """
     try:
         with FileLock(path / _LOCK, timeout=_LOCK_TIMEOUT_S):
@@ -183,9 +183,9 @@ def _tidy(path: Path) -> list[str]:
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by file name.
+    """Return the files that were complete at the last check, as a dict from file name to `[bytes, mtime_ns]`.
 
-    Return {} if there was no check yet.
+    The two numbers are size and time stamp at that check. The dict is empty if there was no check yet.
     """
     try:
         checked = json.loads((path / _CHECKED).read_text())

@@ -109,8 +109,9 @@ class EngineHandle:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        It is the free room beside the prompt in the smallest instance with at least 512 free tokens, or else in the
-        largest instance. A short prompt therefore never needs a merge of instances.
+        The number is the room that the smallest instance has left after the prompt. An instance with room for fewer
+        than 512 tokens does not count, except the largest instance. A request with a short prompt therefore never needs
+        a merge of instances.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 
@@ -128,7 +129,7 @@ class EngineHandle:
         return self._dispatcher.call(instance_views, self._engine).result()
 
     def placement(self, instance: int = 0) -> Placement:
-        """Return the placement of an instance: the devices that compute each of its layers (docs/placement.md).
+        """Return the placement of an instance: for each layer, the devices that compute the layer (docs/placement.md).
 
         `to_dict()` of the result is a valid `EngineConfig.placement`. Raises `RequestError` if the instance does not
         exist.
@@ -178,9 +179,9 @@ class EngineHandle:
 
         With `running="pause"`, requests of instances that merge stop after the steps in flight and keep their pages.
         The merged instance serves other requests with the free pages. A transformation back to the earlier degree
-        resumes the paused requests on their devices. If the merged instance runs out of pages, it first evicts cached
-        prefixes, and then the pages of paused requests of the same or a lower priority. These requests are computed
-        again later.
+        resumes the paused requests on the devices that hold their pages. If the merged instance runs out of pages, it
+        first evicts cached prefixes. After that, it evicts pages of paused requests with the same or a lower priority.
+        The paused requests that lose pages are computed again later.
 
         Args:
             tensor_parallel_size: degree of the instances afterwards.
@@ -188,9 +189,9 @@ class EngineHandle:
                 of the new degree. Default: all devices.
             variant: name of a `TransformVariant`.
             release_weights: whether a merge turns FFN weights that a rank does not need into KV cache. If False, all
-                weights stay, and the merged instance holds as many tokens as the instances before the merge. A split
-                always restores the weights. An instance that already has the degree does not change. To release or
-                restore its weights, split and merge it.
+                weights stay, and the KV cache of the merged instance holds as many tokens as the caches before the
+                merge. A split always restores the weights. An instance that already has the degree does not change.
+                To release or restore the weights of such an instance, split and merge the instance.
             layers_per_step: number of layers to switch between two steps, rounded up to whole segments
                 (`EngineConfig.segment_layers`). `"auto"`: one segment. If no request runs, all layers switch at once.
             wait_for_programs: whether to wait for programs that `warmup(background=True)` is still compiling. Requests
@@ -242,13 +243,14 @@ class EngineHandle:
     ) -> PlacementReport:
         """Let a further device compute layers of an instance while requests run.
 
-        Return a report when the change is done. The sequences of the instance are divided into microbatches, one for
-        each device that computes a layer. A device without the weights gets a copy. A device that serves another
-        instance already has the weights. The KV cache of the replicated layers is then taken from that instance. No
-        request is lost or computed again.
+        Return a report when the change is done. The sequences of the instance are divided into microbatches (shares),
+        one for each device that computes the replicated layers. No request is lost or computed again.
 
-        Only layers on one device can be replicated: split an instance of a higher degree first. An instance with
-        replicas cannot merge: `evict` them first. docs/placement.md has examples.
+        If the device has no weights of these layers, it gets a copy. If the device serves another instance, it already
+        has the weights. The KV pages of the replicated layers then come from the pages of that instance.
+
+        Only layers at tensor-parallel degree 1 can be replicated. Split an instance of a higher degree first. An
+        instance with replicas cannot merge. `evict` the replicas first. docs/placement.md has examples.
 
         Args:
             layers: layers to replicate, such as `range(5, 15)`.
@@ -270,8 +272,8 @@ class EngineHandle:
     ) -> PlacementReport:
         """Remove copies of layers from a device while requests run.
 
-        This reverses `replicate` and has the same errors. Afterwards the memory of the device is free, unless another
-        instance uses it.
+        This reverses `replicate`. The errors are the same. Afterwards, the memory of the copies is free, except memory
+        that another instance uses.
         """
         return self._change_placement("evict", device, instance, layers, modules)
 
@@ -285,23 +287,23 @@ class EngineHandle:
     ) -> PlacementReport:
         """Move layers of an instance to another device while requests run. Return a report when the change is done.
 
-        The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of its other
-        layers. The embedding and the output projection stay on the old device. Other arguments and errors are as for
-        `replicate`.
+        The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of other layers
+        on the old device. The embedding and the output projection stay on the old device. Other arguments and errors
+        are as for `replicate`.
 
         Args:
-            modules: as for `replicate`, or `"kv"`. With `"kv"`, the KV cache and the attention over it move, and the
-                old device also keeps the attention weights.
-            move_kv: whether the KV cache moves. If False, only the FFNs move, because attention runs on the device of
-                its KV cache.
+            modules: as for `replicate`, or `"kv"`. `"kv"` moves the same as `"attention"`, but the old device keeps
+                its copy of the attention weights. A later move back then copies no weights.
+            move_kv: whether the KV cache moves. If False, only the FFNs move. The attention stays, because it must run
+                on the device that holds the KV cache.
         """
         return self._change_placement("migrate", device, instance, layers, modules, move_kv)
 
     def scale_out(self, device: int, instance: int = 0) -> PlacementReport:
         """Replicate all layers of an instance on an empty device. The copy then becomes a separate instance.
 
-        Each layer serves a share of the requests as soon as it has arrived. When all layers have arrived, the new
-        instance takes over the sequences that its device computes. Errors are as for `replicate`.
+        The device computes a share of the requests in each layer as soon as it has the layer. When it has all layers,
+        the sequences of this share move to the new instance. Errors are as for `replicate`.
         """
         return self._change_placement("scale_out", device, instance)
 
@@ -344,11 +346,11 @@ class EngineHandle:
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
-        """Compile the programs of the given tensor-parallel degrees and of transformations between them. Run each once.
+        """Compile the programs of the given tensor-parallel degrees and of transformations between these degrees.
 
-        Return the number of programs that were compiled or loaded from the cache on disk. No instance changes its
-        degree. After a warm-up of all degrees, requests no longer wait for compilations. `stats.late_programs` counts
-        programs that the warm-up missed.
+        Return the number of programs that were compiled or loaded from the cache on disk. Each program also runs once.
+        No instance changes its degree. After a warm-up of all degrees, requests no longer wait for compilations.
+        `stats.late_programs` counts programs that the warm-up missed.
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
@@ -378,7 +380,7 @@ class EngineHandle:
         self._dispatcher.call(save, Path(directory), weights, self._hf_config, self._directory).result()
 
     def use_scheduler_hook(self, make: Callable[[Engine], P]) -> P:
-        """Install a scheduler, which decides where requests run and when instances change. Return the scheduler.
+        """Install a scheduler and return it. A scheduler decides where requests run and when instances change.
 
         The engine's own thread calls `make(engine)` to create the scheduler. After that, the engine also accepts
         requests that are too large for every current instance, because the scheduler can merge instances.
@@ -421,7 +423,7 @@ class EngineHandle:
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
     """Return the tokenizer of a model directory.
 
-    Return None if it has no tokenizer.json: prompts must then be token ids.
+    Return None if the directory has no tokenizer.json. Prompts must then be token ids.
     """
     if directory is None or not (directory / "tokenizer.json").exists():
         return None

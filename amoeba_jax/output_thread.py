@@ -27,12 +27,13 @@ A backlog of this size takes a fraction of a second.
 class OutputThread:
     """Thread that converts updates (new tokens of a request) to outputs.
 
-    In each turn, it takes some updates of one request.
+    In each turn, the thread processes some updates of one request.
 
     Args:
         end_early: function `(sequence, stop_string)` that asks the engine to end a sequence early. `stop_string` is
             None if the request failed.
-        on_room: function that this thread calls when a backlog of `MAX_BACKLOG` has shrunk by half. It must not block.
+        on_room: function that this thread calls when a backlog of `MAX_BACKLOG` has shrunk by half. The function must
+            not block.
     """
 
     def __init__(self, end_early: EndEarly, on_room: Callable[[], None] = lambda: None):

@@ -62,9 +62,10 @@ def jax_has_started() -> bool:
 
 
 def cuda_may_start(platforms: str) -> bool:
-    """Return whether JAX would try to start NVIDIA GPUs: a plug-in is installed, and `platforms` allows NVIDIA GPUs.
+    """Return whether JAX would try to start NVIDIA GPUs.
 
-    If the result is False, set no GPU flags: XLA reads XLA_FLAGS on every platform and exits at an unknown flag.
+    The result is True if a plug-in for NVIDIA GPUs is installed and `platforms` allows these GPUs. If the result is
+    False, set no GPU flags. XLA reads XLA_FLAGS on every platform, and exits if it does not know a flag.
 
     Args:
         platforms: value of JAX_PLATFORMS.
@@ -76,8 +77,8 @@ def cuda_may_start(platforms: str) -> bool:
 def nccl_splitting(environ: Mapping[str, str]) -> str | None:
     """Return the value of the flag `NCCL_SPLITTING` in XLA_FLAGS, or None if it is not set.
 
-    A flag without value is "true". If XLA_FLAGS does not begin with a dash, it is the name of a file with flags. Raises
-    `OSError` if the file cannot be read.
+    A flag without value is "true". If XLA_FLAGS does not begin with a dash, it is the name of a file, and the flag is
+    read from this file. Raises `OSError` if the file cannot be read.
     """
     value = None
     for flag in _xla_flags(environ).split():
@@ -88,10 +89,10 @@ def nccl_splitting(environ: Mapping[str, str]) -> str | None:
 
 
 def without_nccl_splitting(environ: Mapping[str, str]) -> str:
-    """Return XLA_FLAGS, with the flag `NCCL_SPLITTING` turned off unless it is already set.
+    """Return the flags of XLA_FLAGS with `NCCL_SPLITTING` turned off. A flag that is already set does not change.
 
-    If XLA_FLAGS is the name of a file, the file must set the flag. Raises `ValueError` if it does not, and `OSError` if
-    the file cannot be read.
+    If XLA_FLAGS is the name of a file, the name is returned, and the file must set the flag. Raises `ValueError` if the
+    file does not set the flag, and `OSError` if the file cannot be read.
     """
     flags = environ.get("XLA_FLAGS", "")
     if nccl_splitting(environ) is not None:
@@ -107,7 +108,7 @@ def _xla_flags(environ: Mapping[str, str]) -> str:
 
 
 def is_inline(flags: str) -> bool:
-    """Return whether XLA_FLAGS contains flags (or is empty), and is not the name of a file with flags."""
+    """Return True if XLA_FLAGS contains flags or is empty. Return False if it is the name of a file with flags."""
     return not flags.strip() or flags.strip().startswith("-")
 
 

@@ -29,8 +29,8 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
     """Return a list with one value for each of `count` prompts. A single value or None is repeated.
 
-    Raises `RequestError`, with the argument's name (`name`), if a list has another length, or a value is not of type
-    `kind`.
+    Raises `RequestError` if a list does not have `count` values, or if a value is not of type `kind`. The message
+    contains `name`, the name of the argument.
     """
     if values is None or isinstance(values, kind):
         return [values] * count

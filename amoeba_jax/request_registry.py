@@ -30,7 +30,7 @@ class RequestRegistry:
         dispatcher: thread that runs the engine.
         tokenizer: tokenizer. None: the model takes token ids only.
         eos_token_ids: token ids that end a generation.
-        seed: seed from which requests without a seed get theirs.
+        seed: seed of the engine. A request without a seed gets a seed derived from this seed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RequestRegistry:
         client: str = "",
         arrival: float | None = None,
     ) -> Request:
-        """Check a prompt and its settings, and return a new request. It is neither registered nor submitted.
+        """Check a prompt and its settings, and return a new request. The request is neither registered nor submitted.
 
         Args:
             prompt: text or token ids.
@@ -135,7 +135,7 @@ class RequestRegistry:
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """Return the state of a constrained sequence before its first token; None without a constraint.
 
-        Compiling a new grammar takes up to some seconds. A grammar that is already compiled takes microseconds. Raises
+        A new grammar is compiled, which can take some seconds. Otherwise the call takes microseconds. Raises
         `RequestError` if the grammar is refused.
         """
         if params.structured is None:
@@ -153,7 +153,7 @@ class RequestRegistry:
     def load_grammars(self) -> None:
         """Load the vocabulary that constrained decoding needs, if there is a tokenizer.
 
-        If it is not called, the first constrained request loads the vocabulary and blocks all threads for up to 1 s.
+        Without this call, the first constrained request loads the vocabulary and blocks all threads for up to 1 s.
         """
         if self._tokenizer is not None:
             self.grammars().load_vocabulary()

@@ -10,7 +10,7 @@ from amoeba_jax.shorten import shorten
 from amoeba_jax.valid_text import check_unicode
 
 MAX_CONSTRAINT_BYTES = 128 * 1024
-"""Limit for a JSON schema, a regular expression, a grammar, or the sum of all choices, in bytes of UTF-8."""
+"""Limit in bytes of UTF-8, for a JSON schema, a regular expression, a grammar, or all choices together."""
 MAX_CHOICES = 1024
 """Limit for the number of choices."""
 

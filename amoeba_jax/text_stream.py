@@ -6,11 +6,10 @@ from amoeba_jax.tokenizer import DetokenizeStream
 
 
 class TextStream:
-    """Converter of tokens to text that ends at a stop string.
+    """Converter of tokens to text. The text ends at the first stop string.
 
-    The first complete stop string ends the text, even inside a token. If several stop strings end at the same
-    character, the longest counts. The text is cut before the stop string, or after it with
-    `include_stop_str_in_output`.
+    A stop string may end inside a token. If several stop strings end at the same character, the longest counts. The
+    text is cut before the stop string. With `include_stop_str_in_output`, it is cut after the stop string.
 
     The results of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
     back until later text decides. With `include_stop_str_in_output`, no text is held back.
@@ -38,7 +37,7 @@ class TextStream:
         """Stop string that has ended the text, or None. After a stop string, tokens add no text."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` adds. It is often ""."""
+        """Return the text that `token_id` adds. The result is often ""."""
         if self._detokenizer is None or self.stopped is not None:
             return ""
         self._num_tokens += 1
@@ -98,9 +97,9 @@ class _StopString:
     def read(self, new: str, counts: bool) -> int | None:
         """Search the next text, `new`.
 
-        Return the index in `new` after the end of the first occurrence; None if there is none. An occurrence may start
-        in earlier text. If `counts` is false, occurrences are ignored. Do not call this again after an occurrence was
-        found.
+        Return the index in `new` where the first occurrence has ended, or None without an occurrence. An occurrence may
+        start in earlier text. If `counts` is false, occurrences are ignored. Do not call this method again after an
+        occurrence was found.
         """
         text, borders, matched = self.text, self._borders, self.matched
         if not matched and text[0] not in new:

@@ -60,8 +60,8 @@ class Tokenizer:
     def from_directory(cls, directory: Path | str) -> "Tokenizer":
         """Load the tokenizer from `tokenizer.json` in a Hugging Face model directory.
 
-        `eos_token_ids` are the ids in `generation_config.json` (or in `config.json` if that file has none), plus the
-        EOS of the tokenizer.
+        `eos_token_ids` are the ids in `generation_config.json`, plus the EOS of the tokenizer. If
+        `generation_config.json` has no ids, the ids in `config.json` are used.
 
         Raises:
             CheckpointError: `tokenizer.json` is missing or cannot be read.
@@ -106,8 +106,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        The call blocks other threads for at most 40 ms, even for 4 MB of English text (1.4 million tokens, 2 s). The
-        `encode` of the library would block other threads for 2.5 to 3.5 s.
+        Other threads are blocked for at most 40 ms, even for 4 MB of English text (1.4 million tokens). Such a text
+        takes 2 s. The `encode` of the library would block other threads for 2.5 to 3.5 s.
 
         Args:
             text: text to tokenize.
@@ -185,7 +185,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def has_text(self, token_id: int) -> bool:
-        """Return whether the token is in the vocabulary and not empty."""
+        """Return whether the token is in the vocabulary and its text is not empty."""
         return bool(self._backend.id_to_token(token_id))
 
     @property
@@ -272,13 +272,14 @@ class Tokenizer:
 class DetokenizeStream:
     """Incremental decoder that returns only complete characters.
 
-    The results of `push` and `flush` add up to the text of the whole sequence without the text of the prompt. As in
-    vLLM, the first word therefore has its leading space, and a character that starts in the prompt is complete. Only
-    the last 32 prompt tokens are examined. Skipped special tokens do not count.
+    The results of `push` and `flush` add up to the decoded text of prompt and output, minus the text of the prompt. As
+    in vLLM, the first word of the output therefore keeps its leading space. A character that starts in the prompt and
+    ends in the output is returned whole. Only the last 32 prompt tokens are examined. Skipped special tokens do not
+    count.
 
-    There is one exception. If one byte token in a run of byte tokens is invalid, SentencePiece decodes the whole run as
-    U+FFFD. The stream cannot correct text that it has already returned. The invalid token affects the text of at most
-    25 further tokens.
+    The results can differ from that text in one case. If one byte token in a run of byte tokens is invalid,
+    SentencePiece decodes the whole run as U+FFFD. The stream cannot correct text that it has already returned. The
+    invalid token affects the text of at most 25 further tokens.
 
     `DecodeStream` of the library `tokenizers` is not used, because it drops text at the end, and raises an error after
     an invalid byte token.
@@ -302,8 +303,9 @@ class DetokenizeStream:
         self._held: list[int] = []  # tokens whose text was not returned yet
 
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
-        """Return how many of the prompt's last tokens to keep as context, and how many end in an incomplete character.
+        """Return `(kept, cut)`, two numbers of tokens at the end of the prompt.
 
+        `kept` tokens are the context for the output. The last `cut` tokens of the prompt form an incomplete character.
         `tail` has the last tokens of the prompt.
         """
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
@@ -355,7 +357,7 @@ class DetokenizeStream:
         return self._decode(self._held)  # the exception in the class docstring: returned text has changed
 
     def _keep_context(self) -> None:
-        """Keep the tokens whose text was returned as context for the next tokens."""
+        """Keep tokens as context for the next tokens. The text of these tokens has been returned."""
         self._context = (self._cut + self._held)[-_MOST_CONTEXT:]
         self._context_text = self._decode(self._context)
         self._cut, self._whole_texts, self._held = [], (), []
@@ -373,7 +375,9 @@ def _decomposed_length(text: str) -> int:
 
 
 def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the token ids that end a generation: from `generation_config.json`, or else from the model's `config`.
+    """Return the token ids that end a generation.
+
+    The ids come from `generation_config.json`, or from `config` if that file has no ids.
 
     Raises:
         CheckpointError: `generation_config.json` cannot be read.

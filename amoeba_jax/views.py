@@ -47,11 +47,11 @@ class InstanceStatus:
     kv_used_pages: int
     kv_total_pages: int
     num_cached_pages: int = 0
-    """Pages of cached prefixes. They are evicted if running requests need pages."""
+    """Pages of cached prefixes. These pages are evicted if running requests need pages."""
     paused: int = 0
-    """Number of paused requests on these devices. They resume after a transformation to `paused_degree`."""
+    """Number of paused requests on these devices. The requests resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
-    """Degree at which the paused requests ran; 0 if there are none."""
+    """Degree at which the paused requests ran; 0 without paused requests."""
     placement: Placement | None = None
     """Devices that compute each layer, for each microbatch."""
     phase: str = "serving"
@@ -79,7 +79,7 @@ class TransformState(StrEnum):
     ABORTED = "aborted"
     """The transformation was refused, or failed before the first layer switched. Nothing has changed."""
     RECOVERED = "recovered"
-    """The transformation failed after the first layer had switched. Groups that had changed completely stay changed.
+    """The transformation failed after the first layer had switched. Device groups that had changed completely stay so.
 
     The failed group serves at the higher degree with an empty cache, and its requests are computed again. If its
     restored weights were lost, the group serves at the lower degree instead.
@@ -161,7 +161,7 @@ class ExecutableInfo:
     compile_s: float
     """Seconds to trace and compile the program, or to load it."""
     cached: bool
-    """Whether the program was loaded from a cache or relocated, and not compiled by XLA."""
+    """Whether the program was loaded from a cache or relocated (`relocated`). False: XLA compiled the program."""
     relocated: bool
     """Whether the program was compiled for other devices and then loaded for `devices`."""
     code_bytes: int
@@ -190,7 +190,7 @@ class MemoryEntry:
     owner: str
     num_bytes: int
     padding_bytes: int = 0
-    """Bytes of padding among `num_bytes`: zeros, and copies of heads, that make sizes divisible."""
+    """Bytes of padding, contained in `num_bytes`. Padding (zeros and copies of heads) makes sizes divisible."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -204,7 +204,7 @@ class MemoryReport:
     reserved_bytes: tuple[int, ...]
     """Bytes reserved for temporaries of programs and transformations, by device."""
     padding: dict[str, float]
-    """Stored elements divided by model elements, by kind of parameter and for `kv cache`. 1.0: no padding."""
+    """Ratio of stored elements to elements of the model, by kind of parameter and for `kv cache`. 1.0: no padding."""
     kv_kept_bytes: tuple[int, ...] = ()
     """Bytes of the KV cache in pages of cached prefixes, by device. These pages are evicted if requests need pages."""
 
@@ -258,8 +258,8 @@ class MemoryReport:
     def rows(self) -> list[list[str]]:
         """Return the header and the rows of the table, with one column for each device.
 
-        Each owner (such as KV cache) has a row. Rows for used and kept KV cache, padding, reserved and unused bytes,
-        and the budget follow.
+        Each owner (such as KV cache) has a row. Further rows have the bytes of the KV cache in use, the kept KV cache,
+        all padding, reserved memory, unused memory and the budget.
         """
         devices = self.devices
         totals = {device: self.by_owner(device) for device in devices}
@@ -303,8 +303,9 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class _Column:
-    """Column in the picture of a device's memory: a layer, buffers that belong to no layer, or reserved or unused
-    bytes.
+    """Column in the picture of a device's memory.
+
+    A column shows a layer, the buffers that belong to no layer, the reserved bytes, or the unused bytes.
     """
 
     layer: int | None
@@ -339,7 +340,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device. Their bytes add up to the memory budget, or to more if the budget is exceeded."""
+    """Return the columns of a device. The sum of their bytes is the budget, or more if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]

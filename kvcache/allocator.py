@@ -26,8 +26,9 @@ class Block(NamedTuple):
 class _FreeBlocks:
     """Free blocks of one order: a set, and a heap that finds the lowest block in O(log n).
 
-    A removed block leaves the set at once, but its heap entry stays until it reaches the top. If the block becomes free
-    again before that, the entry is valid again. The heap therefore has at most one entry for each block.
+    A removed block leaves the set at once. The block's heap entry stays until it reaches the top of the heap. If the
+    block becomes free again before that, the entry is valid again. The heap therefore has at most one entry for each
+    block.
     """
 
     def __init__(self) -> None:
@@ -71,9 +72,9 @@ class BuddyAllocator:
     `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of
     equal size, it takes the block with the lowest unit.
 
-    The units are in the KV buffers of the device (extents, see `kvcache.extents`). Extents made from weights are added
-    later and have higher units, so they are filled last. They are therefore likely to be free when the weights must
-    return.
+    The units are in the KV buffers (extents, see `kvcache.extents`) of the device. Extents made from weights are added
+    later and have higher units, so they are filled last. Such an extent is therefore likely to be free when it must
+    hold weights again.
 
     Methods that take the first unit of an allocated block raise `ValueError` if no allocated block starts there. Not
     thread-safe: only the engine's thread calls them.
@@ -180,7 +181,7 @@ class BuddyAllocator:
     def free(self, unit: int) -> None:
         """Drop a reference to the allocated block that starts at `unit`.
 
-        Without a reference, the block becomes free.
+        If this was the last reference, the block becomes free.
         """
         self._check_live(unit)
         self._references[unit] -= 1
@@ -198,7 +199,7 @@ class BuddyAllocator:
     def become(self, other: "BuddyAllocator") -> None:
         """Replace the extents and blocks of this allocator by the extents and blocks of `other`.
 
-        Do not use `other` afterwards. All objects that hold this allocator then see the new state of a device.
+        All objects that hold this allocator then see the new state of the device. Do not use `other` afterwards.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")

@@ -23,10 +23,10 @@ def assign_down(
     The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. Sequences that
     share a page may get different instances, and each of these instances then needs a copy of the page.
 
-    If the sequences do not fit this way, a second attempt keeps sequences that share pages together. It is not tried
-    first, because it leaves instances idle if all prompts begin with the same system prompt.
+    If the sequences do not fit this way, a second attempt puts sequences that share pages on the same instance. This
+    attempt is not the first, because it leaves instances idle if all prompts begin with the same system prompt.
 
-    Cached pages that no sequence uses are not part of the input. The caller drops them.
+    The input does not include cached pages that no sequence uses. The caller drops these pages.
 
     Args:
         pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
@@ -66,10 +66,10 @@ def assign_down(
 
 
 _Preference = Callable[[int, int], tuple[int, int]]
-"""Cost of an instance for a group of sequences: a function `(free, need) -> cost`.
+"""Function `(free, need) -> cost`: the cost of an instance for a group of sequences.
 
-`free` is the number of free pages of the instance. `need` is the number of new pages that the group needs there. A
-group of sequences goes to the instance with the lowest cost.
+`free` is the number of free pages of the instance. `need` is the number of new pages that the group needs on this
+instance. A group of sequences goes to the instance with the lowest cost.
 """
 
 
@@ -128,8 +128,8 @@ def _assign_staying(
 ) -> Int32[np.ndarray, " sequences"] | None:
     """Assign each sequence to the instance on which most pieces of its pages stay in place.
 
-    Then balance the free pages. The arguments are as in `_assign` and `assign_down`. Return None if the balanced
-    assignment does not fit.
+    Then move sequences to balance the free pages of the instances. The arguments are as in `_assign` and `assign_down`.
+    Return None if the balanced assignment does not fit.
     """
     if not pages:
         return np.zeros(0, np.int32)
@@ -145,8 +145,9 @@ class _Staying:
     At first, every sequence is on the instance where most pieces of its pages stay in place. A move goes to the
     instance with the most free pages, among the instances with fewer sequences than their limit.
 
-    The moves come to an end. An instance above its limit only loses sequences. Any other move leaves both instances
-    with more free pages than the fuller of them had before, so no earlier assignment can return.
+    The moves come to an end. An instance above its limit only loses sequences. Any other move leaves each of the two
+    instances with more free pages than the fuller of the two had before. An earlier assignment therefore cannot
+    return.
     """
 
     def __init__(

@@ -22,10 +22,10 @@ from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
-"""Number of phases of one distance that a program without a loop can run in a row.
+"""Number of phases of one distance that a program without a loop can run in a row (`migration.Phase`).
 
-Launching a program on four devices takes 0.3 ms of CPU time. Most plans have at least three phases of each distance
-that they use.
+The number is above 1 to save launches. A launch on four devices takes 0.3 ms of CPU time. Most plans have at least
+three phases of each distance that occurs.
 """
 
 PHASES_OF_LOOP = 16
@@ -33,14 +33,15 @@ PHASES_OF_LOOP = 16
 
 
 class ExchangeKind(NamedTuple):
-    """Kind of an exchange program: the number of phases that it runs one after another, and their distance.
+    """Kind of an exchange program: the phases that one launch of the program runs.
 
-    In a phase, ranks exchange pieces of KV pages; `migration.Phase` defines phases and distances. `distance` is None
-    for a program of general phases.
+    In a phase, ranks exchange pieces of KV pages. `migration.Phase` defines phases and distances.
 
-    A program with `loop` runs up to `num_phases` phases of any distance: each iteration branches on the distance, and
-    `distance` is None. It replaces the programs of all distances and needs one launch for each layer. It is for CPU
-    only: on a GPU, the host would have to wait in each phase to learn the branch.
+    A program without `loop` runs `num_phases` phases of the given distance. `distance` is None for general phases.
+
+    A program with `loop` runs up to `num_phases` phases of any distances, and `distance` is None. One such program
+    replaces the programs of all distances, and one launch is enough for a layer. A program with `loop` is for CPU only.
+    On a GPU, the host would have to wait in each phase to learn the distance of the phase.
     """
 
     distance: int | None
@@ -68,8 +69,8 @@ class Exchange(NamedTuple):
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
     """Return the kinds of all programs that an instance of `p` ranks can need for the exchanges of `join_phases`.
 
-    With `loop`, there is only one kind. Without it, there is a kind for one general phase, a kind for one phase of each
-    distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0.
+    With `loop`, there is only one kind. Without `loop`, there is one kind for a general phase. For each distance, there
+    is a kind for one phase, and above distance 0 also a kind for `PHASES_AT_ONCE` phases.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -148,7 +149,7 @@ def exchange_pieces(
 
 
 def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
-    """Reshape the KV buffers of one rank so that each row is one piece of a page. XLA needs no copy for this."""
+    """Reshape the KV buffers of one rank so that each row is one piece of a page. Copies nothing."""
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
 
@@ -166,7 +167,9 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Fl
 
 
 def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array, "pieces elems"]:
-    """Send `pieces` from this rank `r` to rank `r ^ distance`, and return the pieces that arrive from that rank.
+    """Send `pieces` to the rank at `distance`, and return the pieces that arrive from that rank.
+
+    From rank `r`, the rank at `distance` is `r ^ distance`.
 
     `pieces` must be a result of `as_bits`.
     """
@@ -188,8 +191,8 @@ def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array
 def as_bits(array: jax.Array) -> jax.Array:
     """Reinterpret elements as unsigned integers of the same size, to send them. 32-bit elements are returned unchanged.
 
-    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. It sends 32-bit elements as they
-    are, and a reinterpretation would cost a fifth of the time of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. 32-bit elements are sent
+    unchanged anyway. To reinterpret them would cost a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
@@ -205,8 +208,8 @@ def scatter_pieces(
 ) -> list[jax.Array]:
     """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays.
 
-    `rows` is the result of `as_pieces`. Ids run over all its arrays. A negative id writes nothing. The other ids must
-    differ from each other.
+    `rows` is the result of `as_pieces`. Ids count through all arrays of `rows`. A negative id writes nothing. All ids
+    that are not negative must differ.
     """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
@@ -229,9 +232,9 @@ def compile_exchange(
 ) -> jax.stages.Compiled:
     """Compile a program `(extents, send, receive) -> extents` that runs an `Exchange` on the KV buffers of one layer.
 
-    `extents` are all buffers of the layer, each `[tp * pages, page_elems]` over the ranks of the group. They are
+    `extents` are all buffers of the layer, each `[tp * pages, page_elems]` over the ranks of the group. The extents are
     donated. `send` and `receive` are the arrays of the exchange, sharded over the ranks. Temporary memory on each rank:
-    at most `2 * tp * phase_pieces` pieces, or `3 * tp * phase_pieces` for a program with a loop.
+    at most `2 * tp * phase_pieces` pieces, or `3 * tp * phase_pieces` pieces for a program with a loop.
 
     Args:
         geometry: sizes of the pages.

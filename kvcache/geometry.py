@@ -67,7 +67,7 @@ class PageGeometry:
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages for `num_tokens` tokens of one sequence.
 
-        It does not depend on the tensor-parallel degree.
+        The number of pages does not depend on the tensor-parallel degree.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; it must not be negative")

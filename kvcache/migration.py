@@ -1,20 +1,22 @@
 """Plan that moves pieces of KV pages between ranks in phases. No piece is overwritten before it is read.
 
 One compiled program runs a phase, and all phases have the same size. In a phase, all ranks gather the pieces that they
-send, exchange them, and then write the received pieces. A *slot* is the memory of one piece on one rank. A slot may be
-written in the phase in which its old piece leaves. A move therefore waits for the moves that vacate its target. It may
-run in the same phase as the last of these moves.
+send, exchange them, and then write the received pieces.
 
-Each slot is the target of at most one move. The moves, linked by their slots, therefore form trees and cycles. The
-leaves of the trees are free slots.
+A *slot* is the memory of one piece on one rank. A slot may be written in the phase in which its old piece leaves. A
+move therefore waits for all moves that read its target slot. The waiting move may run in the same phase as the last of
+these moves.
+
+Draw each slot as a point, and each move as an arrow from its source slot to its target slot. Each slot is the target of
+at most one move. The arrows therefore form trees and cycles. The leaves of the trees are free slots.
 
 A tree is scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that
 they vacate.
 
 All moves of a cycle must run in one phase. A cycle that is too long for a phase is cut into arcs: runs of consecutive
 slots. A phase rotates the pieces of an arc: every piece moves to the next slot, and the last piece moves to the first
-slot. After that, only the first slots of the arcs have wrong pieces. The moves that correct them form a shorter cycle,
-which is scheduled the same way. A plan therefore never needs a free slot, even if all ranks are full.
+slot. After that, only the first slots of the arcs have wrong pieces. The moves that correct these slots form a shorter
+cycle, which is scheduled the same way. A plan therefore never needs a free slot, even if all ranks are full.
 """
 
 import heapq
@@ -31,8 +33,8 @@ PADDING = -1
 GENERAL_COST = 1.2
 """Time of a general phase, divided by the time of a phase with a distance.
 
-In a general phase, each rank trades with all ranks; in a phase with a distance, with one rank. Measured on CPU, where
-a general phase waits for other ranks several times.
+In a general phase, each rank trades pieces with all ranks. In a phase with a distance, each rank trades with one rank.
+The value was measured on CPU, where a general phase waits for other ranks several times.
 """
 
 
@@ -63,7 +65,7 @@ class Phase:
 def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tuple[int, ...]:
     """Return the shape of `Phase.send` for one rank.
 
-    It is `(num_ranks, phase_pieces)` in a general phase, else `(num_ranks * phase_pieces,)`.
+    The shape is `(num_ranks, phase_pieces)` in a general phase, else `(num_ranks * phase_pieces,)`.
     """
     return (num_ranks, phase_pieces) if distance is None else (num_ranks * phase_pieces,)
 
@@ -76,10 +78,10 @@ def plan_phases(
     A piece that moves from rank `r` to rank `s` has the distance `r ^ s`. If many pieces have the same distance, they
     move in phases of this distance. All other pieces, and pieces that wait for each other, move in general phases.
 
-    A slot is the memory of one piece on one rank. A source may have several targets, and may be the target of another
-    piece. Slots that are no target keep their piece. A slot that is both source and target may hold other pieces
-    between phases. All other targets are written once. Temporary memory of a rank: at most `2 * num_ranks *
-    phase_pieces` pieces, for sending and receiving together.
+    A slot is the memory of one piece on one rank. A source slot may have several targets, and may also be the target of
+    another piece. A slot that is no target keeps its piece. A slot that is both source and target may hold any piece
+    until the last phase has run. All other targets are written once. Temporary memory of a rank: at most
+    `2 * num_ranks * phase_pieces` pieces, for sending and receiving together.
 
     Args:
         source: (rank, piece id) of the source slot of each piece.
@@ -139,12 +141,11 @@ def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces:
 def _dependencies(
     sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], num_slots: int
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
-    """Return which moves wait for which other moves, as three arrays `(refill, depth, cyclic)` with a value for each
-    move.
+    """Find which moves wait for which other moves. Return three arrays `(refill, depth, cyclic)`, indexed by move.
 
-    `refill` is the index of the move that fills the source slot of this move, or -1 if no move does. That move waits
-    for this move. `depth` is the length of the chain of waiting moves: the refill, the refill of the refill, and so on.
-    `cyclic` is True if the move is on a cycle. `depth` has no meaning if the chain ends in a cycle.
+    `refill` is the index of the move that will fill the source slot of this move, or -1 if there is no such move. The
+    refill waits for this move. `depth` is the length of the chain of waiting moves: the refill, the refill of the
+    refill, and so on. `depth` has no meaning if the chain ends in a cycle. `cyclic` is True if the move is on a cycle.
 
     Args:
         sources: slot number of the source of each move (`_Timetable` defines slot numbers).
@@ -256,9 +257,9 @@ class _Timetable:
     ) -> tuple[Int64[np.ndarray, "rows 3"], Bool[np.ndarray, " M"]]:
         """Choose the phases of swaps: pairs of moves that trade slots. Only moves in the mask `which` are considered.
 
-        Merges and splits in place consist mostly of swaps. Swaps that would fill only part of a phase get none. Return
-        the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`, and as a mask over all
-        moves.
+        Merges and splits in place consist mostly of swaps. Swaps that would fill only part of a phase get no phase
+        here. Return the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`, and as a
+        mask over all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -291,12 +292,12 @@ class _Timetable:
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "rows 3"]:
         """Choose the phases of the moves on cycles. Return rows `[source slot, target slot, phase]`.
 
-        A long cycle is cut into arcs (see the module). It then has more rows than moves.
+        A long cycle is cut into arcs (see the module). The result then has more rows than the cycle has moves.
 
         Args:
             following: next slot on the cycle, for each slot on a cycle. This method empties the dict.
-            ready: first phase in which a slot may be written, by slot. A missing slot has 0. This method updates the
-                dict.
+            ready: first phase in which a slot may be written, by slot. A slot that is missing may be written from phase
+                0 on. This method updates the dict.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -321,8 +322,10 @@ class _Timetable:
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
         """Cut a cycle of slots into arcs (runs of slots). Each pair of ranks has at most `limit` moves in an arc.
 
-        Yield the slots of each arc, and its number of moves by pair of ranks. The move from the last slot of an arc to
-        its first slot counts too. Each arc but the last has at least two slots.
+        Yield `(slots, counts)` for each arc: its slots, and its number of moves by pair of ranks.
+
+        The move from the last slot of an arc to its first slot counts too. Each arc except the last has at least two
+        slots.
         """
         ranks = [slot // self._num_ids for slot in cycle]
         arc, counts = [cycle[0]], Counter[int]()
@@ -347,8 +350,8 @@ class _Timetable:
     def _enter(self, counts: dict[int, int], phase: int) -> int:
         """Reserve `counts[pair]` moves for each pair of ranks, all in one phase. Return the number of the phase.
 
-        A phase is a round of the plan. The result is the first phase with enough free capacity, from number `phase` on.
-        If there is none, add a phase.
+        A phase is a round of the plan. The reservation is in the first phase with enough free capacity, from number
+        `phase` on. If no phase has enough, a new phase is added.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)
@@ -389,7 +392,7 @@ def _phases(
         moves: rows `[source slot, target slot, phase]`. The number of a slot is `rank * num_ids + piece id`, and
             `phase` is an index in `distances`.
         num_ranks: number of ranks.
-        num_ids: factor of the rank in the number of a slot. All piece ids are smaller.
+        num_ids: factor of the rank in the number of a slot. All piece ids are below this factor.
         phase_pieces: argument of `plan_phases`.
         distances: distance of each phase; None for a general phase.
     """

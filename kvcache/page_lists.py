@@ -1,7 +1,7 @@
 """Block tables that are split by KV buffer (extent), as inputs of paged attention.
 
-The KV cache of a layer is in several device buffers (extents). Attention reads them one by one, and merges the partial
-results. For each extent, it needs the ids of the pages and the positions of these pages in the sequence.
+The KV cache of a layer is in several device buffers (extents). Attention reads the extents one by one, and merges the
+partial results. For each extent, attention needs the ids of the pages and their positions in the sequence.
 """
 
 import itertools

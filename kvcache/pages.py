@@ -41,7 +41,7 @@ class PagePool:
 
         Layers change their tensor-parallel degree one after another. In the meantime, each page needs blocks for the
         old degree and for the new degree. A table of the joined pool has the rows of the first pool, then the rows of
-        the second pool, and so on. Its attribute `tp` is the number of rows: the sum of the degrees.
+        the second pool, and so on. `tp` of the joined pool is the number of these rows: the sum of the degrees.
 
         Raises `LayoutError` if two pools share an allocator.
         """
@@ -61,9 +61,9 @@ class PagePool:
 
     @property
     def ranks(self) -> list[tuple[BuddyAllocator, int]]:
-        """Allocator and block order of each rank.
+        """`(allocator, block order)` of each rank.
 
-        If two pools have an equal entry, they take pages from the same memory.
+        If two pools have an entry in common, both pools take pages from the same memory.
         """
         return list(zip(self._allocators, self._orders, strict=True))
 
@@ -163,7 +163,7 @@ class SequencePages:
     def num_lacking(self, num_tokens: int) -> int:
         """Return how many more pages the sequence needs for `num_tokens` tokens.
 
-        Negative if it has more than enough.
+        The number is negative if the sequence has more pages than it needs.
         """
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
@@ -197,8 +197,8 @@ class SequencePages:
     def copy_on_write(self, index: int) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
         """Replace page `index` by a new page if it is shared.
 
-        Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
-        copy the contents to the new page (`page_copy.copy_pages`). It must launch this copy before any other program
+        Return `(old, new)`, the ids `[tp]` of both pages, or None if the page is not shared. The caller must copy the
+        contents to the new page (`page_copy.copy_pages`). The caller must launch this copy before any other program
         that writes to newly allocated pages.
 
         This sequence's reference to the old page is dropped at once. No program can overwrite the old page before the

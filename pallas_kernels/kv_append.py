@@ -15,9 +15,9 @@ def append_kv(
     page_ids: Int32[Array, " N"],
     slots: Int32[Array, " N"],
 ) -> list[jax.Array]:
-    """Write the key and value of token n to slot `slots[n]` (a token's place) of page `page_ids[n]`.
+    """Write the key and value of each token n to slot `slots[n]` of page `page_ids[n]`.
 
-    Returns the extents, which are updated in place if they are donated.
+    A slot is the place of a token in its page. Returns the extents, updated in place if they are donated.
 
     Args:
         extents: KV pages of one layer, heads first, one array for each buffer (extent).
@@ -25,7 +25,7 @@ def append_kv(
         keys: keys after rotary embedding.
         values: projected values.
         page_ids: page of each token. A negative id writes nothing (padding).
-        slots: index of the token in its page. All pairs of page and slot differ.
+        slots: index of each token in its page. All pairs of page and slot differ.
     """
     update = jnp.stack([keys, values], axis=2).reshape(-1, keys.shape[-1])  # [N*K*2, h]
     kv_heads = keys.shape[1]

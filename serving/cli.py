@@ -59,8 +59,8 @@ _NOT_COMPILED_FOR = (
 class WaitFor(StrEnum):
     """Programs that must be compiled before a server is ready.
 
-    `start` means the programs for the instances at the start. `all` means the programs for all degrees and for changes
-    between them.
+    `start` means the programs of the instances with which the server starts. `all` means the programs of all
+    tensor-parallel degrees, and of changes from one degree to another.
     """
 
     START = "start"
@@ -404,7 +404,7 @@ for _command in ("placement", "replicate", "evict", "migrate", "scale_out", "sca
 
 
 def main() -> None:
-    """Entry point of the `amoeba` command."""
+    """Run the `amoeba` command."""
     atexit.register(lambda: flush_or_discard(sys.stderr))
     app()
 

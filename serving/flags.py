@@ -24,8 +24,8 @@ class Flags:
 
     Attributes:
         heading: title of the group in the help.
-        settings: dataclass. A field that becomes an option needs a docstring. Its type is `str | int`, or one of bool,
-            int, float, str and Path, possibly with `| None`.
+        settings: dataclass. A field that becomes an option needs a docstring. The type of the field is `str | int`, or
+            one of bool, int, float, str and Path, possibly with `| None`.
         only: names of the fields that become options. Empty: all fields except the fields in `without`.
         without: names of the fields that do not become options.
         spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. Other options are named like
@@ -43,7 +43,7 @@ class Flags:
     def parameters(self) -> list[inspect.Parameter]:
         """Return a keyword-only parameter for each option.
 
-        Its default is None, for an option that the user did not give.
+        The value of a parameter is None if the user does not give its option.
         """
         docs = field_docs(self.settings)
         parameters = []
@@ -95,8 +95,8 @@ def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]
     """Add the options of `groups` to a typer command.
 
     The first parameter of the command receives a dict with the values of the options by field name. If the user did not
-    give an option, its value is the value in `Flags.defaults`. If there is none, the dict lacks the field. Two groups
-    must not have fields of the same name.
+    give an option, its value is the value in `Flags.defaults`. If `Flags.defaults` has no value for
+    the field, the dict lacks the field. Two groups must not have fields of the same name.
     """
     generated = [parameter for group in groups for parameter in group.parameters()]
     defaults = {name: value for group in groups for name, value in group.defaults.items()}

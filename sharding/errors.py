@@ -1,4 +1,4 @@
-"""Errors about layouts and device memory, raised during start-up."""
+"""Errors about layouts and device memory."""
 
 
 class LayoutError(ValueError):

@@ -57,12 +57,15 @@ class HeadLayout:
         return cls(num_heads, num_kv_heads, max_tp, 1, kv_heads, group)
 
     def kv_rows(self) -> Int32[np.ndarray, " kv_heads"]:
-        """Return which KV head of the model each stored KV head is; -1 for a zero head."""
+        """Return the index of a KV head of the model for each stored KV head; -1 for a zero head."""
         stored = np.arange(self.kv_heads) // self.kv_copies
         return np.where(stored < self.model_kv_heads, stored, -1).astype(np.int32)
 
     def q_rows(self) -> Int32[np.ndarray, " heads"]:
-        """Return which query head of the model each of the `kv_heads * group` stored query heads is; -1 for padding."""
+        """Return the index of a query head of the model for each stored query head; -1 for padding.
+
+        There are `kv_heads * group` stored query heads.
+        """
         model_group = self.model_heads // self.model_kv_heads
         kv = self.kv_rows()[:, None]
         copy = (np.arange(self.kv_heads) % self.kv_copies)[:, None]
@@ -72,5 +75,5 @@ class HeadLayout:
 
     @property
     def kv_padding(self) -> float:
-        """Number of stored KV heads divided by the KV heads of the model. The KV cache is larger by this factor."""
+        """Ratio of stored KV heads to KV heads of the model. The KV cache is larger by this factor."""
         return self.kv_heads / self.model_kv_heads

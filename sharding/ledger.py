@@ -108,7 +108,7 @@ class Ledger:
 
         This replaces an earlier reservation with this name.
 
-        Raises `MemoryBudgetError`, and changes nothing, if fewer bytes are free.
+        Raises `MemoryBudgetError`, and changes nothing, if fewer than `num_bytes` bytes are free.
         """
         available = self.free_bytes + self.reserved.get(what, 0)
         if num_bytes > available:

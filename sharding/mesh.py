@@ -22,8 +22,8 @@ class SubMesh:
     """Aligned, contiguous group of devices that compute together. Created by `SubMeshPool`.
 
     Attributes:
-        start: index of the first device in the pool, a multiple of the number of devices.
-        devices: devices in rank order. Their number is a power of two.
+        start: index in the pool of the first device of the group, a multiple of the number of devices in the group.
+        devices: devices in rank order. The number of devices is a power of two.
     """
 
     start: int
@@ -134,7 +134,7 @@ class SubMeshPool:
 def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool = False) -> jax.Array:
     """Combine single-device buffers of equal shape, one for each rank, into one array. Copies nothing.
 
-    At TP1, return the only buffer: JAX accepts its sharding for a mesh of one device.
+    At TP1, return the only buffer. JAX accepts its sharding where the sharding of a mesh of one device is expected.
 
     JAX's check of all shapes and dtypes would take 80% of the time of a call. Therefore only the first array of each
     kind is checked. Arrays with equal `replicated`, shape and dtype are of one kind.
@@ -195,8 +195,9 @@ def is_lost(array: jax.Array) -> bool:
 def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
     """Wait for all arrays, and return them. Zeros replace each array whose contents are lost (`is_lost`).
 
-    The zeros are sharded over the ranks of `group` along the leading axis, as the lost array was. Call this function
-    before the buffers become part of other arrays (`assemble`). If a program fails, JAX reports the failure only for
-    the buffer of the first rank of such an array.
+    The zeros are sharded over the ranks of `group` along the leading axis, as the lost array was.
+
+    Call this function before the buffers of the arrays become part of other arrays (`assemble`). For an assembled
+    array, JAX reports a failed program only in the buffer of the first rank.
     """
     return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

@@ -1,4 +1,4 @@
-"""Table of the sizes of a model's FFN tensors in pages, and of the padding of their TP4 shards to whole pages.
+"""Program that prints the sizes of FFN tensors in pages, and the padding of their TP4 shards to whole pages.
 
     python -m sharding.page_table                                  # four well-known models, pages of 2 MiB
     python -m sharding.page_table --page-size 16 DIR/config.json   # KV pages of 16 tokens, as in the engine
@@ -158,7 +158,7 @@ def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table that the command-line arguments select. By default, they are the arguments of this process."""
+    """Print the table that the command-line arguments select. None: the arguments of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m sharding.page_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

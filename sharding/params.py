@@ -29,7 +29,7 @@ def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray
 def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray, "shards rows"]:
     """Distribute `total` rows evenly and in order over shards with `shard_rows` positions each.
 
-    Return the index of the row at each position of each shard; -1 for a position without a row (zero padding).
+    Return the index of the row at each position of each shard, or -1 for a position without a row (zero padding).
 
     Raises `LayoutError` if the rows do not fit.
     """
@@ -42,9 +42,9 @@ def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray,
 
 
 def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) -> int:
-    """Return the smallest `n >= size` such that `n` rows fill whole pages: `n * r` is a multiple of `page_elems`.
+    """Return the smallest number of rows, at least `size`, that fills whole pages of `page_elems` elements.
 
-    This must hold for every number of elements `r` in `row_elems`.
+    `row_elems` has the elements of a row in each of several tensors. The rows must fill whole pages in every tensor.
     """
     step = math.lcm(*(page_elems // math.gcd(r, page_elems) for r in row_elems))
     return -(-size // step) * step
@@ -57,12 +57,14 @@ class Source:
     Attributes:
         name: name in the checkpoint.
         shape: shape in the checkpoint; matrices are `[out, in]`.
-        rows: `rows[c, i]` is the index along `axis` of the checkpoint tensor that becomes position i of shard c. An
-            index -1 means zeros. None: every shard has the whole tensor.
+        rows: for each shard, the rows of the tensor that the shard gets. A row is a slice at one index along `axis`.
+            Position i of shard c gets row `rows[c, i]`, or zeros if `rows[c, i]` is -1. None: every shard has the whole
+            tensor.
         axis: axis of the tensor that is split over the shards.
-        blocks: for shards that are stacks of tensors, the index of the tensor in the stack of each shard; None for a
-            shard without the tensor. Default: shards are not stacks.
-        start: position of the first row along `axis` in a shard. None: after the rows of the previous source.
+        blocks: for shards that are stacks of tensors (such as experts). `blocks[c]` is the index of this tensor in the
+            stack of shard c, or None if shard c does not have this tensor. Default: shards are not stacks.
+        start: position along `axis` in a shard at which the rows of this tensor begin. None: after the rows of the
+            previous source.
     """
 
     name: str
@@ -74,7 +76,7 @@ class Source:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of a shard along `axis`, including padding."""
+        """Number of rows along `axis` that this tensor has in a shard, including padding."""
         return self.shape[self.axis] if self.rows is None else self.rows.shape[1]
 
 
@@ -82,30 +84,34 @@ class Source:
 class ParamSpec:
     """Description of a parameter: its checkpoint tensors, its shards, and its storage on devices.
 
-    At tensor-parallel degree p, rank r computes with `max_tp / p` consecutive shards:
-    `range(r * max_tp // p, (r + 1) * max_tp // p)`. If `strided`, rank r computes with every p-th shard:
-    `range(r, max_tp, p)`. The shards of a device at a higher degree are then a subset of its shards at a lower degree,
-    so a merge moves no weights. If `replicated`, each rank computes with all shards.
+    The tensor-parallel degree p decides with which shards rank r computes (`shard_indices`):
 
-    A device loads all shards, because it must be able to serve alone at degree 1. With a start placement, a device
-    loads only the shards that its layers use. If the embedding is tied to the output projection, each device that
-    computes the projection loads all its shards, and also uses them as the embedding
-    (`weights.layout.WeightLayout.shards_at`).
+    * `replicated` parameter: every rank computes with all shards.
+    * `sharded` parameter: rank r computes with `max_tp / p` consecutive shards,
+      `range(r * max_tp // p, (r + 1) * max_tp // p)`.
+    * `sharded` parameter with `strided`: rank r computes with every p-th shard, `range(r, max_tp, p)`. The shards that
+      a device needs at a higher degree are then a subset of the shards that it needs at a lower degree. A merge
+      therefore moves no weights.
+
+    At start-up, a device loads all shards, because it must be able to serve alone at degree 1. There is one exception:
+    with a start placement (devices for each layer), a device loads only the shards that its layers use
+    (`weights.layout.WeightLayout.shards_at`). If the embedding is tied to the output projection, a device that computes
+    the projection loads all shards of the projection, and looks up embeddings in these shards.
 
     Attributes:
-        kind: name within the layer, such as `mlp.gate_up`; unique in the layer.
+        kind: name of the parameter, such as `mlp.gate_up`. It is unique in a layer.
         sources: checkpoint tensors, concatenated along the sharded axis, or stacked (`Source.blocks`).
-        shard_shape: shape of one shard in computations; matrices are `[out, in]`, as in checkpoints.
+        shard_shape: shape of one shard in computations. Matrices are `[out, in]`, as in checkpoints.
         num_shards: `max_tp` for sharded parameters, 1 for replicated parameters.
-        placement: `sharded`: each rank computes with its own shards. `replicated`: each rank computes with all shards.
+        placement: `sharded` or `replicated`, see above.
         page_elems: elements of a KV page. If set, a shard is stored as `[pages, page_elems]`, so that its buffer can
             become KV cache.
-        min_pages: smallest number of pages of a stored shard, so that buffers in all kinds of layers have the same
+        min_pages: smallest number of pages of a stored shard. It gives the buffers in all kinds of layers the same
             size. Pages after the shard are zero.
         init: distribution of random weights.
-        strided: whether a rank computes with every p-th shard at degree p, see above. Requires that the results of all
-            shards are added, so that the order of the shards does not matter.
-        owner: owner of the bytes in the ledger.
+        strided: whether a rank computes with every p-th shard, see above. Allowed only if the results of all shards are
+            added, because then the order of the shards does not matter.
+        owner: use of the bytes in the memory ledger, such as FFN weights.
         layer: index of the layer; None for the embedding, the final norm and the output projection.
     """
 
@@ -164,7 +170,7 @@ class ParamSpec:
         return len(self.shard_indices(tp, 0))
 
     def abstract(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Return the shape that one shard has in computations, with the given dtype."""
+        """Return shape and dtype of one shard in computations, as a `jax.ShapeDtypeStruct`."""
         return jax.ShapeDtypeStruct(self.shard_shape, dtype)
 
     def fill_shards(self, read: ReadTensor, shards: list[np.ndarray]) -> None:
@@ -212,7 +218,7 @@ class ParamSpec:
         return shard.reshape(-1)[: math.prod(self.shard_shape)].reshape(self.shard_shape)
 
     def _placed_sources(self) -> list[tuple[Source, int]]:
-        """Return each checkpoint tensor of this parameter, with the position of its first row in a shard."""
+        """Return `(source, position)` for each checkpoint tensor: the position in a shard of its first row."""
         placed, position = [], 0
         for source in self.sources:
             position = position if source.start is None else source.start
@@ -242,9 +248,10 @@ class ParamSpec:
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
-    """Split an array of row indices into ranges of positions that a slice can copy, which is faster than a gather.
+    """Split an array of row indices into ranges of positions, so that one slice can copy each range.
 
-    Each range has consecutive rows, or only padding. The ranges are half-open: `(start, stop)`.
+    The rows of a range are consecutive, or all of them are padding. A range is `(start, stop)`, without position
+    `stop`. Copies by slices are faster than a gather.
     """
     step = np.diff(rows)
     both_padding = (rows[1:] < 0) & (rows[:-1] < 0)

@@ -1,6 +1,7 @@
-"""Helpers for pictures in notebooks, which reports and placements draw.
+"""Helpers for the pictures of reports and placements in notebooks.
 
-A picture is HTML with an SVG. It needs no script, style sheet or other file, so that every notebook viewer shows it.
+A picture is HTML with an SVG. The HTML needs no script, style sheet or other file, so that every notebook viewer shows
+it.
 """
 
 from collections.abc import Iterable
@@ -47,7 +48,7 @@ def rectangle(x: float, y: float, width: float, height: float, color: str, opaci
 
 
 def number_step(width: float) -> int:
-    """Return the step between layers that get a number: 1, or 2, 5, ... if the numbers would touch otherwise.
+    """Return the distance between layers whose number is shown: 1, 2, 5 or more, so that the numbers do not touch.
 
     Args:
         width: width of the narrowest layer, in units of the SVG.

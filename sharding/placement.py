@@ -1,6 +1,6 @@
 """Placements: the devices that compute each part of a model, for each microbatch. Pure data, without JAX.
 
-A *module* is the attention of a layer, with its KV cache, or the FFN of a layer. A *home* is an aligned group of
+A *module* is the attention of a layer (with its KV cache) or the FFN of a layer. A *home* is an aligned group of
 devices that compute modules together. A *replica* is one serving instance. A *microbatch* is a share of its sequences
 that travels through the layers together. A placement has a home for each module and each microbatch, and a home for the
 head: the embedding and the output projection. Examples, as `str(placement)` prints them:
@@ -63,7 +63,7 @@ class Home:
     def overlaps(self, other: "Home") -> bool:
         """Return whether the two homes share a device.
 
-        In this case one contains the other, because both are aligned.
+        If the homes share a device, one home contains the other, because both are aligned.
         """
         return self.start < other.devices.stop and other.start < self.devices.stop
 
@@ -85,7 +85,8 @@ class Run:
 
     Attributes:
         layers: indices of the layers.
-        module: modules of these layers that belong to the run: both, or only attention or FFN.
+        module: modules of these layers that belong to the run: attention and FFN (`layer`), only attention, or only
+            FFN.
         homes: homes of the modules, one for each microbatch.
     """
 
@@ -228,7 +229,9 @@ class Placement:
     # Changes
 
     def with_modules(self, layers: range, module: ModuleKind, homes: Homes) -> "Placement":
-        """Return a copy of the placement in which `homes` compute attention, FFN or both (`module`) of `layers`.
+        """Return a copy of the placement in which `homes` compute some modules of `layers`.
+
+        `module` selects attention, FFN or both.
 
         Raises `LayoutError` if a layer does not exist, or if the result is not a valid placement.
         """
@@ -255,7 +258,9 @@ class Placement:
         return self._replaced(layers, {name: of[layers.start : layers.stop] for name, of in homes.items()})
 
     def replicated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy of the placement in which `home` also computes attention, FFN or both (`module`) of `layers`.
+        """Return a copy of the placement in which `home` also computes some modules of `layers`.
+
+        `module` selects attention, FFN or both.
 
         A module with several homes divides its microbatches among them as evenly as possible, in the order of the
         homes. The number of microbatches never shrinks. It grows if a module now has more homes than there are
@@ -272,10 +277,9 @@ class Placement:
         return self.with_microbatches(count)._replaced(layers, changed)
 
     def evicted(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy of the placement in which `home` no longer computes attention, FFN or both (`module`) of
-        `layers`.
+        """Return a copy of the placement in which `home` no longer computes some modules of `layers`.
 
-        The other homes of a module take over its microbatches.
+        `module` selects attention, FFN or both. The other homes of a module take over the microbatches of `home`.
 
         Raises `LayoutError` if a layer does not exist, or if `home` is not one of several homes of such a module.
         """
@@ -294,7 +298,7 @@ class Placement:
         return self._replaced(layers, {name: [without(name, h) for h in of] for name, of in modules.items()})
 
     def migrated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy of the placement in which `home` replaces the first home of attention, FFN or both of `layers`.
+        """Return a copy of the placement in which `home` replaces the first home of some modules of `layers`.
 
         `module` selects attention, FFN or both. Raises `LayoutError` if a layer does not exist, or if nothing changes.
         """
@@ -307,8 +311,8 @@ class Placement:
     def joined(self) -> tuple["Placement", tuple[int, ...]]:
         """Merge microbatches that have the same homes.
 
-        Return the placement, and for each old microbatch the index of its new microbatch. If a merge would change a
-        home's share of the sequences, nothing is merged.
+        Return `(placement, indices)`: the new placement, and for each old microbatch the index of its new microbatch.
+        If a merge would change the share of the sequences that a home computes, nothing is merged.
         """
         columns = list(zip(*self.attention, *self.ffn, strict=True))
         kinds = list(dict.fromkeys(columns))
@@ -319,7 +323,7 @@ class Placement:
         return Placement(self.head, attention, ffn), tuple(kinds.index(column) for column in columns)
 
     def _chosen(self, layers: range, module: ModuleKind) -> dict[str, list[Homes]]:
-        """Return the homes of attention, FFN or both (`module`) of `layers`, by the name of the module."""
+        """Return the homes of attention, FFN or both (`module`), as lists with an entry for each layer of `layers`."""
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
         every = {"attention": self.attention, "FFN": self.ffn}
@@ -346,7 +350,7 @@ class Placement:
             num_devices: devices of the pool.
             max_degree: largest number of devices of a home.
 
-        Raises `LayoutError`, with the value and the limit, if `data` has another form or exceeds a limit.
+        Raises `LayoutError` if `data` has another form or exceeds a limit. The message has the value and the limit.
         """
         _check_keys("placement", data, required={"head", "stages"})
         stages = data["stages"]

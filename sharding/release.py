@@ -1,4 +1,4 @@
-"""Order in which devices turn weight shards into KV cache ("release" them) as the tensor-parallel degree grows."""
+"""Order of the release of weight shards: the buffers of shards become KV cache as the tensor-parallel degree grows."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,13 +9,14 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Buffer of a layer that can become KV cache, on every device.
+    """Buffer of a layer that can become KV cache. Every device has this buffer.
 
-    It holds a weight shard, and KV pages after its release.
+    The buffer holds a weight shard first, and KV pages after its release.
 
     Attributes:
         spec: parameter of the shards.
-        shards: index of the shard in this buffer, for each device of an aligned group of `max_tp` devices.
+        shards: index of the shard in this buffer, for each device of an aligned group of `max_tp` devices. Devices may
+            hold different shards.
         degree: lowest tensor-parallel degree at which the buffer is KV cache.
     """
 
@@ -60,7 +61,10 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
 @lru_cache(maxsize=1024)
 def holder(spec: ParamSpec, tp: int, shard: int) -> tuple[int, int]:
-    """Return the first rank that computes with `shard` at degree `tp`, and the shard's index among this rank's shards.
+    """Return `(rank, index)` of a shard at tensor-parallel degree `tp`.
+
+    `rank` is the first rank that computes with the shard. `index` is the index of the shard among the shards of this
+    rank.
 
     Raises `ValueError` if the parameter has no such shard.
     """

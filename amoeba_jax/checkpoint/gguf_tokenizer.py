@@ -122,7 +122,7 @@ class Vocabulary:
         self.add_eos: bool = self._get("add_eos_token", False)
 
     def special_id(self, role: str) -> int | None:
-        """Return the token id for a role such as "bos", or None if there is none.
+        """Return the id of the token with a role such as "bos", or None if no token has the role.
 
         Raises `CheckpointError` if the id in the metadata is outside the vocabulary.
         """
@@ -135,7 +135,7 @@ class Vocabulary:
         return token_id
 
     def special(self, role: str) -> str | None:
-        """Return the token for a role such as "bos", or None if there is none."""
+        """Return the token with a role such as "bos", or None if no token has the role."""
         token_id = self.special_id(role)
         return None if token_id is None else self.tokens[token_id]
 

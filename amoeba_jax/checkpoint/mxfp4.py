@@ -20,8 +20,9 @@ _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 class Mxfp4Checkpoint:
     """View of a checkpoint that expands MXFP4 weights to bfloat16, without loss.
 
-    The stored tensors `experts.X_blocks [E, out, in / 32, 16]` and `experts.X_scales [E, out, in / 32]` hold all `E`
-    experts. The view has one tensor for each expert instead: `experts.0.X_rows [out, in]` for expert 0.
+    For a projection X, the stored tensors `experts.X_blocks [E, out, in / 32, 16]` and `experts.X_scales
+    [E, out, in / 32]` hold all `E` experts. The view has one tensor for each expert instead, such as
+    `experts.0.X_rows [out, in]` for expert 0.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint):
@@ -79,11 +80,13 @@ class Mxfp4Checkpoint:
 
 
 def expand(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the numbers of MXFP4 blocks, bfloat16 `[..., 32]`.
+    """Return the weights that MXFP4 blocks encode, as bfloat16 `[..., 32]`.
+
+    A block has 32 numbers of 4 bits, and one scale. A weight is its number times `2 ** (scale - 127)`.
 
     Args:
-        blocks: uint8 `[..., 16]`; the lower 4 bits of a byte are the first number.
-        scales: uint8 `[...]`: exponents of 2, with a bias of 127.
+        blocks: uint8 `[..., 16]`. Each byte has two numbers. The first number is in the lower 4 bits.
+        scales: uint8 `[...]`, one scale for each block.
     """
     values = np.empty((*blocks.shape[:-1], 32), np.float32)
     values[..., 0::2], values[..., 1::2] = _VALUES[blocks & 15], _VALUES[blocks >> 4]

@@ -59,10 +59,10 @@ class OrbaxCheckpoint:
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
     def reader(self, dims: ModelDims) -> FillShards:
-        """Return a function that fills the weight shards of an engine with the sizes `dims`.
+        """Return a function that fills the weight shards of an engine whose sizes are `dims`.
 
-        If `dims` equals the saved sizes, the function copies the stored shards. If not, it rebuilds each checkpoint
-        tensor from the stored shards and divides the tensor into new shards.
+        If `dims` equals the saved sizes, the function copies the stored shards. If not, the function rebuilds each
+        checkpoint tensor from the stored shards, and divides the tensor into new shards.
         """
         if dims == self.saved_dims:
             return self._read_shards
@@ -126,5 +126,5 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_name(name: str, index: int) -> str:
-    """Return the file name of a shard."""
+    """Return the file name of shard number `index` of the parameter `name`."""
     return f"{name}.{index}"

@@ -135,7 +135,9 @@ def _weights_file(directory: Path, config: dict[str, Any]) -> str:
     """Return the name of the file to load: a single weights file, or the index of several weights files.
 
     The order of preference is the same as in `transformers`: the file that config.json names in `transformers_weights`,
-    `model.safetensors`, the index. Raises `CheckpointError` if none of them exists.
+    `model.safetensors`, the index.
+
+    Raises `CheckpointError` if the named file is missing, or if there is no file to load.
     """
     named = config.get("transformers_weights")
     if named is not None:
@@ -160,7 +162,7 @@ def _weights_file(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _shards(directory: Path, source: str) -> dict[str, set[str]]:
-    """Return the names of the tensors in each weights file, by file name, according to the index `source`.
+    """Return the weights files that the index `source` lists, with the names of the tensors in each file.
 
     If `source` is a weights file itself, return only this file, with an empty set. Raises `CheckpointError` if the
     index is damaged or a weights file is missing.
@@ -206,7 +208,10 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 def _describe_damage(path: Path, actual: int, reason: str) -> str:
-    """Return an error message about a damaged file of `actual` bytes. It names the correct size if that is known."""
+    """Return an error message about a damaged file of `actual` bytes.
+
+    The message names the correct size of the file if the size is known.
+    """
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")

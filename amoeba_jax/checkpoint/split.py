@@ -13,7 +13,7 @@ class SplitCheckpoint:
     """View of a checkpoint that renames stored tensors, or splits them into several tensors.
 
     Args:
-        stored: checkpoint with the stored tensors. `close` closes it.
+        stored: checkpoint with the stored tensors. Closing the view closes this checkpoint.
         split: function that divides a stored tensor into named tensors. It returns None for a tensor that stays whole.
     """
 
@@ -37,7 +37,7 @@ class SplitCheckpoint:
         return self._places[name][1] if name in self._places else self._stored.shape(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor. If it is a part of a stored tensor, return the part without a copy."""
+        """Return a tensor. A part of a stored tensor is returned without a copy."""
         if name not in self._places:
             return self._stored.read(name)  # raises
         stored = self._places[name][0]
@@ -46,7 +46,7 @@ class SplitCheckpoint:
         return tensor if parts is None else parts[name]
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of the stored tensor that contains the tensor `name` (None: of all tensors)."""
+        """Free the host memory of the stored tensor that contains the tensor `name`. None: of all stored tensors."""
         self._stored.release(None if name is None else self._places[name][0])
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ Position = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens and times (in seconds) of a request. Unknown times are None.
+    """Numbers of tokens and times in seconds of a request. Unknown times are None.
 
     `amoeba_jax.outputs.RequestMetrics` defines the times and `cached_tokens`.
     """
@@ -81,7 +81,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model of a server. `max_model_len` is the largest number of tokens of prompt plus output."""
+    """Model of a server. `max_model_len` is the largest number of tokens of a prompt and its output together."""
 
     model: str
     server_version: str
@@ -120,10 +120,10 @@ class Cluster:
     """State of a server at one moment.
 
     Attributes:
-        state: loading, ready, draining or dead.
+        state: `loading`, `ready`, `draining` or `dead`.
         instances: present instances.
         waiting: number of requests in the queue.
-        accepted: number of requests that have not ended.
+        accepted: number of accepted requests that have not ended.
         degrees: progress of the background compilation for each tensor-parallel degree.
         transformations: merges and splits of instances that have not ended.
         placements: replications and migrations of layers that have not ended.
@@ -145,15 +145,15 @@ class Transformation:
     Attributes:
         tensor_parallel_size: requested tensor-parallel degree.
         seconds: seconds from the call to the end, including compilation of missing programs.
-        prepare_s: part of `seconds` in which the engine compiled programs that were still missing.
+        prepare_s: part of `seconds` in which the engine itself compiled missing programs.
         moved_bytes: bytes of KV cache that moved, on all devices together.
         extra_bytes: largest number of temporary bytes on any device.
-        steps: number of steps that ran on the changing devices during the change.
+        steps: number of model steps that ran on the affected devices during the transformation.
         tokens: number of tokens that these steps generated.
         paused: number of sequences that were paused.
         resumed: number of paused sequences that were resumed.
         awaited_programs: number of missing programs that the transformation waited for.
-        waited_s: part of `seconds` in which the transformation waited for these programs.
+        waited_s: part of `seconds` in which the transformation waited for these programs while requests ran as before.
     """
 
     tensor_parallel_size: int
@@ -175,14 +175,14 @@ class PlacementChange:
 
     Attributes:
         kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
-        layers: first layer of the change, and the layer after the last.
+        layers: index of the first layer of the change, and the index after the last layer.
         seconds: seconds from the call to the end.
         copied_bytes: bytes of weights that were copied between devices.
-        shared_bytes: bytes of weights that the device had before the change.
+        shared_bytes: bytes of weights of these layers that the device had before the change.
         kv_moved_bytes: bytes of KV pages that moved.
-        device_bytes_delta: change of the total bytes of buffers, by device.
-        steps: number of steps of the instance during the change.
-        recomputed: number of sequences that lost their KV cache and were computed again.
+        device_bytes_delta: for each device, the bytes of all buffers after the change minus before the change.
+        steps: number of model steps of the instance during the change.
+        recomputed: number of times that a sequence lost its KV cache and was computed again.
     """
 
     kind: str
@@ -201,8 +201,8 @@ class PlacementChange:
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
     """Convert a message to chunks.
 
-    If the message has the usage, the last chunk gets it. If the message has log-probabilities of the prompt, they come
-    first, in a chunk of their own.
+    The last chunk gets the usage if the message has one. Log-probabilities of the prompt come first, in a chunk of
+    their own.
     """
     usage = read_usage(response.usage) if response.HasField("usage") else None
     last = len(response.completions) - 1
@@ -241,7 +241,7 @@ _TIMES = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 
 
 def collect(chunks: Iterable[Chunk]) -> list[Generation]:
-    """Combine all chunks of a request into its samples, ordered by index."""
+    """Combine all chunks of a request into one `Generation` for each sample, ordered by index."""
     by_index: dict[int, list[Chunk]] = {}
     usage: Usage | None = None
     prompt_logprobs: list[Position | None] = []

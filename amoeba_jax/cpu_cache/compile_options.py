@@ -10,13 +10,14 @@ Options = dict[str, str | bool]
 
 @functools.cache
 def few_kernels(platform: str) -> Options:
-    """Return compile options for CPU that make XLA emit fewer kernels for a program. {} on other platforms.
+    """Return compile options that make XLA emit fewer kernels for a program on CPU. {} on other platforms.
 
-    XLA gives each kernel memory mappings of its own, and their number is limited (`ProgramStore`). With JAX 0.10.2, the
-    sampler of SmolLM2 for 32 rows then needs 117 mappings, not 272, and a call takes 8.3 ms, not 11.8 ms.
+    XLA gives each kernel its own memory mappings, and the number of mappings is limited (`ProgramStore`). For example,
+    with these options and JAX 0.10.2, the sampler of SmolLM2 for 32 rows needs 117 mappings instead of 272. A call of
+    the sampler takes 8.3 ms instead of 11.8 ms.
 
     The first call in a process compiles a small program, to find out whether this version of JAX knows the options.
-    Return {} if it does not know them (JAX 0.12).
+    If JAX does not know the options (JAX 0.12), return {}.
     """
     options: Options = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
     if platform != "cpu":
@@ -33,8 +34,8 @@ def few_kernels(platform: str) -> Options:
 def step_options(platform: str) -> Options:
     """Return the compile options for programs of layers: LLVM's optimization level 2 on CPU. {} on other platforms.
 
-    Decode steps of Llama-125M then take 0.92 to 0.99 times as long as with level 1, and 0.93 to 0.97 times as long as
-    with the default, level 3 (JAX 0.10.2). Programs of the output projection use the default.
+    With level 2, decode steps of Llama-125M take 0.92 to 0.99 times as long as with level 1, and 0.93 to 0.97 times as
+    long as with level 3 (JAX 0.10.2). Level 3 is XLA's default. Programs of the output projection use the default.
     """
     # Tests turn optimizations off, and level 2 would turn them on again. These options compile fastest (0.8x).
     if jax.config.read("jax_disable_most_optimizations"):

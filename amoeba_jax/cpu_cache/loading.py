@@ -26,9 +26,9 @@ class Obtained:
 
     Attributes:
         compiled: executable for the requested devices.
-        portable: the program as bytes, which load on other devices too. None: it cannot be written as bytes.
+        portable: the program as bytes, for other devices too. None: the program cannot be written as bytes.
         cached: whether the program was loaded from a cache or from bytes, and not compiled.
-        relocated: whether the program was compiled for other devices, and was loaded from its bytes.
+        relocated: whether the program was compiled for other devices, and was loaded from `portable`.
     """
 
     compiled: jax.stages.Compiled

@@ -1,6 +1,6 @@
 """Disk cache of compiled programs, for CPU.
 
-One entry serves all groups of devices of the same size. An entry is found by its key, without tracing the program.
+One entry serves all groups with the same number of devices. An entry is found by its key, without tracing the program.
 
 Entries are in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit, JAX's lock and
 the repairs of `compile_cache` therefore apply to the entries too.
@@ -154,7 +154,7 @@ def without_jax_cache_writes() -> Iterator[None]:
 
 @functools.cache
 def _min_compile_time() -> Any:
-    """Return JAX's setting for the minimum compile time of cached programs; None if JAX does not have the setting.
+    """Return JAX's setting for the minimum compile time of cached programs, or None if JAX lacks the setting.
 
     Called with a value, the setting returns a context manager that applies the value to this thread.
     """

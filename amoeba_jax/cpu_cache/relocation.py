@@ -1,9 +1,9 @@
 """Compiled programs as bytes, which load on any group with the same number of devices.
 
 Loading takes milliseconds; compiling takes seconds. JAX has no public function that loads a program on other devices:
-`jax.experimental.serialize_executable` loads a program only on the devices for which it was compiled. This module does
-the same with another device assignment. For that, it looks up private parts of JAX 0.10 to 0.12 once. If a version of
-JAX lacks them, a warning is logged, and programs are compiled for each group of devices.
+`jax.experimental.serialize_executable` loads a program only on the devices for which it was compiled. This module loads
+a program on other devices with private parts of JAX 0.10 to 0.12, which are looked up once. If a version of JAX lacks
+these parts, a warning is logged, and programs are compiled for each group of devices.
 
 XLA has two limits (JAX 0.10.2). A program that was loaded from bytes cannot be converted to bytes again. A program that
 sorts can be converted only once.
@@ -57,7 +57,7 @@ class PortableProgram:
             return None
 
     def load(self, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-        """Load the program on `devices`. Their number must be the same as at compilation.
+        """Load the program on `devices`. The number of devices must be the same as at compilation.
 
         Donated arguments and shardings are the same as if the program had been compiled for `devices`. Damaged bytes
         can raise an error of any type.
@@ -92,7 +92,7 @@ def disable_relocation(error: Exception) -> None:
 def can_relocate() -> bool:
     """Return whether programs can be converted to bytes.
 
-    False if JAX lacks the functions, or if an attempt has failed.
+    False if JAX lacks the private functions for this, or if a conversion in this process has failed.
     """
     return _private_jax() is not None and not _warn_once.cache_info().currsize
 

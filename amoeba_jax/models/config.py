@@ -97,11 +97,11 @@ class ModelConfig:
         return int(max(self.max_position, scaled.get(rope.rope_type, 0)))
 
     def for_context(self, tokens: int | None) -> "ModelConfig":
-        """Return the config for requests of up to `tokens` tokens. The default is `max_position` tokens.
+        """Return the config for requests of up to `tokens` tokens. None: `max_position` tokens.
 
-        LongRoPE has one set of frequencies for short contexts and one for long contexts. This method chooses the set
-        once, and logs the choice. `transformers` chooses at each step, but then keys in the KV cache would have the
-        wrong rotation.
+        Only configs with LongRoPE are changed. LongRoPE has one set of frequencies for short contexts and one for long
+        contexts. This method chooses the set once, and logs the choice. With another set later, keys in the KV cache
+        would have the wrong rotation. `transformers` chooses again at each step.
         """
         if self.rope.rope_type != "longrope":
             return self
@@ -159,7 +159,7 @@ class ModelConfig:
 
 
 def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config. Fields that it lacks get the defaults of `transformers` for this model family."""
+    """Return the config of a model family. Missing fields get the defaults of `transformers`."""
     from transformers import AutoConfig  # slow to import
 
     # A copy, because `transformers` fills in fields of nested dicts in place.

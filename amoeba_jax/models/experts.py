@@ -1,4 +1,8 @@
-"""Mixture of experts. If `max_tp` divides the number of experts, each shard is a stack of whole experts."""
+"""Mixture of experts.
+
+If `max_tp` (largest tensor-parallel degree) divides the number of experts, each shard is a stack of whole experts. If
+not, each shard has a part of every expert.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -85,7 +89,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared = FeedForward(dims, layer, tp, size) if size else None
 
     def __call__(self, x: Float[Array, "D N"], context: StepContext | None = None) -> Float[Array, "D N"]:
-        """Return the weighted sum of the results of each token's experts.
+        """Return, for each token, the weighted sum of the results of its experts.
 
         If `context` is given, tokens that are padding are skipped.
         """
@@ -118,9 +122,9 @@ class MixtureOfExperts(nnx.Module):
     def _compute(
         self, x: Float[Array, "D N"], ids: Int32[Array, "k N"], weights: Float[Array, "k N"], shard: int
     ) -> Float[Array, "D N"]:
-        """Return the weighted sum of the results of the experts of one shard, in f32.
+        """Return, for each token, the weighted sum of the results of its experts in one shard, in f32.
 
-        `ids` are indices of experts within the shard. The id after the last one stands for an expert of another shard.
+        `ids` are indices of experts within the shard. The id after the last expert stands for no expert of this shard.
         """
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         stacks = [part[shard] for part in parts if part is not None]
@@ -164,12 +168,16 @@ def _expert(
 def used_experts(
     expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int, *, model_experts: int
 ) -> jax.Array:
-    """Compute the experts that have tokens, in blocks of tokens of the same expert.
+    """Return, for each token, the weighted sum of the results of its experts in a shard. Used on CPU.
 
-    `count` is the number of experts in the shard, and `model_experts` the number of experts in the layer. The pairs of
-    a token and one of its experts are sorted by expert. A block has up to `block_tokens` pairs of one expert. Its
-    results overwrite the padding of the previous block. The table compares the time with three other methods, in
-    milliseconds, for a layer with 32 experts of 384 features, hidden size 768, top 4 (f32, 2 cores):
+    Only experts that have tokens are computed, each with blocks of its own tokens. `count` is the number of experts in
+    the shard. `model_experts` is the number of experts in the layer.
+
+    The pairs of a token and one of its experts are sorted by expert. A block has up to `block_tokens` pairs, all of one
+    expert. The rest of the block is padding. The results of the next block overwrite the padding.
+
+    The table shows the time of this method and of three other methods in milliseconds. The layer has 32 experts of 384
+    features, hidden size 768 and top 4 (f32, 2 cores).
 
     | tokens | blocks | loop over experts with tokens, all tokens each | masked dense | `lax.ragged_dot` |
     | ---: | ---: | ---: | ---: | ---: |
@@ -203,7 +211,7 @@ def used_experts(
 
 
 def block_tokens(pairs: int, experts: int, tokens: int) -> int:
-    """Return the number of tokens in a block of one expert: about the mean number of tokens of an expert.
+    """Return the number of tokens in a block of one expert: about the mean number of tokens per expert.
 
     `pairs` counts the pairs of a token and one of its experts. `experts` counts all experts of the layer.
     """
@@ -212,10 +220,11 @@ def block_tokens(pairs: int, experts: int, tokens: int) -> int:
 
 
 def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
-    """Compute every expert of the shard with all tokens, and add only the results that the router selected.
+    """Return the same sum as `used_experts`. Used on GPUs and TPUs.
 
-    Used on GPUs, where XLA's `lax.ragged_dot` computes all experts too. The length of the loop does not depend on data,
-    so the host does not wait for the device.
+    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. On GPUs,
+    XLA's `lax.ragged_dot` computes all experts too. The length of the loop does not depend on data, so the host does
+    not wait for the device.
     """
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:

@@ -36,9 +36,10 @@ class StepContext(NamedTuple):
     The `N` tokens of a step are ordered by group. Hidden states are feature-major, `[D, N]`: see `matmul`.
 
     Attributes:
-        rotary: cosines and sines, `[N, h/2]` each, of `ModelConfig.rope` and, if present, `ModelConfig.local_rope`.
-        page_ids: id of the page for the key and value of each token, `[N]`; -1 for padding. Ids run over all KV buffers
-            (extents) of the layer (`kvcache.extents`).
+        rotary: pairs of cosines and sines, `[N, h/2]` each. The first pair is for `ModelConfig.rope`. The
+            second pair, if any, is for `ModelConfig.local_rope`.
+        page_ids: id of the KV page that gets the key and value of each token, `[N]`. -1 for padding. Ids are numbered
+            through all KV buffers (extents) of the layer (`kvcache.extents`).
         page_offsets: index of each token in its page, `[N]`.
         groups: query groups of the step.
     """
@@ -50,12 +51,15 @@ class StepContext(NamedTuple):
 
 
 def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
-    """Return a parameter without data. It has the shape and dtype of one shard of `spec`, and `spec` as metadata."""
+    """Return a parameter without data, with the shape and dtype of one shard of `spec`.
+
+    The metadata of the parameter has `spec`.
+    """
     return nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=0)
 
 
 def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner, layer: int | None = None) -> nnx.Param:
-    """Return the scale vector of an RMS norm, without data. Every rank uses the whole vector."""
+    """Return the scale vector of an RMS norm, as a parameter without data. Every rank uses the whole vector."""
     init = "zeros" if dims.config.norm_offset else "ones"
     return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init=init, owner=owner, layer=layer))
 
@@ -69,8 +73,9 @@ def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
 def matmul(kernel: Float[Array, "O I"], x: Float[Array, "I N"]) -> Float[Array, "O N"]:
     """Return `kernel @ x` in f32, with full f32 precision for f32 inputs.
 
-    XLA on CPU first packs the right operand of a product. In this form that is `x`, which is small. For 32 tokens, all
-    products of a 125M model take 49 ms in this form and 75 ms as `x @ W` (2 cores, f32).
+    XLA on CPU first packs the right operand of a product. Here the right operand is `x`, which is small. In `x @ W`, it
+    would be the large weights. For 32 tokens, all products of a 125M model take 49 ms in this form and 75 ms as `x @ W`
+    (2 cores, f32).
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(kernel, x, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
@@ -237,7 +242,7 @@ def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the activation of gpt-oss."""
+    """Return the activation of gpt-oss for gate and up features."""
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
     return gate * nnx.sigmoid(1.702 * gate) * (up + 1)
 

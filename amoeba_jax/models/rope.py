@@ -14,7 +14,7 @@ class RopeConfig:
     """Rotary position embedding: base `theta`, and scaling of the frequencies.
 
     `rope_type` selects the scaling: `default` (none), `linear`, `llama3` (Llama 3.1), `yarn` or `longrope`. The other
-    fields are its parameters, named as in `config.json`.
+    fields are parameters of the scaling, named as in `config.json`.
     """
 
     theta: float
@@ -80,7 +80,8 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 def read_rope(rope: dict[str, Any], max_position: int, head_dim: int) -> RopeConfig:
     """Return the rotary settings in a `rope_parameters` dictionary, as `transformers` 5 writes it.
 
-    `max_position` is the config's `max_position_embeddings`. It is the original context if YaRN's settings name none.
+    `max_position` is the config's `max_position_embeddings`. YaRN uses this length if `rope` names no original context.
+
     Raises `CheckpointError` for a value that is not supported.
     """
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:

@@ -22,7 +22,7 @@ STACK_LIMIT = 1 << 20
 def limits() -> llguidance.LLParserLimits:
     """Return limits for the compilation of a grammar and for its masks.
 
-    With them, a mask rarely takes more than a few ms.
+    With these limits, a mask rarely takes more than a few ms.
     """
     return llguidance.LLParserLimits(
         initial_lexer_fuel=500_000,

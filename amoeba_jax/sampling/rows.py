@@ -83,7 +83,7 @@ class SamplingRow:
         uses_state: whether the sequence uses the arrays `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
         held_back: stop tokens and end-of-sequence tokens, which are banned for the first `min_tokens` tokens.
-        banned: bad words of one token.
+        banned: token ids of the bad words of one token.
         bad_words: bad words of several tokens, at most `MAX_BAD_WORD_PAIRS`.
         two_tokens: bad words of two tokens, as pairs.
         endings: bad words of more than two tokens.
@@ -115,7 +115,7 @@ class StepRow(NamedTuple):
     Attributes:
         row: settings of the sequence.
         slot: index of the sequence in the sampler's arrays on the device, or `NO_SLOT`.
-        position: index in the sequence of the token to choose. The random key depends on it.
+        position: index of the token to choose, from the start of the sequence. The random key depends on this index.
         generated: number of tokens generated so far, including tokens that the host has not read yet.
         pairs: bad words that the token may complete, from `bad_word_pairs`.
     """
@@ -147,8 +147,8 @@ class TokenLogprobs(NamedTuple):
 class SamplingResult(NamedTuple):
     """Chosen tokens of a step, and their log-probabilities.
 
-    `logprobs` is None if the program `sample` ran. After `sample_full`, it is 0 in rows of sequences that requested no
-    log-probabilities.
+    `logprobs` is None if the program `sample` ran. After `sample_full`, the values are 0 in rows of sequences that
+    requested no log-probabilities.
     """
 
     tokens: Int32[np.ndarray, " R"]
@@ -310,12 +310,11 @@ def state_rows(
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
     """Return the bad words that the next token may complete. Each word is returned as the pair of its last two tokens.
 
-    A bad word of two tokens may always be completed. A longer word may be completed if the sequence has its first
-    tokens in the right place: the word `a b c d` is returned as `(c, d)` if the sequence ends with `a b` and one more
-    token.
+    A word of two tokens is always a candidate. A longer word is a candidate if its first tokens are in the right place.
+    For example, the word `a b c d` is returned as `(c, d)` if the sequence ends with `a b` and one more token.
 
-    If the host knows the last token, only words that match it are returned, and the first token of each pair is
-    `ANY_TOKEN`. If not, the device compares the first token of each pair with the last token of the sequence.
+    If the host knows the last token of the sequence, only candidates that match this token are returned, and the first
+    token of each pair is `ANY_TOKEN`. If not, the device compares the first token of each pair with the last token.
 
     Args:
         row: settings of the sequence.
@@ -350,9 +349,9 @@ def packed_size(num_rows: int, *, full: bool = False) -> int:
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
     """Pack the sampler's inputs for a step into one i32 array.
 
-    The array has each field for all rows. If `full` is true, the pairs of tokens that are bad words follow,
-    `[2, num_rows, MAX_BAD_WORD_PAIRS]`, for `sample_full`. Each row uses its first `num_pairs` pairs. Floats are stored
-    as their bits. Rows after the last given row are padding; their tokens are not recorded.
+    The array has the fields (`FIELDS`) one after another, each field for all rows. Floats are stored as their bits. If
+    `full` is true, banned pairs of tokens for `sample_full` follow, `[2, num_rows, MAX_BAD_WORD_PAIRS]`. Each row uses
+    its first `num_pairs` pairs. Rows after the given rows are padding. Their tokens are not recorded.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)

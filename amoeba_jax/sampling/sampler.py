@@ -13,7 +13,7 @@ with 49,152 tokens and 32 rows, on two cores.
 
 If the largest logit of a row is not finite, the host gets `NO_TOKEN`. A NaN in the hidden state makes all logits of the
 row NaN. Damaged weights of the output projection can make a single logit NaN. On CPU, XLA's maximum may ignore a single
-NaN. Its token is then never chosen, and no error is reported.
+NaN. The token of this logit is then never chosen, and no error is reported.
 """
 
 import math
@@ -157,10 +157,9 @@ def token_logprobs(
 
 
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
-    """Split `packed` into a dictionary of fields (each `[R]`), and the pairs of tokens that are bad words (see
-    `Pairs`).
+    """Split `packed`. Return `(fields, pairs)`: a dictionary of fields, each `[R]`, and the banned pairs of tokens.
 
-    The inputs of `sample` have 0 pairs.
+    The inputs of `sample` have 0 pairs. See `rows.Pairs`.
     """
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
@@ -213,11 +212,11 @@ def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[
 def _draw(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Int32[Array, " R"]:
-    """Draw a token for each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
+    """Draw a token for each row by the Gumbel-max trick. `max_logit` is the largest logit of each row.
 
-    The score of a token is its scaled logit plus noise. Top-p needs no sort. If the token with the best score is inside
-    the top p, it is drawn. If not, the token with the best score among the more probable tokens is tried next. The
-    first try succeeds with probability p or more.
+    The score of a token is its scaled logit plus noise. Top-p needs no sort. The token with the best score is drawn if
+    it is inside the top p. If not, only tokens that are more probable than the refused token are left, and the token
+    with the best score among them is tried next. The first try succeeds with probability p or more.
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -356,7 +355,10 @@ def _largest(x: Float[Array, "V R"], k: int) -> tuple[Float[Array, "R k"], Int32
 
 
 def _kth_largest(x: Float[Array, "V R"], k: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """Return the k-th largest value of each row by bisection on its bits. All values of `x` must be at most 0."""
+    """Return the k-th largest value of each row. All values of `x` must be at most 0.
+
+    The bits of the result are found one after another, by bisection.
+    """
 
     def value(bits: jax.Array) -> jax.Array:
         return -lax.bitcast_convert_type(jnp.minimum(bits, _FLOAT_INF), jnp.float32)

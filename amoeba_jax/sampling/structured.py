@@ -54,7 +54,7 @@ class Matcher:
         self.is_complete = False
 
     def copy(self) -> "Matcher":
-        """Return a matcher in the same state. The two advance independently."""
+        """Return a new matcher in the same state. Both matchers advance independently."""
         copy = object.__new__(Matcher)
         copy.__dict__.update(self.__dict__)
         copy._matcher = self._matcher.deep_copy()
@@ -132,7 +132,7 @@ class GrammarCompiler:
         Return a future that is done when the compilation ends, or None if the grammar is already compiled. All callers
         with the same grammar share the future.
 
-        `client` is the name of the client. "": its new grammars are not limited.
+        `client` is the name of the client. "": the number of new grammars is not limited.
 
         Raises `QueueFullError` if `MAX_PENDING_GRAMMARS` grammars of the client are still being compiled.
         """
@@ -187,8 +187,9 @@ class GrammarCompiler:
 
 
 def _with_end(rules: str, token: int) -> str:
-    """Add an end-of-sequence token to the tokenizer's rules (JSON), because llguidance needs one and the model lacks
-    it.
+    """Return the tokenizer's rules (JSON) with an added end-of-sequence token, whose id is `token`.
+
+    The model has no end-of-sequence token, but llguidance needs one.
     """
     values = json.loads(rules)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -199,7 +200,7 @@ def _with_end(rules: str, token: int) -> str:
 def _grammar(structured: StructuredOutput) -> str:
     """Return a constraint as a grammar in the form of llguidance. Most errors appear only when the grammar is compiled.
 
-    Raises `ValueError` if a schema is `false`, or nested over 127 levels.
+    Raises `ValueError` if a schema is `false`, or is nested more than 127 levels deep.
     """
     if structured.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _WHITE_SPACE})

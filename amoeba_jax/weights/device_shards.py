@@ -42,7 +42,7 @@ class DeviceShards(MutableMapping[ShardKey, jax.Array]):
         return sum(len(shards) for shards in self._shards.values())
 
     def take(self, release: ReleaseKey) -> dict[ShardKey, jax.Array]:
-        """Remove and return all shards with this release key. Raises `KeyError` if the device has none."""
+        """Remove and return all shards with this release key. Raises `KeyError` if the device has no such shard."""
         return self._shards.pop(release)
 
     def clear(self) -> None:

@@ -19,10 +19,10 @@ Place = tuple[int, bool]
 
 
 class GroupViews:
-    """Cached views by group of devices. A view is an array over the devices of a group that shares their buffers.
+    """Cached views by group of devices. A view is an array over the devices, which shares the buffers of the shards.
 
-    The methods `of_...` return dicts to which the caller adds views. If a buffer changes, the caller must drop its
-    views with the methods `forget_...`.
+    The methods `of_...` return dicts to which the caller adds views. If a buffer changes, the caller must drop the
+    views of this buffer with the methods `forget_...`.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,10 @@ class GroupViews:
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the cached views of the shards of a layer that can become KV cache. The caller adds missing views.
+        """Return the cached views of those shards of a layer that can become KV cache, on a group of devices.
 
-        The keys are positions of the shards in the order of release (`WeightLayout.released`).
+        The keys are positions of the shards in the order of release (`WeightLayout.released`). The caller adds missing
+        views to the result.
         """
         return self._extents[group.start, group.tp][layer]
 
@@ -80,7 +81,7 @@ class GroupViews:
     def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
         """Drop all views of a parameter that contain a buffer of one device.
 
-        This includes the views of buffers that have become KV cache.
+        Views of buffers that have become KV cache are dropped too.
         """
         for (start, tp), views in self._parameters.items():
             if start <= device < start + tp:
@@ -95,7 +96,7 @@ class GroupViews:
                     layers.pop(layer, None)
 
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
-        """Drop the cached weight arguments of the segments that contain `layer` (None: of all segments).
+        """Drop the cached weight arguments of the segments that contain `layer`. None: of all segments.
 
         Only groups that share a device with `group` are affected. If `below` is given, only groups with fewer devices
         than `below` are affected.
@@ -113,6 +114,9 @@ class GroupViews:
 
 
 def _over(group: SubMesh, views: Mapping[tuple[int, int], T]) -> list[tuple[tuple[int, int], T]]:
-    """Return the entries of all groups of devices that share a device with `group`."""
+    """Return the entries `(key, value)` of `views` whose group of devices overlaps `group`.
+
+    A key is the first device of a group and its number of devices.
+    """
     first, stop = group.start, group.start + group.tp
     return [(key, found) for key, found in views.items() if key[0] < stop and first < key[0] + key[1]]

@@ -15,7 +15,7 @@ from sharding.release import ReleasedShard, released_shards
 
 @dataclass(frozen=True)
 class Padding:
-    """Size of one kind of parameter: the number of stored elements, and of elements in the model.
+    """Numbers of elements of one kind of parameter: as stored, and in the model.
 
     Stored elements include padding and copies.
     """
@@ -49,7 +49,7 @@ class WeightLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Bytes per element of a weight."""
         return jnp.dtype(self.dims.dtype).itemsize
 
     @property
@@ -77,9 +77,9 @@ class WeightLayout:
         }
 
     def _homes(self, spec: ParamSpec, placement: Placement) -> set[tuple[Home, bool]]:
-        """Return the homes (groups of devices) that compute with a parameter.
+        """Return `(home, whole)` for each home (group of devices) that computes with a parameter.
 
-        The bool of each home tells whether every rank of the home needs all shards.
+        `whole` tells whether every rank of the home needs all shards.
         """
         if spec.layer is None:
             return {(placement.head, spec.owner is Owner.HEAD and self.dims.config.tied_embeddings)}
@@ -96,16 +96,15 @@ class WeightLayout:
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
-        """Return the shards of a layer whose memory is KV cache at tensor-parallel degree `degree`, in the order of
-        release.
+        """Return the shards of a layer whose memory is KV cache at tensor-parallel degree `degree`.
 
-        Shards that become KV cache at a lower degree are included.
+        Shards that become KV cache already at a lower degree are included. The shards are in the order of release.
         """
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the numbers of KV pages in the shards of a layer whose memory is KV cache at `degree`.
+        """Return the number of KV pages in each shard of a layer whose memory is KV cache at `degree`.
 
-        The order is the order of `released`. All layers have the same numbers.
+        The order is that of `released`. The numbers are equal in all layers.
         """
         return tuple(shard.num_pages for shard in self.released(0, degree))

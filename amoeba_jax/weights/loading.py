@@ -40,12 +40,15 @@ OpenWeights = Callable[[], AbstractContextManager[WeightReader]]
 
 
 def default_threads() -> int:
-    """Return the number of usable cores, but at most 8: beyond that, memory bandwidth limits the copies."""
+    """Return the number of usable cores, but at most 8.
+
+    With more threads, memory bandwidth would limit the copies.
+    """
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_THREADS)
 
 
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
-    """Yield each parameter with all its shards, in order, while threads read the next parameters.
+    """Yield each parameter with all its shards, in the order of `specs`, while threads read the next parameters.
 
     The shards are valid until the next parameter is requested. Then their memory is reused. Parameters are read into
     `reader.threads + 1` buffers of `slot_bytes` bytes each. If all buffers together would exceed 4 GiB, there are fewer
@@ -107,8 +110,8 @@ def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
     """Return arrays for the shards of a parameter, in their stored shapes.
 
-    The arrays are views of `memory` (bytes). They are misaligned, so that `device_put` copies them and `memory` can be
-    used again. On CPU, JAX 0.10 to 0.12 would keep aligned memory without a copy, even with `may_alias=False`.
+    The arrays are views of `memory` (bytes). The arrays are misaligned, so that `device_put` makes copies, and `memory`
+    can be used again. On CPU, JAX 0.10 to 0.12 would use aligned memory without a copy, even with `may_alias=False`.
     """
     size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]
@@ -116,7 +119,7 @@ def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list
 
 
 def _misaligned(memory: np.ndarray, dtype: np.dtype) -> int:
-    """Return an offset in `memory`, in bytes. It is one element after an aligned address."""
+    """Return an offset in `memory`, in bytes, whose address is one element after an aligned address."""
     return -memory.ctypes.data % _ALIGNMENT + dtype.itemsize
 
 

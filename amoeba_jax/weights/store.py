@@ -29,9 +29,9 @@ class _Change:
 
     Attributes:
         places: indices of the shards in the order of release.
-        keys: keys of the shards on each rank, in the order of `places`.
+        keys: for each rank, the keys of its shards, in the order of `places`.
         releases: release keys of the shards (`DeviceShards.take`).
-        sizes: bytes of the shards on each device, by owner.
+        sizes: bytes of the shards on one device, by owner. The bytes are equal on all devices.
         degrees: lowest tensor-parallel degree that needs none of the shards, by parameter name.
     """
 
@@ -55,7 +55,7 @@ class WeightStore(WeightLayout):
         self._shards = [DeviceShards(self._releases(device)) for device in range(len(devices))]
 
     def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
-        """Return the bytes of padding and copied heads on a device, by layer and owner.
+        """Return the number of bytes of padding and copied heads on a device, by layer and owner.
 
         Shards whose memory is KV cache do not count. The padding of a parameter is divided equally among its shards.
         """
@@ -73,7 +73,7 @@ class WeightStore(WeightLayout):
         on_load: Callable[[str], None],
         wanted: Mapping[int, Mapping[str, Collection[int]]] | None = None,
     ) -> None:
-        """Copy every parameter to its devices, and record its bytes in the memory ledgers of these devices.
+        """Copy every parameter to its devices, and record the bytes in the memory ledgers of these devices.
 
         If reading or `on_load` fails, all shards are dropped again.
 
@@ -81,8 +81,8 @@ class WeightStore(WeightLayout):
             reader: source of the weights.
             ledgers: ledger of each device. The store keeps them for later changes.
             on_load: function that is called with the name of each parameter when it is on its devices.
-            wanted: indices of the shards that each device gets, by device and parameter. Default: all shards on all
-                devices.
+            wanted: indices of the shards that each device gets, by device and parameter. None: every device gets all
+                shards.
         """
         self._ledgers = ledgers
         try:
@@ -130,7 +130,7 @@ class WeightStore(WeightLayout):
         Args:
             reader: source of the weights.
             group: devices to read for.
-            degrees: tensor-parallel degree of each rank. It determines the shards of the rank that are KV cache
+            degrees: tensor-parallel degree of each rank. The degree determines which shards of the rank are KV cache
                 (`released`).
         """
         back: list[dict[ShardKey, jax.Array]] = [{} for _ in group.devices]
@@ -156,10 +156,10 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, spec.owner, buffer.nbytes, spec.layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
-        """Return the weight arguments of a segment (compiled part of the model) on a group of devices, in order.
+        """Return the weight arguments of a segment (compiled part of the model) on a group of devices.
 
-        The arrays share the buffers of the shards, without a copy. The list is cached until one of its shards changes.
-        Do not change the list.
+        The list has the order of the program's arguments. The arrays share the buffers of the shards, without a copy.
+        The list is cached until one of the shards changes. Do not change the list.
         """
         segments = self._views.of_segments(group)
         if (found := segments.get(plan)) is not None:
@@ -194,8 +194,7 @@ class WeightStore(WeightLayout):
         return views[key]
 
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
-        """Return `(spec, index, is_sharded)` for each weight argument of a segment (compiled part of the model), in
-        order.
+        """Return `(spec, index, is_sharded)` for each weight argument of a segment, in the order of the arguments.
 
         `index` is the index of the shard among the shards of a rank. `is_sharded` tells whether ranks have different
         shards.
@@ -223,7 +222,10 @@ class WeightStore(WeightLayout):
         ]
 
     def bytes_to_copy(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
-        """Return the bytes that a device lacks to compute a layer, or its attention or FFN (`module`), on its own."""
+        """Return the number of bytes that must be copied to a device before it can compute a layer alone.
+
+        `module` selects the whole layer, its attention or its FFN. `layer` None: weights that belong to no layer.
+        """
         return sum(
             self.any_shard(spec.name, index).nbytes
             for spec in self.specs_of(layer, module)
@@ -232,7 +234,10 @@ class WeightStore(WeightLayout):
         )
 
     def held_bytes(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
-        """Return the bytes of a layer's weights, or of its attention or FFN (`module`), that a device holds."""
+        """Return the number of bytes of a layer's weights that a device holds.
+
+        `module` selects the whole layer, its attention or its FFN. `layer` None: weights that belong to no layer.
+        """
         return sum(
             self._shards[device][spec.name, index].nbytes
             for spec in self.specs_of(layer, module)
@@ -243,8 +248,9 @@ class WeightStore(WeightLayout):
     def copy_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> list[jax.Array]:
         """Copy weights of a layer, or of its attention or FFN (`module`), to a device that lacks them.
 
-        Return the new buffers. The copies may still run when this method returns. Raises `MemoryBudgetError`, and
-        changes nothing, if the copies do not fit.
+        Return the new buffers. The copies may still run when this method returns.
+
+        Raises `MemoryBudgetError` if a shard does not fit. Shards that the call copied earlier stay on the device.
         """
         copies: list[jax.Array] = []
         for spec in self.specs_of(layer, module):
@@ -279,7 +285,7 @@ class WeightStore(WeightLayout):
     # Shards that are KV extents at higher degrees
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
-        """Build and cache the arrays that a later `release` with the same arguments returns, for all layers.
+        """Build and cache, for all layers, the arrays that a later `release` with the same arguments returns.
 
         Building the arrays is the slowest part of `release`.
         """
@@ -294,13 +300,14 @@ class WeightStore(WeightLayout):
     ) -> list[jax.Array]:
         """Turn the shards that `degree` does not need into KV cache. Return them as extents `[tp * pages, page_elems]`.
 
-        The extents share the buffers of the shards, without a copy. Cached arrays of these shards are dropped.
+        An extent is a KV buffer over all devices of the group. The extents share the buffers of the shards, without a
+        copy. Cached arrays of these shards are dropped.
 
         Args:
             group: devices to release on.
             layer: layer of the shards.
-            before: degree for which shards of this layer are already KV cache.
-            degree: degree to release for, at least `before` and at most the degree of `group`.
+            before: tensor-parallel degree so far. Shards of the layer that this degree does not need are KV cache.
+            degree: tensor-parallel degree from now on, at least `before` and at most the degree of `group`.
             spent: list to which the arrays of the shards are appended. The caller drops the arrays later, because
                 dropping takes time.
         """
@@ -322,8 +329,8 @@ class WeightStore(WeightLayout):
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
         """Turn KV extents into weight shards again, after the weights were written into them.
 
-        This concerns the shards that `degree` needs and degree `before` does not need. `extents` are the last extents
-        of the layer, one for each of these shards.
+        The shards are those that degree `degree` needs and degree `before` does not need. `extents` are the last
+        extents of the layer, one for each of these shards.
         """
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)
@@ -336,16 +343,13 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """Return the buffers of one shard of a change, one for each rank.
-
-        `index` is the shard's index in `change.places`.
-        """
+        """Return one buffer of each rank, in the order of ranks: the rank's shard at `change.places[index]`."""
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]
 
     def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
-        """Return the shards of a layer that degree `before` needs and `degree` does not. The result is cached."""
+        """Return the shards of a layer that degree `before` needs and degree `degree` does not need. Cached."""
         key = (group.start, group.tp, layer, before, degree)
         if key not in self._changes:
             released = self.released(layer, degree)
@@ -402,7 +406,7 @@ class WeightStore(WeightLayout):
         return next(shards[(name, index)] for shards in self._shards if (name, index) in shards)
 
     def release_all(self) -> None:
-        """Drop all buffers, and all arrays that share them."""
+        """Drop all buffers, and all arrays that share the buffers."""
         self._views.clear()
         for buffers in self._shards:
             buffers.clear()

@@ -1,4 +1,4 @@
-"""Paged attention over one or several KV buffers: one signature, several implementations."""
+"""Paged attention over one or several KV buffers. One function chooses between several implementations."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -50,9 +50,10 @@ def paged_attention(
     implementation: Implementation = "auto",
     debug: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Compute causal attention of new tokens over the paged cache. The cache must already hold their keys and values.
+    """Compute causal attention of new tokens over the paged cache.
 
-    T = 1 means decode, T > 1 a chunk of a prompt. Query head i uses KV head `i // (H // K)`. Sums are in f32.
+    The cache must already hold the keys and values of the new tokens. T is the number of new tokens of each sequence: 1
+    for a decode, more for a chunk of a prompt. Query head i uses KV head `i // (H // K)`. Sums are in f32.
 
     Args:
         queries: queries after rotary embedding; f32, bf16 or f16.
@@ -67,7 +68,7 @@ def paged_attention(
         kv_scales: factors on the stored keys (row 0) and values (row 1) of each KV head.
         stride_order: permutation that transposes an extent to `[pages, K, 2, S, h]`: the value of a `PageLayout`.
         implementation: implementation to use. `auto` chooses `mosaic_gpu` on a Hopper GPU if this kernel supports the
-            call, and `xla` in all other cases. If it chooses `xla` on a GPU, the reason is logged.
+            call, and `xla` in all other cases. If `auto` chooses `xla` on a GPU, the reason is logged.
         debug: whether to check the contents of the tables too, on the host. This is slow.
 
     Raises:

@@ -2,9 +2,10 @@
 
     python -m pallas_kernels.paged_attention.bench [--json results.json] [--quick]
 
-On a Hopper GPU, it compares the kernel with XLA, JAX's own kernel and cuDNN. It also measures the bandwidth of copies
-and the rate of matrix products. On CPU, it compares the XLA implementation with attention that gathers all pages first,
-and with attention over a dense cache. It prints Markdown tables. Compared calls run in turns.
+On a Hopper GPU, the benchmark compares the kernel with XLA, JAX's own kernel and cuDNN. It also measures the bandwidth
+of copies and the rate of matrix products. On CPU, the benchmark compares the XLA implementation with attention that
+gathers all pages first, and with attention over a dense cache. It prints Markdown tables. Calls that are compared run
+in turns.
 """
 
 import argparse
@@ -66,8 +67,8 @@ class Machine:
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
     """Return a function that runs compiled `paged_attention` on a workload.
 
-    `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` also sets the `stride_order`
-    of `paged_attention`.
+    `options` are keyword arguments of `Workload.make` or of `paged_attention`. The option `layout` also sets the
+    `stride_order` of `paged_attention`.
     """
     made = {name: options.pop(name) for name in ("extents", "scattered", "kv_dtype", "layout") if name in options}
     arguments = workload.make(machine.dtype, **made)

@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.tuning import KernelShape
 
 @dataclass(frozen=True)
 class Workload:
-    """Batch of sequences of equal length, for one call of attention. The last `queries` tokens of each are new.
+    """Batch of sequences of equal length, for one call of attention. Each sequence ends with `queries` new tokens.
 
     Attributes:
         batch: number of sequences.
@@ -81,11 +81,11 @@ class Workload:
         scattered: bool = True,
         layout: PageLayout = PageLayout.HEADER_CENTRIC,
     ) -> tuple[jax.Array, list[jax.Array], list[PageTable], jax.Array]:
-        """Return queries, KV buffers (extents), page tables and query positions, with random contents and random page
-        ids.
+        """Return `(queries, extents, tables, query_positions)` with random contents and random page ids.
 
-        If there are several extents and `scattered` is True, consecutive pages of a sequence are in different extents.
-        If `scattered` is False, all pages of a sequence are in one extent.
+        Extents are KV buffers, and tables are the page tables of the extents. If there are several extents and
+        `scattered` is True, consecutive pages of a sequence are in different extents. If `scattered` is False, all
+        pages of a sequence are in one extent.
         """
         random = np.random.default_rng(0)
         key = jax.random.key(0, impl="rbg")  # The default compiles for seconds, for each shape.
@@ -111,8 +111,8 @@ class Workload:
 def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
     """Return the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all calls.
 
-    After a warm-up, as many rounds run as fit in `budget_s` seconds, at least 5 and at most 50. A call of less than a
-    millisecond is launched ten times in a row in each round.
+    After a warm-up, there are as many rounds as fit in `budget_s` seconds, but from 5 to 50 rounds. In each round, a
+    call of less than a millisecond is launched ten times in a row.
     """
     repeats, round_s = {}, 0.0
     for name, call in calls.items():
@@ -136,7 +136,7 @@ def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[
 
 
 def memory_probe(num_bytes: int) -> tuple[Callable[[], Any], int]:
-    """Return a function whose time is limited by memory bandwidth, and the number of bytes that one call of it moves.
+    """Return `(function, bytes)`: a function limited by memory bandwidth, and the bytes that one call of it moves.
 
     On a GPU, the function copies memory. On CPU, it reads memory on all cores.
     """

@@ -1,6 +1,7 @@
-"""Sizes of a launch of the GPU kernel: from a table measured on this kind of device, or by rule if there is no table.
+"""Sizes of a launch of the GPU kernel. They come from a measured table, or from a rule if there is no table.
 
-`python -m pallas_kernels.paged_attention.tune` measures on the device and writes `tables/<device kind>.json`.
+There is a table for each kind of device, `tables/<device kind>.json`. `python -m pallas_kernels.paged_attention.tune`
+measures on the local device and writes the table of its kind.
 """
 
 import json
@@ -99,13 +100,16 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 
 
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
-    """Return measured sizes from the table of the device: the entry whose shape is most similar to `shape`.
+    """Return the measured sizes for the most similar shape in the table of the device.
 
-    The default sizes are returned in three cases: there is no GPU or no table; no entry has the same phase (prefill or
-    decode), head size and element size of the cache; or the measured sizes need too much shared memory for this shape.
+    The default sizes are returned in three cases:
 
-    A similar shape may still differ in page size and in amount of work. If these differences together reach a factor of
-    2, the number of splits is computed by rule.
+    * There is no GPU or no table.
+    * No entry has the same phase (prefill or decode), head size and element size of the cache.
+    * The measured sizes need too much shared memory for this shape.
+
+    The most similar shape may still differ in page size and in amount of work. If these differences together reach a
+    factor of 2, the number of splits is computed by rule.
     """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)

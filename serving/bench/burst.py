@@ -38,9 +38,10 @@ def draw_phases(
     most: int | None,
     duration_s: float | None,
 ) -> Iterator[tuple[float, str]]:
-    """Yield arrival times in ascending order, in seconds, each with the kind of its phase (`LOW` or `HIGH`).
+    """Yield `(arrival_s, phase)` for each request, in the order of arrival. `phase` is `LOW` or `HIGH`.
 
-    The first phase is low, the second is high, and so on. The rate of each phase is drawn uniformly between two limits.
+    `arrival_s` is in seconds. The first phase is low, the second is high, and so on. Each phase has its own rate, drawn
+    uniformly between the lowest and the highest rate of its kind.
 
     Args:
         low: lowest and highest rate of low phases, in requests per second.

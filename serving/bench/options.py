@@ -49,10 +49,10 @@ class ConnectionConfig:
             raise ConfigError(f"ready_timeout_s={self.ready_timeout_s:g} must be finite and at least 0")
 
     def open(self, admin: bool = False) -> "AsyncClient":
-        """Return a client for the server. It does not retry calls, because retries would hide errors of the server.
+        """Return a client for the server. If `admin` is true, the client connects to AdminService.
 
-        If `admin` is true, the client connects to AdminService. Raises `ConfigError` if a certificate file cannot be
-        read.
+        The client does not retry calls, because retries would hide errors of the server. Raises `ConfigError` if a
+        certificate file cannot be read.
         """
         from amoeba_jax.client import AsyncClient, Retries
 
@@ -102,7 +102,7 @@ class OutputConfig:
 
     @property
     def wants_file(self) -> bool:
-        """Whether the report is written as JSON."""
+        """Whether to write the report to a JSON file."""
         return self.save_result or self.save_detailed or bool(self.result_filename or self.result_dir)
 
 
@@ -126,7 +126,8 @@ class BenchConfig:
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
     """Convert the options of `amoeba bench` (`flags`) to settings.
 
-    If no token file is given, the token comes from the environment. Raises `ConfigError` for invalid settings.
+    An access token comes from the file that an option names. Without this option, the token comes from `environment`.
+    Raises `ConfigError` for invalid settings.
     """
     from serving.bench.metrics import MetricsConfig
 

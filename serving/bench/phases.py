@@ -57,10 +57,10 @@ def by_priority(records: Sequence[Record], duration_s: float, config: MetricsCon
 
 
 def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
-    """Return the start and the end of each period in which instances merged or split, in seconds.
+    """Return `(start, end)` of each period in which instances merged or split, in seconds.
 
-    A period starts at the last sample before a change. It ends `settle_s` seconds after the first sample that shows the
-    change. Overlapping periods are joined.
+    A period starts at the last sample before a change. The period ends `settle_s` seconds after the first sample that
+    shows the change. Overlapping periods are joined.
     """
     windows: list[tuple[float, float]] = []
     for before, after in pairwise(samples):
@@ -83,12 +83,13 @@ def transitions(
 ) -> dict[str, Any]:
     """Return statistics of TTFT and ITL, separately for latencies `during` and `outside` of merges and splits.
 
-    Only completed requests count. A latency counts as `during` if its time overlaps a period of `transition_windows`.
+    Only completed requests count. A latency counts as `during` if the measured interval overlaps a period of
+    `transition_windows`. The result also has `seconds`, the total length of these periods, and `per_hour`, the number
+    of merges and splits per hour.
 
     Args:
         changes: number of merges and splits in the run.
-        watched_s: seconds in which the instances were sampled. The result `per_hour` is `changes` for each hour of this
-            time.
+        watched_s: seconds in which the instances were sampled. `per_hour` is relative to this time.
         settle_s: see `transition_windows`.
     """
     windows = transition_windows(samples, settle_s)

@@ -89,7 +89,7 @@ def _draw_degrees(axes: Any, run: Run) -> None:
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:
     """Return `(times, counts)`: the number of devices at each tensor-parallel degree, over time.
 
-    `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until the next time. `times`
+    `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until `times[i + 1]`. `times`
     has 0, the time of each sample after the first, and `end_s`.
     """
     times = [0.0, *(sample.time_s for sample in samples[1:]), max(end_s, samples[-1].time_s)]

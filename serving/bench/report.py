@@ -113,9 +113,9 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
 
 
 def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Group failed requests by gRPC status. The most frequent status comes first.
+    """Return one entry for each gRPC status of failed requests. The most frequent status comes first.
 
-    An entry has the status, the number of requests, and the first error message.
+    An entry has the status, the number of requests with this status, and the error message of the first such request.
     """
     failed = [record for record in records if record.outcome is Outcome.FAILED]
     texts: dict[str, str] = {}
@@ -126,7 +126,10 @@ def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _details(records: Sequence[Record]) -> dict[str, Any]:
-    """Return lists with one entry for each request, in the order of arrival, named as in vLLM. Times are in seconds."""
+    """Return one list for each detail of the requests, under vLLM's names. Times are in seconds.
+
+    A list has one entry for each request, in the order of arrival.
+    """
     return {
         "input_lens": [r.request.input_len for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -147,7 +150,7 @@ def _details(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert settings to values that JSON can represent. Infinity becomes text, and a path becomes its last part."""
+    """Convert settings to values that JSON can represent. Infinity becomes `inf`, and a path becomes its file name."""
     return {
         name: value.name if isinstance(value, Path) else "inf" if value == math.inf else value
         for name, value in settings.items()
@@ -155,9 +158,10 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Return the path of the report file.
+    """Return the path of the report: the file `filename` in `directory`.
 
-    The default name consists of the workload, the rate, the model and the time.
+    The default name consists of the workload, the rate, the model and the time. The default directory is the current
+    one.
     """
     rate = run.workload.rate
     name = filename or f"amoeba-{run.workload.dataset_name}-{rate:g}qps-{run.model.model}-{run.date:%Y%m%d-%H%M%S}.json"

@@ -80,7 +80,10 @@ async def _run(config: BenchConfig) -> Run:
 
 
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
-    """Wait up to `timeout_s` seconds until the server is available, and return its model."""
+    """Wait up to `timeout_s` seconds until the server is available, and return its model.
+
+    Raises `grpc.aio.AioRpcError` if the server is still unavailable then, or at once for any other error.
+    """
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while True:
@@ -108,7 +111,7 @@ async def _warm_up(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Event]:
-    """Yield an event. The first SIGINT or SIGTERM sets the event, and a second signal has its default effect."""
+    """Yield an event that the first SIGINT or SIGTERM sets. A second signal has its default effect."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -136,7 +139,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
 
 class _Counter:
-    """Counter of ended requests, shown in a progress bar."""
+    """Counter of ended requests, shown in a progress bar. It is called with the record of each ended request."""
 
     def __init__(self, progress: Progress, total: int):
         self._progress = progress
@@ -151,9 +154,9 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """Show a progress bar inside a context. Yield a function that counts a request that has ended.
+    """Show a progress bar while the context is open. Yield the counter to call with each ended request.
 
-    The bar is hidden if stderr is no terminal.
+    The bar is hidden if stderr is not a terminal.
     """
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),

@@ -88,7 +88,10 @@ def _notes(report: dict[str, Any]) -> list[str]:
 
 
 def _transitions(figures: dict[str, Any]) -> list[str]:
-    """Return a line with the latencies during and outside of merges and splits. Return [] if there were none."""
+    """Return a list with one line: the latencies during and outside of merges and splits.
+
+    If there were no merges and splits, the list is empty.
+    """
     if not figures["per_hour"]:
         return []
 

@@ -35,14 +35,16 @@ def is_text_trace(path: Path) -> bool:
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
     """Read a trace file. Return `(columns, blocks)`.
 
-    `columns` has the arrays `input_tokens` and `output_tokens`. If the file has the columns, it also has `arrival_s` in
-    seconds, the texts `class` and the integers `priority`. `blocks` has the ids of the prompt blocks of each row
-    (`hash_ids`, as in Mooncake's traces). It is None if the file has no ids.
+    `columns` has the arrays `input_tokens` and `output_tokens`. It also has `arrival_s` in seconds, `class` as texts,
+    and `priority` as integers, as far as the file has such columns.
 
-    The times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. The latter has
-    ISO dates (Azure) or milliseconds (Mooncake).
+    `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces). `blocks` is None if the
+    file has no ids.
 
-    Raises `ConfigError`, with the column or line, if the file is invalid.
+    In the file, the times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. A
+    column `timestamp` has ISO dates (Azure) or milliseconds (Mooncake).
+
+    Raises `ConfigError` for an invalid file. The message names the column or line.
     """
     rows = list(_rows(path))
     if not rows:

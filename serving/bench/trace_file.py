@@ -158,14 +158,14 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Return the ids of the prompt blocks of requests and of their copies, by index of the request.
+    """Return the ids of the prompt blocks of each request, original or copy, by index of the request.
 
     The n-th copies of all requests get new ids.
 
     Args:
         blocks: block ids of the original requests, by row.
-        rows: row in `blocks` of the original of each request.
-        copies: 0 for an original request, n for the n-th copy of a request.
+        rows: for each request, the row in `blocks` of its original.
+        copies: for each request, 0 if it is an original, or n if it is the n-th copy of its original.
     """
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
     pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))
@@ -175,7 +175,8 @@ def _of_copies(
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Shorten prompts and outputs so that both together have at most `max_model_len` tokens.
 
-    Return the two new lengths. A prompt or output of at most half of `max_model_len` is not shortened.
+    Return the new lengths as `(inputs, outputs)`. A prompt or output of at most half of `max_model_len` is not
+    shortened.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -204,7 +204,7 @@ class PlannedRequest:
     """SLO for the mean time per further token, in seconds (`SamplingParams.tpot_slo_s`)."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
-        """Return a random prompt as token ids. It depends only on the seed and `index`.
+        """Return a random prompt as token ids. Calls with the same arguments return the same prompt.
 
         Call this only when the request is sent: all prompts together would fill the memory.
         """
@@ -266,7 +266,7 @@ def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedReq
 def plan_columns(config: WorkloadConfig, max_model_len: int, shorten: bool = True) -> Plan:
     """Plan the requests of a workload as a table with columns. See `plan_requests`.
 
-    `shorten` says whether requests of a trace are shortened to `max_model_len`.
+    If `shorten` is False, requests of a trace keep their lengths, even beyond `max_model_len`.
     """
     if config.dataset_name == "trace":
         plan = _plan_trace(config, max_model_len if shorten else None)
@@ -276,7 +276,10 @@ def plan_columns(config: WorkloadConfig, max_model_len: int, shorten: bool = Tru
 
 
 def _with_urgent(config: WorkloadConfig, plan: Plan) -> Plan:
-    """Return a plan whose requests have the priorities and latency limits (SLOs) of the settings."""
+    """Return a plan with the priorities and latency limits (SLOs) of the settings.
+
+    A random `priority_share` of the requests is urgent. Raises `ConfigError` if the plan has no requests.
+    """
     urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
     if config.priority_share:
         plan = replace(plan, priorities=np.where(urgent, config.urgent_priority, config.best_effort_priority))
@@ -289,7 +292,10 @@ def _with_urgent(config: WorkloadConfig, plan: Plan) -> Plan:
 
 
 def _slos(config: WorkloadConfig, name: str) -> tuple[float | None, float | None]:
-    """Return the latency limit `name` for normal requests, and for urgent requests."""
+    """Return `(limit of normal requests, limit of urgent requests)` for the latency `name`, in seconds.
+
+    `name` is `ttft_slo_s` or `tpot_slo_s`. None: these requests set no limit.
+    """
     others, own = getattr(config, name), getattr(config, f"urgent_{name}")
     return others, others if own is None else own
 
@@ -313,7 +319,7 @@ def _plan_burst(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _random_lengths(config: WorkloadConfig, count: int, max_model_len: int) -> list[np.ndarray]:
-    """Draw lengths of prompts and outputs around their means."""
+    """Draw lengths of prompts and outputs around their means. Return `[inputs, outputs]` in tokens."""
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]
@@ -392,7 +398,7 @@ def _is_drawn(path: Path) -> bool:
 def _synthetic_arrivals(config: WorkloadConfig, most: int | None) -> np.ndarray:
     """Draw random arrival times of requests, in seconds.
 
-    If the number of requests is fixed, all times are scaled so that the mean rate is exact, as in vLLM.
+    If `duration_s` is None, all times are scaled so that the mean rate is exact, as in vLLM.
     """
     random = _stream(config, _ARRIVALS)
     arrivals = draw_arrivals(random, config.rate, config.burstiness, most, config.duration_s)

@@ -35,7 +35,7 @@ class _PinPolicy:
         self._width, self._next = width, 0
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """Return the next actions, in the order in which they are executed (`Policy.decide`)."""
+        """Return actions that send queued requests to instances, in the order of the queue."""
         actions: list[Action] = []
         steady = [i for i in view.instances if i.transition_to is None][: self._width]
         given = {i.id: 0 for i in steady}
@@ -81,7 +81,10 @@ def run_calibration(
 
 
 def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
-    """Measure an idle engine at each possible tensor-parallel degree. Then restore the degree of its instances."""
+    """Time the steps and transformations of an engine at each tensor-parallel degree that its devices allow.
+
+    The engine must have no requests. In the end, the instances have the same degree as before.
+    """
     engine = llm._engine
     config, layers = engine.config, engine.dims.config.num_layers
     degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
@@ -152,7 +155,8 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
     """Measure how many seconds each KV page in use adds when one layer switches to another tensor-parallel degree.
 
-    The result compares switches with a partly full cache and switches with an empty cache.
+    The result is the difference in time between a switch with a partly full cache and a switch with an empty cache,
+    divided by the number of pages in use.
     """
     found = []
     for turn in range(_REPEATS + 1):
@@ -210,7 +214,7 @@ def _switch_s(report: TransformReport) -> float:
 
 
 class _Timer:
-    """Measurements of requests on the first instances of an engine."""
+    """Stopwatch for requests that run on the first instances of an engine. Results are seconds or factors."""
 
     def __init__(self, llm: LLM, capacity: int):
         self._llm, self._capacity = llm, capacity
@@ -286,8 +290,8 @@ class _Timer:
         A chunk size is left out if its prompts do not fit the cache or the context.
 
         Args:
-            alone_s: second result of `prompts`.
-            steps_s: first result of `prompts`.
+            alone_s: `alone_s` from the method `prompts`.
+            steps_s: `steps_s` from the method `prompts`.
         """
         found = {}
         for chunk in buckets.chunk_sizes:
@@ -313,8 +317,9 @@ class _Timer:
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer decode steps take if several instances are busy.
 
-        Return a factor (at least 1) for each number of busy instances from 2 on. The factor compares with one busy
-        instance. It is the median over batch sizes. `decode_s` is the result of `decodes`.
+        Return a factor for each number of busy instances from 2 on. The factor is the duration of a step divided by the
+        duration with one busy instance. It is at least 1. Each factor is the median over the batch sizes in `decode_s`,
+        which is the result of `decodes`.
         """
         found = {}
         for busy in range(2, instances + 1):
@@ -325,12 +330,13 @@ class _Timer:
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer a step with a prompt takes if other instances decode at the same time.
 
-        Return a factor (at least 1) for each number of busy instances from 2 on.
+        Return a factor for each number of busy instances from 2 on. The factor is the duration of the step divided by
+        the duration if no other instance is busy. It is at least 1.
 
         Args:
             instances: number of instances.
-            alone_s: second result of `prompts`.
-            steps_s: first result of `prompts`.
+            alone_s: `alone_s` from the method `prompts`.
+            steps_s: `steps_s` from the method `prompts`.
         """
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]

@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass
 class Stream:
-    """Request to a server. A thread receives its tokens.
+    """Request that has been sent to a server. A thread receives the generated tokens.
 
     Attributes:
         label: text that the live view shows.
@@ -122,13 +122,16 @@ class Stream:
         return Answer(self.prompt, tokens, "".join(chunk.text for chunk in self._chunks))
 
     def wait_for(self, num_tokens: int) -> None:
-        """Wait until the request has generated `num_tokens` tokens."""
+        """Wait until `num_tokens` tokens have arrived, or until the request has ended.
+
+        Raises the error that ended the request, if there is one.
+        """
         while len(self.times) < num_tokens and self._thread.is_alive():
             time.sleep(0.002)
         self.check()
 
     def check(self) -> None:
-        """Raise the exception that ended the request, if there is one."""
+        """Raise the error that ended the request, if there is one."""
         if self.error is not None:
             raise self.error
 
@@ -160,7 +163,7 @@ class Run:
         texts: prompts of the short requests.
         short: answers to the short requests.
         long: answer to the long prompt.
-        device_tokens: capacity of one device's KV cache, in tokens, if it serves alone.
+        device_tokens: number of tokens that fit the KV cache of an instance of one device.
     """
 
     phases: tuple[Phase, ...]
@@ -197,7 +200,8 @@ class Work:
     def short_params(self) -> SamplingParams:
         """Sampling parameters of the short requests.
 
-        They ignore end-of-text tokens, so that the short requests run until the split has ended.
+        With these parameters, a request does not stop at end-of-text tokens. The short requests therefore run until the
+        split has ended.
         """
         return SamplingParams(temperature=0, max_tokens=self.short_tokens, ignore_eos=True)
 
@@ -297,7 +301,7 @@ def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView, opens_p
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
-    """Wait until `count` merges and splits have ended. Raises an error of the long request or of the engine."""
+    """Wait until `count` merges and splits have ended. Raises the error if the long request or the engine fails."""
     while len(ended) < count:
         long.check()
         _ = llm.instances
@@ -313,8 +317,9 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """Return the memory report from the middle of a merge or split, as a list with one pair `("half way", report)`.
 
-    It is the report in which the KV cache of device 0 is closest to the mean of its sizes in the first and the last
-    report. The list is empty if `maps` is empty.
+    `maps` has the reports of the merge or split in the order of time. The returned report is the report in which the
+    size of device 0's KV cache is closest to the mean of the first and the last size. If `maps` is empty, the list is
+    empty.
     """
     if not maps:
         return []

@@ -93,7 +93,7 @@ def draw(
 ) -> RenderableType:
     """Return a picture with a box for each instance and a line for each request.
 
-    A box is as wide as the number of devices of its instance.
+    The width of a box is proportional to the number of devices of the instance.
 
     Args:
         memory: memory report of all devices.
@@ -143,7 +143,10 @@ def _instance_box(instance: InstanceStatus, memory: MemoryReport, page_size: int
 
 
 def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
-    """Return a bar that shows how the layers use the memory of a device. Its sections (`MEMORY_PARTS`) are to scale."""
+    """Return a bar that shows how the layers use the memory of a device.
+
+    The bar has one section for each part in `MEMORY_PARTS`. The sections are to scale.
+    """
     sizes = layer_bytes(memory, device)
     total = max(sum(sizes.values()), 1)
     # A short request uses about 1% of a device, and is visible too.
@@ -175,7 +178,7 @@ def layer_bytes(memory: MemoryReport, device: int) -> dict[str, int]:
 
 @contextmanager
 def sampled(llm: LLM, interval_s: float = 0.02) -> Iterator[list[MemoryReport]]:
-    """Collect memory reports of an engine every `interval_s` seconds until the `with` block ends."""
+    """Yield a list that gets a memory report of an engine every `interval_s` seconds until the `with` block ends."""
     reports: list[MemoryReport] = []
     stop = threading.Event()
 

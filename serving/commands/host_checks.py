@@ -1,4 +1,4 @@
-"""Checks by `amoeba doctor` of this machine: devices, memory, caches, the default model."""
+"""Checks of this machine for `amoeba doctor`: devices, memory, caches and the default model."""
 
 import os
 import socket
@@ -141,7 +141,10 @@ def _host_memory() -> Finding:
 
 
 def _free_memory() -> int | None:
-    """Return the free memory in bytes: of this machine, or of the container if it has less."""
+    """Return the free memory of this machine in bytes. None: unknown.
+
+    If the container has less free memory, return the free memory of the container.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -43,8 +43,8 @@ def local_server(
 ) -> Iterator[LocalServer]:
     """Serve an LLM until the `with` block ends.
 
-    Afterwards the LLM stays open, and its engine assigns requests to instances without this scheduler. Raises
-    `ConfigError` if the port cannot be bound.
+    After the block, the LLM stays open, and the scheduler of this server no longer decides where requests run.
+    Raises `ConfigError` if the port cannot be bound.
 
     Args:
         config: settings of the server. None: gRPC on a free port of the loopback interface, no HTTP and no metrics.

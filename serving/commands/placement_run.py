@@ -56,7 +56,10 @@ def run_change(change: Callable[[], PlacementChange]) -> None:
 
 
 def show_placements(client: Client, instance: int | None, as_json: bool) -> None:
-    """Print which devices compute each layer of all instances, or of one instance, as drawings or as JSON."""
+    """Print which devices compute each layer of an instance, as a drawing or as JSON.
+
+    If `instance` is None, print this for all instances. Changes in progress follow the drawings.
+    """
     with server_errors():
         cluster = client.cluster()
         placements = {it.id: it.placement for it in cluster.instances if it.placement is not None}
@@ -78,8 +81,8 @@ def show_placements(client: Client, instance: int | None, as_json: bool) -> None
 def draw(placement: Placement, width: int) -> str:
     """Return a drawing of a placement: a row for each device and a column for each layer.
 
-    Below it, the device groups of the layers follow as text. A filled cell is a whole layer, A only its attention, and
-    F only its FFN. If the layers are wider than `width` characters, the drawing has several blocks.
+    A filled cell means that the device computes the whole layer. A means only the attention, and F only the FFN. If the
+    layers do not fit in `width` characters, the drawing has several blocks. The same placement follows as text.
     """
     columns = max((width - _INDENT) // 10 * 10, 10)
     lines = []

@@ -138,7 +138,7 @@ def _http_server(server: Server) -> "HttpServer | None":
 
 
 def _tracing(config: ServerConfig) -> "Tracing | None":
-    """Return the sender of trace spans, or None if the settings name no collector.
+    """Return the sender of trace spans, or None if the settings have no address of a collector.
 
     Raises `ConfigError` if packages are missing.
     """
@@ -165,8 +165,8 @@ def _degrees(config: EngineConfig) -> list[int]:
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
     """Compile the programs of these tensor-parallel degrees while the server serves.
 
-    Print a line for each ready degree. If this fails, log the error. Missing programs are then compiled when they are
-    first used.
+    Print a line for each degree whose programs are ready. If a compilation fails, log the error. Missing programs are
+    then compiled when they are first used.
     """
     ready: set[int] = set()
     try:
@@ -236,7 +236,10 @@ def _stop_signal() -> "asyncio.Future[None]":
 
 
 def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Call a function in a daemon thread, which does not keep the interpreter from exiting."""
+    """Call a function in a new thread. Return a future with its result.
+
+    The interpreter can exit without waiting for the thread.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

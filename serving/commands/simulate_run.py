@@ -81,7 +81,10 @@ class OutputConfig:
 
 
 def read_factors(text: str | None) -> tuple[float, ...]:
-    """Parse numbers such as `0.5,1,2`; an empty tuple for None. Raises `ConfigError` for an invalid number."""
+    """Return the numbers in a text such as `0.5,1,2`. None gives an empty tuple.
+
+    Raises `ConfigError` for an invalid number.
+    """
     if text is None:
         return ()
     parts = text.split(",")
@@ -102,7 +105,7 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 
     Args:
         flags: values of all options of `amoeba simulate` by name.
-        given: names of the options on the command line.
+        given: names of the options that the user gave.
     """
     slo, more = flags["slo"] or [], flags["more_slo"] or []
     if more and not slo:
@@ -289,7 +292,7 @@ class _Progress:
         self._bar.__exit__(*error)
 
     def follow(self, name: str) -> Callable[[float, float], None]:
-        """Return a function that shows the progress of a policy. Pass it to `simulate`."""
+        """Return a function that shows the progress of the policy `name`. The caller passes it to `simulate`."""
         task = self._bar.add_task(name, total=1.0)
         return lambda now_s, share: self._bar.update(task, completed=share)
 

@@ -46,7 +46,7 @@ _ORDERS: dict[int, ChangeOrder] = {pb.CHANGE_ORDER_LAYER: "layer", pb.CHANGE_ORD
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
-    """RPCs with which operators inspect and change instances (serving replicas)."""
+    """RPCs with which operators inspect and change instances (copies of the model that serve requests)."""
 
     def __init__(self, request_handler: RequestHandler):
         self._handler = request_handler
@@ -129,7 +129,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return await self._change_placement("scale_out", *self._read_devices(request))
 
     async def ScaleIn(self, request: pb.ScaleInRequest, context: Context) -> pb.PlacementReport:
-        """End the instance on a device. Another instance continues its requests."""
+        """End the instance on a device. Another instance continues the requests of the ended instance."""
         return await self._change_placement("scale_in", *self._read_devices(request))
 
     def _read_change(
@@ -143,7 +143,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return read_index("device", request.device, most), read_index("instance", request.instance, most)
 
     async def _change_placement(self, kind: PlacementKind, *arguments: Any) -> pb.PlacementReport:
-        """Run a change of placement: the method of the `LLM` with the name `kind`. Return its report."""
+        """Change the placement with the method `kind` of the `LLM`, such as `replicate`. Return the report."""
         if self._handler.state is not State.READY:
             raise PreconditionError("the server is shutting down: placements can no longer be changed")
         change = partial(getattr(self._handler.backend, kind), *arguments)
@@ -170,14 +170,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Refuse new requests, and wait until all running requests end. Return the number of aborted requests.
 
-        Requests that still run after `request.timeout_s` seconds are aborted. If this is 0, no request is aborted.
+        Requests that still run after `request.timeout_s` seconds are aborted. A value of 0 means that no request is
+        aborted.
         """
         if not 0 <= request.timeout_s < float("inf"):
             raise RequestError(f"timeout_s={request.timeout_s} must be finite and at least 0")
         return pb.DrainResponse(aborted=await self._handler.drain(request.timeout_s or None))
 
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
-        """Replace the policy, which decides where requests run."""
+        """Replace the scheduling policy of the server. Return the name of the previous policy."""
         scheduling = self._handler.scheduling
         if scheduling is None:
             raise PreconditionError("this server has no scheduler: only Transform changes instances")

@@ -9,7 +9,7 @@ from amoeba_jax.errors import ConfigError
 
 
 def binding_error(host: str, port: int, flag: str) -> ConfigError:
-    """Return the error for an address that cannot be bound. Its message has the reason, and names the option to change.
+    """Return the error for an address that cannot be bound. The message has the reason and the option to change.
 
     gRPC does not report the reason. This function therefore tries to bind the port itself.
     """

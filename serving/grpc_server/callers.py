@@ -1,4 +1,4 @@
-"""Identity of the caller, from the token and the connection of a call."""
+"""Identity of the caller, from the access token and the connection of a call."""
 
 import hashlib
 import hmac
@@ -21,9 +21,10 @@ class Caller:
     Attributes:
         client: IP address, in the same form for gRPC and HTTP. All connections from one address share the limits of
             requests and bytes.
-        scope: namespace of the caller's request ids: its token, or its connection if it has no token.
-        account: name under which the caller gets its fair share of the engine: its token, or `client` if it has no
-            token.
+        scope: namespace of the caller's request ids, different for each access token. For a caller without a token, it
+            is different for each connection.
+        account: name under which the caller gets its fair share of the engine, different for each token. For a caller
+            without a token, it is `client`.
         salt: salt of the prefix cache, different for each token, so that callers with different tokens share no
             prefixes. "": the caller has no token.
         has_admin_token: whether the caller sent the admin token.
@@ -40,7 +41,7 @@ class Caller:
 
 
 class Callers:
-    """Tokens of a server. If the server has no tokens, every caller may call every method."""
+    """Access tokens of a server. If the server has no tokens, every caller may call every method."""
 
     def __init__(self, api_tokens: Iterable[str] = (), admin_token: str | None = None):
         self._api_tokens, self._admin_token = tuple(api_tokens), admin_token
@@ -52,11 +53,11 @@ class Callers:
 
     @property
     def inference_is_open(self) -> bool:
-        """Whether calls need no token, except calls of AdminService."""
+        """Whether callers without a token may call all services except AdminService."""
         return not self._api_tokens
 
     def is_client(self, token: str | None) -> bool:
-        """Return whether a token belongs to a client."""
+        """Return whether a token is one of the tokens for clients."""
         # Compare with every token: the time must not show which one matches.
         same = [_same(token, known) for known in self._api_tokens]
         return any(same)
@@ -66,11 +67,11 @@ class Callers:
         return _same(token, self._admin_token)
 
     def check_admin(self, token: str | None) -> None:
-        """Check that a token allows administration. If the server has no tokens, every caller may administer it.
+        """Check that a token allows calls of AdminService. If the server has no tokens, no token is needed.
 
         Raises:
             CredentialsError: there is no token, or it is unknown.
-            ForbiddenError: the token belongs to a client.
+            ForbiddenError: the token is a token for clients.
         """
         if self.needs_no_token or self.is_admin(token):
             return
@@ -88,7 +89,7 @@ class Callers:
 
         Args:
             client: IP address, in any of its forms; "unix" for a caller without an IP address.
-            connection: address with the port.
+            connection: address of the client with the port.
             token: token that the caller sent, or None.
         """
         client = _normal(client)

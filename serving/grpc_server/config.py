@@ -113,7 +113,7 @@ class TLS:
 
 @dataclass(frozen=True)
 class SecretFiles:
-    """Files with the certificates and tokens of a server, as options of `amoeba serve`."""
+    """Files with the certificates and access tokens of a server, as options of `amoeba serve`."""
 
     tls_certificate: Path | None = None
     """PEM file with the server's certificate. Turns TLS on. The server reads it again when it changes."""
@@ -131,7 +131,7 @@ class SecretFiles:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Addresses, tokens and time limits of the gRPC server."""
+    """Addresses, access tokens and time limits of the gRPC server."""
 
     host: str = "127.0.0.1"
     """Host name or IP address to bind: 0.0.0.0 for all IPv4 addresses, :: for all addresses of the machine. By default
@@ -185,6 +185,6 @@ class ServerConfig:
 
     @property
     def api_tokens(self) -> tuple[str, ...]:
-        """Tokens of clients as a tuple."""
+        """Access tokens of clients, as a tuple."""
         token = self.api_token
         return token if isinstance(token, tuple) else () if token is None else (token,)

@@ -1,4 +1,4 @@
-"""The gRPC health service. A change of the status never waits for a client that watches it."""
+"""The gRPC health service. A change of a status never waits for the clients that watch this status."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,8 +16,8 @@ NOT_SERVING = _messages.HealthCheckResponse.NOT_SERVING
 class HealthServicer(health_pb2_grpc.HealthServicer):
     """`grpc.health.v1.Health` with Check, List and Watch.
 
-    A client that watches the status and reads nothing does not delay other clients. With `grpcio-health-checking` it
-    would.
+    A client that watches the status and reads nothing does not delay other clients. In the implementation of
+    `grpcio-health-checking`, such a client delays the others.
     """
 
     def __init__(self) -> None:

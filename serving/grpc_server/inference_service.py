@@ -95,7 +95,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Abort a request. The reply says whether it was running or waiting."""
+        """Abort a request. The reply says whether there was a request to abort."""
         handler = self._handler
         return pb.AbortResponse(aborted=await handler.abort(handler.callers.caller(context), request.request_id))
 

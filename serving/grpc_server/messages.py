@@ -67,7 +67,7 @@ def read_prompt(
     """Return the prompt in a message. Raises `RequestError` if the prompt is missing or over a limit.
 
     Args:
-        oneof: name of the message's group of alternative fields `text`, `token_ids` and `chat`.
+        oneof: name of the oneof in the message that has the fields `text`, `token_ids` and `chat`.
         max_tokens: maximum number of token ids.
     """
     kind = message.WhichOneof(oneof)  # type: ignore[arg-type]
@@ -91,8 +91,7 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
     Args:
         request_id: id that the client knows.
         delta: new output.
-        usage: token counts and times of a finished request, which the last message carries. None: the request has not
-            finished.
+        usage: token counts and times of the request, to add to the last message. None: the request has not finished.
     """
     message, room = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES
     for entry in delta.prompt_logprobs:
@@ -144,7 +143,7 @@ def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> p
 
 
 def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.PositionLogprobs:
-    """Return the log-probabilities at one position: first of the token `first`, then of the other tokens by rank."""
+    """Return a message with the log-probabilities at one position, sorted by rank. The token `first` comes first."""
     items = sorted((entry or {}).items(), key=lambda item: (item[0] != first, item[1].rank))
     return pb.PositionLogprobs(
         tokens=[
@@ -179,7 +178,7 @@ def read_layers(message: pb.ReplicateRequest | pb.EvictRequest | pb.MigrateReque
 
 
 def read_index(name: str, value: int, limit: int) -> int:
-    """Check the index of a device or an instance, and return it. Raises `RequestError` if it is not below `limit`."""
+    """Check the index of a device or an instance, and return it. Raises `RequestError` for `limit` or more."""
     if value >= limit:
         raise RequestError(f"{name}={value} must be from 0 to {limit - 1}")
     return value

@@ -55,7 +55,7 @@ class _Infer:
         id: id that the client chose, or "". Replies repeat it.
         streams: whether output is sent as soon as it is generated. False: one message at the end has the whole output.
         outputs: names of the output tensors.
-        prefix: text before the output of each sample: the prompt, or "".
+        prefix: text to send before the output of each sample. This is the prompt, or "".
     """
 
     id: str
@@ -104,7 +104,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelReadyResponse(ready=known)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        """Return name and version of the server."""
+        """Return the name and version of the server."""
         extensions = ["model_configuration", "model_repository", "schedule_policy", "statistics"]
         return pb.ServerMetadataResponse(name="amoeba-jax", version=amoeba_jax.__version__, extensions=extensions)
 
@@ -337,7 +337,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 def _check_reply(params: SamplingParams, streams: bool, echo_bytes: int, limits: Limits) -> None:
     """Raise `RequestError` if the reply could be too long for one message.
 
-    The check includes the prompts that the reply repeats (`echo_bytes`).
+    `echo_bytes` is the size of the prompts that the reply repeats.
     """
     if echo_bytes > limits.max_echo_bytes:
         raise RequestError(
@@ -368,8 +368,8 @@ def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
 def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
     """Return the sampling settings of a request by name.
 
-    They come from the tensor `sampling_parameters`, or from the request parameters if there is no such tensor. The
-    parameters in `_SERVICE` always come from the request parameters.
+    The settings come from the tensor `sampling_parameters`. If there is no such tensor, they come from the request
+    parameters. The settings in `_SERVICE` may be request parameters in both cases.
     """
     if len(request.parameters) > _MAX_PARAMETERS:
         raise RequestError(

@@ -32,7 +32,7 @@ class Ticket:
     def count_tokens(self, num_tokens: int) -> None:
         """Add the tokens of the prompt to the number of queued tokens.
 
-        Raises `LimitError` if a limit is reached (`OpenRequests.add_tokens`).
+        Raises `LimitError` if too many tokens are queued. `OpenRequests.add_tokens` describes this limit.
         """
         self._admission.add_tokens(num_tokens, self._class)
         self._tokens = num_tokens
@@ -82,13 +82,13 @@ class OpenRequests:
         Args:
             caller: client that sent the request.
             num_bytes: bytes of the request (`Call.num_bytes`).
-            name: id that the client chose, for `find`; "" for none. If an earlier request of the caller has the same
-                id, `find` returns only the earlier request.
-            unique: whether to refuse the request if another request of the caller has this name.
+            name: id that the client chose, for `find`; "" for none. If an unfinished request of the caller has
+                the same id, `find` returns only that earlier request.
+            unique: whether to refuse the request if an unfinished request of the caller has this name.
             params: sampling settings. `priority` determines the priority class of the request.
 
         Raises:
-            DuplicateIdError: another request of the caller has this name, and `unique` is true.
+            DuplicateIdError: an unfinished request of the caller has this name, and `unique` is true.
             LimitError: a limit is reached.
         """
         key = (caller.scope, name)

@@ -1,4 +1,4 @@
-"""Buffer for output of a request that is not sent yet. Its size is limited."""
+"""Buffer of limited size for generated output that the client has not received yet."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

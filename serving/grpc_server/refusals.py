@@ -46,9 +46,10 @@ class Refusals:
         self._held: Counter[str] = Counter()
 
     def delay_s(self, client: str, now_s: float) -> float:
-        """Count a refusal at the time `now_s` (`time.monotonic()`). Return the seconds by which to delay its answer.
+        """Count a refused call of a client. Return the seconds by which to delay the answer to the call.
 
-        The result is at most `MAX_DELAY_S`. A negative result means that there is no delay.
+        The result is at most `MAX_DELAY_S`. A negative result means no delay. `now_s` is the present time
+        (`time.monotonic()`).
         """
         if len(self._paid_until_s) >= _MAX_CLIENTS:
             self._paid_until_s = {name: time_s for name, time_s in self._paid_until_s.items() if time_s > now_s}
@@ -68,9 +69,9 @@ class Refusals:
             await self._sleep(client, delay_s)
 
     def given_up(self, client: str, after_s: float) -> None:
-        """Count a cancelled or expired request as a refusal if it ended soon: within `GIVEN_UP_WITHIN_S` seconds.
+        """Count a cancelled or expired request as a refused call if it ended within `GIVEN_UP_WITHIN_S` seconds.
 
-        `after_s` is the number of seconds from its start to its end.
+        `after_s` is the number of seconds from the start of the request to its end.
         """
         if after_s <= GIVEN_UP_WITHIN_S:
             self.delay_s(client, time.monotonic())

@@ -1,4 +1,4 @@
-"""Path of a request: from the service of a protocol to the engine, and back."""
+"""Handling of requests between the services of the protocols and the engine."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """State of the server. The value of a member is the error message for requests in this state."""
+    """State of the server. The value of a member is the error message for requests that arrive in this state."""
 
     LOADING = "the server is loading its model: try again later"
     READY = "ready"
@@ -89,7 +89,7 @@ class RequestHandler:
         self._idle.set()
 
     def attach(self, backend: "LLM", scheduling: Scheduling | None) -> None:
-        """Start to serve with a loaded model. Does nothing if a drain has started.
+        """Start to serve with a loaded model. If a drain has started, the handler still refuses new requests.
 
         Args:
             backend: loaded model.
@@ -122,7 +122,7 @@ class RequestHandler:
             raise UnknownModelError(f"model {name[:100]!r} is not served here: this server has {self.backend.name!r}")
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises `RequestError` if the model has none."""
+        """Return the tokenizer of the model. Raises `RequestError` if the model has no tokenizer."""
         if self.backend.tokenizer is None:
             raise RequestError("the model has no tokenizer: send token ids")
         return self.backend.tokenizer
@@ -170,9 +170,9 @@ class RequestHandler:
         ticket: Ticket,
         record: RequestRecord,
     ) -> None:
-        """Receive output from the engine and write it to the client, in two tasks.
+        """Receive output from the engine in one task, and write the output to the client in another task.
 
-        A slow client does not delay the engine.
+        A slow client therefore does not delay the engine.
         """
         if self._aborts or self.state is State.DEAD:  # may have changed during tokenization
             raise NotServingError(self.state.value)
@@ -233,13 +233,13 @@ class RequestHandler:
         return tokens
 
     async def detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids. Raises `RequestError` if there are more tokens than the context has."""
+        """Return the text of token ids. Raises `RequestError` for more tokens than fit the context."""
         self.check_num_tokens("token_ids", len(token_ids))
         decode = partial(self.tokenizer().decode, token_ids, skip_special_tokens)
         return await self._threads.tokenize(len(token_ids), decode)
 
     def check_num_tokens(self, name: str, num_tokens: int) -> None:
-        """Raise `RequestError` if a field has more tokens than the model's context."""
+        """Raise `RequestError` if the field `name` has more tokens than fit the context of the model."""
         if num_tokens > (limit := self.backend.max_model_len):
             raise ContextLengthError(f"{name} has {num_tokens} tokens: at most {limit} may be given (max_model_len)")
 
@@ -257,10 +257,10 @@ class RequestHandler:
     async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
         """Admit a call that only tokenizes or detokenizes.
 
-        It counts as a request of the caller until the `with` block ends.
+        The call counts as a request of the caller until the `with` block ends. A `timeout_s` of None means no limit.
 
         Raises:
-            DeadlineError: the `with` block took more than `timeout_s` seconds. None: no limit.
+            DeadlineError: the `with` block took more than `timeout_s` seconds.
             NotServingError: the server is not ready.
             LimitError: a limit is reached (see `OpenRequests.admit`).
         """
@@ -298,9 +298,10 @@ class RequestHandler:
             self._num_transforming -= 1
 
     async def abort(self, caller: Caller, name: str) -> bool:
-        """Abort all requests that a caller means by a name (`OpenRequests.find`). Return whether there was one.
+        """Abort all requests that a caller means by a name. Return whether there was a request to abort.
 
-        The client of an aborted request gets the output so far, with the finish reason `abort`.
+        `OpenRequests.find` says which requests these are. The client of an aborted request gets the output so far, with
+        the finish reason `abort`.
         """
         found = self.admission.find(caller, name)
         return any([await self._abort(request_id) for request_id in found])
@@ -368,7 +369,7 @@ async def _time_limit(timeout_s: float | None):
 async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
     """Wait for the two tasks of a request.
 
-    `receiving` is already cancelled, and `sending` is cancelled after a short time.
+    The caller has already cancelled `receiving`. This function cancels `sending` after a short time.
     """
     # gRPC accepts no status during a write, so give the write a short time to end.
     await asyncio.wait((sending,), timeout=_LAST_WRITE_S)

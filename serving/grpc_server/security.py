@@ -1,4 +1,4 @@
-"""TLS credentials of the server, which it reads again when their files change."""
+"""TLS credentials of the server. The server reads the files again when a file changes."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Files:
-    """PEM files of a server, and their time stamps when they were last read."""
+    """PEM files of a server, with the time stamps that the files had when they were last read."""
 
     def __init__(self, tls: TLS):
         self._paths = tuple(path for path in (tls.certificate, tls.key, tls.client_ca) if path is not None)
@@ -45,7 +45,7 @@ class _Files:
 
 
 def server_credentials(tls: TLS) -> grpc.ServerCredentials:
-    """Return the TLS credentials of a port. If `tls.client_ca` is set, clients need a certificate."""
+    """Return the TLS credentials of a port. If `tls.client_ca` is set, each client needs a certificate."""
     files = _Files(tls)
     changed: Any = files.changed  # gRPC allows None, its stubs do not
     return grpc.dynamic_ssl_server_credentials(files.configuration(), changed, tls.client_ca is not None)

@@ -48,8 +48,8 @@ class Server:
     """gRPC server of a model. It listens after `start` and serves after `attach`. All methods run in one event loop.
 
     Attributes:
-        port: bound port.
-        admin_port: bound port of AdminService. None: the same as `port`.
+        port: port on which the server listens.
+        admin_port: port of AdminService. None: AdminService is on `port`.
         dead: future that is done when the engine has failed. Its result is the error.
     """
 
@@ -105,7 +105,7 @@ class Server:
     async def attach(
         self, backend: "LLM", interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
     ) -> None:
-        """Start to serve with a loaded model. Does nothing if a drain has started.
+        """Start to serve with a loaded model. If a drain has started, the server still refuses new requests.
 
         Args:
             backend: loaded model.
@@ -132,7 +132,10 @@ class Server:
         self._health.set_status("", NOT_SERVING)
 
     def _show_readiness(self) -> None:
-        """Set the health status of each service, except the service "", which is the whole server."""
+        """Set the health status of each service from the state of the server.
+
+        The status of the whole server does not change.
+        """
         status = SERVING if self.request_handler.state is State.READY else NOT_SERVING
         for service in (INFERENCE, ADMIN, OPEN_INFERENCE):
             self._health.set_status(service, status)

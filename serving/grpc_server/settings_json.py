@@ -101,7 +101,7 @@ def decode_utf8(name: str, data: bytes) -> str:
 
 
 def read_structured(name: str, value: Any) -> StructuredOutput:
-    """Return the constraint on the text, from an object with vLLM's keys or the JSON text of such an object.
+    """Return a constraint on the generated text. `value` is a dict with vLLM's keys, or JSON text of such a dict.
 
     Raises `RequestError` for other values.
     """
@@ -115,9 +115,9 @@ def read_structured(name: str, value: Any) -> StructuredOutput:
 
 
 def _converted(name: str, value: Any) -> Any:
-    """Convert the value of a setting to the type of the setting if it is a string.
+    """Convert a string to the type of the setting `name`.
 
-    Other values are returned unchanged and not checked.
+    Other values are returned unchanged and not checked, except the dict `logit_bias`. Its keys become integers.
     """
     if name == "logit_bias" and isinstance(value, dict):
         return {_number(name, token, int): bias for token, bias in value.items()}

@@ -37,7 +37,7 @@ class LimitError(ValueError):
 
 
 class NotServingError(ValueError):
-    """The server is loading, draining, or its engine has failed."""
+    """The server is loading its model, the server is shutting down, or the engine has failed."""
 
 
 class TooLargeError(ValueError):
@@ -53,11 +53,11 @@ class PreconditionError(ValueError):
 
 
 class CredentialsError(ValueError):
-    """The call has no token, or a wrong token."""
+    """The call has no access token, or a wrong access token."""
 
 
 class ForbiddenError(ValueError):
-    """The token does not allow this call."""
+    """The access token does not allow this call."""
 
 
 # Error, gRPC status and HTTP status. Subclasses before their base classes.
@@ -98,7 +98,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """Return the gRPC status of an error, and the text for the client.
 
-    An unknown error has the status INTERNAL. Its own text is logged and not sent.
+    An unknown error has the status INTERNAL. The text of such an error is logged and not sent to the client.
     """
     code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:
@@ -122,7 +122,7 @@ def http_status_of(error: BaseException) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the finish reason of a failed request for metrics: `abort`, `refused` or `error`."""
+    """Return the finish reason that metrics show for a failed request: `abort`, `refused` or `error`."""
     if isinstance(error, _ABORTED):
         return "abort"
     return "refused" if isinstance(error, _REFUSED) else "error"

@@ -109,7 +109,7 @@ class Tracing:
         self._record("transformation", attributes, report.seconds, now_ns)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """Record a span of a transformation that was refused or has failed. `result` is `refused` or `failed`."""
+        """Record a span of a transformation that did not succeed. `result` is `refused` or `failed`."""
         self._record_error(
             "transformation", {"amoeba.transform.kind": kind, "amoeba.transform.variant": variant}, result
         )
@@ -121,7 +121,10 @@ class Tracing:
         self._record("placement_change", attributes, report.seconds, time.time_ns())
 
     def not_scaled(self, kind: str, result: str) -> None:
-        """Record a span of a change of placement that was refused or has failed. `result` is `refused` or `failed`."""
+        """Record a span of a change of placement (layers copied, moved or removed) that did not succeed.
+
+        `result` is `refused` or `failed`.
+        """
         self._record_error("placement_change", {"amoeba.placement.kind": kind}, result)
 
     def _record(self, name: str, attributes: Mapping[str, Attribute | None], seconds: float, now_ns: int) -> None:

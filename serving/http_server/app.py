@@ -22,7 +22,7 @@ from serving.http_server.tokens import token_routes
 def create_app(handler: RequestHandler) -> FastAPI:
     """Return the HTTP application that passes requests to `handler`.
 
-    Call `with_gate` on it before it serves clients.
+    The application alone checks no access tokens. Wrap it in `with_gate` to serve clients.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     started_at = int(time.time())
@@ -89,5 +89,5 @@ def create_app(handler: RequestHandler) -> FastAPI:
 
 
 def with_gate(app: FastAPI, handler: RequestHandler) -> App:
-    """Return the application with checks of tokens and request bodies in front of it."""
+    """Return an application that checks the access token and the size of a request before `app` gets the request."""
     return Gate(app, handler)

@@ -104,7 +104,7 @@ def chat_routes(handler: RequestHandler) -> APIRouter:
 
 
 def template_settings(body: Any, effort: str | None) -> dict[str, Any]:
-    """Return arguments of `Tokenizer.apply_chat_template` from a body.
+    """Return the arguments of `Tokenizer.apply_chat_template` that a request body sets.
 
     Raises `FieldError` for values that are not allowed.
     """
@@ -168,7 +168,7 @@ def _check_keys(value: Mapping[str, Any], known: Collection[str], name: str) -> 
 
 @dataclass
 class _Sample:
-    """State of one choice of a reply: its output so far."""
+    """Output so far of one choice of a reply."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)

@@ -45,7 +45,7 @@ class ChatGeneration:
 
     Attributes:
         usage: token counts so far.
-        num_entries: generated tokens and all log-probabilities so far.
+        num_entries: number of generated tokens so far, plus the number of their log-probabilities.
         prompt: token ids of the prompt, set when the generation starts.
         prompt_logprobs: log-probabilities of the prompt so far, one entry for each position.
     """
@@ -106,8 +106,9 @@ class ChatGeneration:
 
     @staticmethod
     def keeps_special_tokens(handler: RequestHandler, tools: Tools) -> bool:
-        """Return whether special tokens stay in the generated text, because the model uses them to mark tool calls or
-        reasoning.
+        """Return whether special tokens must stay in the generated text.
+
+        This is so if the model uses special tokens to mark tool calls or reasoning.
         """
         family = family_of(handler.tokenizer().chat_template)
         return family.uses_special_tokens and (bool(tools.functions) or bool(family.content))

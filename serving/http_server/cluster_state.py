@@ -63,10 +63,12 @@ async def cluster_state(handler: RequestHandler) -> dict[str, Any]:
 
 
 def recent(handler: RequestHandler, last_s: int | None = None) -> dict[str, Any]:
-    """Return the metrics of each second (`seconds`) and the decisions of the scheduler (`decisions`), oldest first.
+    """Return recent metrics and scheduler decisions. Both lists begin with the oldest entry.
+
+    The key `seconds` has the metrics of each second. The key `decisions` has the decisions of the scheduler.
 
     Args:
-        last_s: number of seconds. None: all seconds that the server keeps.
+        last_s: number of seconds to look back. None: all seconds that the server keeps.
     """
     now_s = time.monotonic()
     offset_s = time.time() - now_s

@@ -63,7 +63,7 @@ def completion_routes(handler: RequestHandler) -> APIRouter:
 
 @dataclass
 class _Sample:
-    """State of one choice of a reply: its output so far, unless the output is streamed."""
+    """Output so far of one choice of a reply. A streamed reply keeps no text here."""
 
     logprobs: CompletionLogprobs | None
     text: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Sample:
 
 
 class _Completion:
-    """Request of `/v1/completions` that is being served. It has one call of the engine for each prompt."""
+    """Request of `/v1/completions` that is being served. Each of its prompts is a separate request to the engine."""
 
     def __init__(self, handler: RequestHandler, body: CompletionRequest, request: Request):
         handler.check_model(body.model)

@@ -41,9 +41,9 @@ class Tools:
 
     @property
     def forced(self) -> str | None:
-        """Function that the model must call: its name, "*" for any function, or None.
+        """Name of the function that the model must call, for the argument `forced` of `OutputParser`.
 
-        It is the argument `forced` of `OutputParser`.
+        "*": the model must call a function, and may choose which function. None: no call is required.
         """
         if self.choice == "named":
             return self.functions[0]["function"]["name"]
@@ -239,7 +239,8 @@ def _find(functions: list[dict[str, Any]], name: Any) -> dict[str, Any]:
 def for_template(messages: list[dict[str, Any]], tools: Tools, template: str) -> list[dict[str, Any]]:
     """Convert messages to a form that the chat template `template` can show.
 
-    If the template does not know them, the role `developer` becomes `system`, and tools and tool calls become text.
+    If the template does not know the role `developer`, this role becomes `system`. If the template does not know tools
+    or tool calls, they become text.
     """
     if "developer" not in template:
         messages = [it | {"role": "system"} if it["role"] == "developer" else it for it in messages]

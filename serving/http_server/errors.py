@@ -55,7 +55,7 @@ def error_object(message: str, kind: str, param: str | None = None, code: str | 
 
 
 def error_response(error: BaseException) -> Response:
-    """Return the HTTP response for an error. If the error may pass soon, it has the header `Retry-After`."""
+    """Return the HTTP response for an error. The response has the header `Retry-After` if a retry may help."""
     status, body = error_body(error)
     return json_response(body, status, {"retry-after": "1"} if status in _RETRY else None)
 
@@ -77,7 +77,7 @@ def dump(body: Any) -> bytes:
 def field_error(error: ValidationError) -> RequestError:
     """Return the error for the first problem that pydantic found.
 
-    The message names the field and shows the value, shortened.
+    The message has the name of the field and a short form of the value.
     """
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first.get("input")

@@ -45,8 +45,9 @@ class StreamOptions(Body):
 class Sampling(Body):
     """Fields of all endpoints that generate text.
 
-    They are named as in OpenAI's API, or as in vLLM if OpenAI lacks them. A field that has no effect on the text is
-    accepted and ignored. `refuse_unsupported` refuses fields that would change the text but are not supported.
+    The fields have the names of OpenAI's API. Fields that OpenAI's API lacks have the names of vLLM. A field that does
+    not affect the text is accepted and ignored. `refuse_unsupported` refuses fields that would change the text but are
+    not supported.
     """
 
     model: str
@@ -84,7 +85,7 @@ class Sampling(Body):
 
 
 class Penalties(Body):
-    """Fields that completions and chat completions share."""
+    """Fields of both `/v1/completions` and `/v1/chat/completions`."""
 
     n: int | None = None
     seed: int | None = None
@@ -129,7 +130,8 @@ async def read_body(request: Request, kind: type[M]) -> M:
 def refuse_unsupported(body: BaseModel, unsupported: dict[str, tuple[Any, ...]]) -> None:
     """Raise `FieldError` if a field is set to a value that this server does not support.
 
-    `unsupported` lists the values that are accepted because they have no effect, by field. Null is always accepted.
+    `unsupported` has a tuple of values for each unsupported field. These values and null are accepted, because they
+    have no effect.
     """
     for name, harmless in unsupported.items():
         value = getattr(body, name)
@@ -147,7 +149,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 def sampling_params(body: Any, limits: Limits, caller: Caller, **more: Any) -> SamplingParams:
     """Return the sampling settings in a body. Raises `RequestError` for a value that is invalid or over a limit.
 
-    `more` has settings that replace fields of the body or are added to them. None means the default.
+    `more` has further settings by name. They replace fields of the body. A setting that is None is ignored.
     """
     values = {name: value for name in _DIRECT if (value := getattr(body, name, None)) is not None}
     if (seed := getattr(body, "seed", None)) is not None:

@@ -158,7 +158,7 @@ class _Response:
             raise RequestError("the body has a number that is out of range: JSON has no infinity") from None
 
     async def whole(self) -> None:
-        """Generate the whole response."""
+        """Generate the whole response. Afterwards `resource` returns it."""
 
         async def send(steps: list[Step]) -> None:
             check_reply_entries(self._generation.num_entries, self._handler.limits)
@@ -315,7 +315,10 @@ def _text(item: dict[str, Any], key: str, name: str) -> str:
 
 
 def _nested(tools: Any) -> Any:
-    """Convert tools to the form of chat completions. Other values are returned unchanged, and refused later."""
+    """Convert function tools to the form of chat completions.
+
+    Other values are returned unchanged. `read_tools` checks them later.
+    """
     if not isinstance(tools, list):
         return tools
     return [

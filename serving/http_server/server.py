@@ -37,7 +37,7 @@ class HttpServer:
     """HTTP server that passes requests to the handler of a gRPC server. All methods run in one event loop.
 
     Attributes:
-        port: bound port.
+        port: port on which the server listens.
         app: FastAPI application.
     """
 
@@ -94,9 +94,9 @@ class HttpServer:
 
 
 class _Protocol(H11Protocol):
-    """HTTP connection with limits on the number of connections of a client, and on waiting.
+    """HTTP connection. A client may have only a limited number of connections.
 
-    It is closed if it waits too long for a request, or for the client to read a reply.
+    The server closes the connection if no request arrives for too long, or if the client does not read a reply.
     """
 
     def __init__(self, admission: OpenRequests, *args: Any, **settings: Any):
@@ -157,10 +157,10 @@ class _Protocol(H11Protocol):
 
 
 class _UnreadReply:
-    """Reply of an ended request that the client has not read. Its bytes count against the client.
+    """Reply to an ended request that the client has not read yet.
 
-    After `LAST_READ_S` seconds, the connection is aborted and the bytes are dropped. Closing it would wait for the
-    client.
+    The bytes of the reply count against the limit of the client. After `LAST_READ_S` seconds, the connection is aborted
+    and the bytes are dropped. An ordinary close of the connection would wait for the client.
     """
 
     def __init__(self, transport: asyncio.Transport, admission: OpenRequests, client: str):

@@ -62,9 +62,9 @@ async def serve_all(handler: RequestHandler, calls: Sequence[Call], send: SendDe
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Run `work` until it ends.
+    """Run `work` to its end. If the client closes its connection first, cancel `work`.
 
-    If the client closes its connection before that, cancel `work` and raise `ClientGoneError`.
+    Raises `ClientGoneError` if the client has closed its connection.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -94,7 +94,7 @@ class EventStream(Response):
     event.
 
     Args:
-        produce: coroutine function that writes the events. It is cancelled if the client closes its connection.
+        produce: coroutine function that writes the events. It is cancelled if the client closes the connection.
         headers: HTTP headers.
         on_error: function that returns the event for an error.
     """

@@ -37,7 +37,7 @@ class Usage:
     def to_dict(self, completion_tokens: int | None = None) -> dict[str, Any]:
         """Return the object `usage` of completions and chat completions.
 
-        `completion_tokens` is the number of generated tokens at an earlier time. By default, it is the number so far.
+        `completion_tokens` is the number of generated tokens to show. None: the number so far.
         """
         generated = self.completion_tokens if completion_tokens is None else completion_tokens
         return {
@@ -63,7 +63,7 @@ def text_entries(delta: CompletionDelta, stop_ids: Container[int]) -> list[tuple
 def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
     """Return a token with its log-probability, in the form of chat completions.
 
-    `as_id`: show its id instead of its text.
+    If `as_id` is true, show the id of the token instead of its text.
     """
     text = f"token_id:{token_id}" if as_id else entry.decoded_token or ""
     return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode(errors="replace"))}
@@ -72,7 +72,10 @@ def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
 def chat_logprobs(
     entries: Iterable[tuple[int, dict[int, Logprob]]], num_top: int, as_id: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the log-probabilities of several tokens in the form of chat completions."""
+    """Return the log-probabilities of several tokens in the form of chat completions.
+
+    Each token also has the log-probabilities of the `num_top` most probable tokens at its position.
+    """
     return [
         token_entry(token, options[token], as_id)
         | {"top_logprobs": [token_entry(other, options[other], as_id) for other in top(options, num_top)]}
@@ -105,7 +108,8 @@ class CompletionLogprobs:
     def build(self, entries: Sequence[tuple[int, str, dict[int, Logprob] | None]]) -> dict[str, Any]:
         """Return the object `logprobs` for the next tokens.
 
-        An entry has a token's id, its text, and the log-probabilities at its position (None: not computed).
+        An entry has three parts: the id of a token, the text of the token, and the log-probabilities at its position.
+        The third part is None if the log-probabilities were not computed.
         """
         tokens, logprobs, tops, offsets = [], [], [], []
         for token, text, options in entries:

@@ -1,7 +1,7 @@
 """Free memory and utilization of devices.
 
-Free memory comes from the engine's record of its buffers. Utilization comes from NVML, or from step times on devices
-without NVML.
+Free memory comes from the engine's record of buffers on the devices. Utilization comes from NVML, or from step times on
+devices without NVML.
 """
 
 import importlib
@@ -68,8 +68,8 @@ class Utilization(Protocol):
 class StepTimes:
     """Utilization computed from the durations of steps, for devices without NVML.
 
-    The layers of a step run one after another. If a device computes a third of an instance's layers, it counts as busy
-    for a third of each step.
+    The layers of a step run one after another. If a device computes a third of an instance's layers, the device counts
+    as busy for a third of each step.
     """
 
     def __init__(self, engine: Engine):
@@ -78,7 +78,7 @@ class StepTimes:
         self._read_s = time.perf_counter()
 
     def read(self) -> Sequence[float]:
-        """Return the share of the time since the last call in which each device computed steps."""
+        """Return the share of time in which each device computed steps since the last call, from 0 to 1."""
         engine, now_s = self._engine, time.perf_counter()
         elapsed_s, self._read_s = max(now_s - self._read_s, 1e-6), now_s
         busy_s = [0.0] * len(engine.cluster.sub_meshes.devices)
@@ -113,7 +113,10 @@ class NvmlUtilization:
         return found
 
     def read(self) -> Sequence[float]:
-        """Return the utilization of each device in the driver's latest sample period (at most a second)."""
+        """Return the utilization of each device, from 0 to 1.
+
+        The values are for the driver's latest sample period (at most a second).
+        """
         return [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
 
 

@@ -84,10 +84,11 @@ class JaxExecutor:
 
     Args:
         engine: engine that carries out the actions.
-        layers_per_step: number of layers that a transformation changes between two steps.
-        on_transformed: function `(action, future)` that is called when a merge or split ends. The future has the report
-            or the error.
-        on_placed: function `(action, future)` that is called when a change of placement starts.
+        layers_per_step: number of layers that a merge or split changes between two steps, or "auto".
+        on_transformed: function `(action, future)` that is called when a merge or split has ended. The future has the
+            report or the error.
+        on_placed: function `(action, future)` that is called when a change of placement has ended. The future has the
+            report or the error.
         monitor: averages for the metrics. Each snapshot updates them.
 
     Attributes:
@@ -194,8 +195,8 @@ class JaxExecutor:
     def _placement_view(self, instance: Instance) -> PlacementView | None:
         """Return the devices that compute an instance's layers, in the form that policies use.
 
-        Return None if all layers are on the instance's own devices. If the placement has not changed, reuse the object
-        of the last snapshot. A new object takes 0.1 ms.
+        Return None if all layers are on the instance's own devices. If the placement has not changed, return the same
+        object as in the last snapshot, because making a new object takes 0.1 ms.
         """
         placement, (known, view) = instance.runner.placement, self._placement_views.get(instance.id, (None, None))
         if known is not placement:
@@ -206,7 +207,7 @@ class JaxExecutor:
     def apply(self, action: Action) -> Outcome:
         """Carry out an action of a policy, or refuse it. A refused action changes no request and no instance.
 
-        If a transformation is refused because its programs are missing, the compilation of these programs starts.
+        A merge or split is refused if its programs are not compiled yet. The compilation of these programs then starts.
         """
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
@@ -318,9 +319,10 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Start further samples of requests that already run, and then let the policy decide.
+        """Start waiting samples of requests that already run, and then let the policy decide.
 
-        The policy is called only if the state has changed, or if its last call was at least a second ago.
+        A sample is one of several outputs of a request. The policy is called only if the state has changed, or if its
+        last call was at least a second ago.
         """
         engine = self._engine
         self._start_siblings()
@@ -338,8 +340,9 @@ class EngineScheduler:
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
-        """Start further samples of a request on the instance of its first sample, because the pages of the prompt are
-        there.
+        """Start waiting samples on the instance on which the first sample of their request runs.
+
+        The pages of the prompt are on this instance.
         """
         engine = self._engine
         for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
@@ -353,7 +356,7 @@ class EngineScheduler:
 
 
 def layer_sizes(engine: Engine) -> LayerSizes:
-    """Return the sizes of the first layer's attention and FFN. Norms count as attention."""
+    """Return the sizes of a layer of the model, taken from the first layer. Norms count as attention."""
     dims, plan = engine.dims, engine.cluster.memory_plan
     specs = engine.cluster.weights.specs.values()
 
@@ -378,12 +381,13 @@ def _placement_options(action: PlacementChange) -> PlacementOptions:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return how many tokens a new request could use on an instance while it merges or splits.
+    """Return how many tokens a new request could use on an instance while the instance merges or splits.
 
-    The result is `InstanceView.joinable_tokens`. During the change, the instance's sequences are divided into lanes,
-    which go through the layers separately. The request would join one lane. A lane offers its free tokens, less one
-    page for each of its sequences. The result is the largest offer of a lane with a free slot. It is 0 if there is
-    none, or if the instance neither merges nor splits.
+    The result is `InstanceView.joinable_tokens`. During a merge or split, the instance's sequences are divided into
+    lanes, which go through the layers separately. A new request would join one lane. A lane offers its free tokens,
+    less one page for each of its sequences. The result is the largest offer of a lane with a free slot.
+
+    The result is 0 if no lane has a free slot, or if the instance neither merges nor splits.
     """
     if instance.transition is None:
         return 0

@@ -26,7 +26,7 @@ FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 
 class ChangeObserver(Protocol):
-    """Receiver of the ends of transformations and changes of placement. Any thread may call the methods."""
+    """Receiver of the results of merges, splits and changes of placement. Any thread may call the methods."""
 
     def transformed(self, report: TransformReport) -> None: ...
 
@@ -199,7 +199,7 @@ class RequestRecord:
         self._last_token_at: dict[int, float] = {}  # by sample
 
     def take(self, delta: RequestDelta) -> None:
-        """Count new output of the request, and store it as `latest`."""
+        """Add new output of the request to the metrics, and store the output as `latest`."""
         metrics, now = self._metrics, time.monotonic()
         if self.latest is None:
             prompt = delta.num_prompt_tokens
@@ -228,8 +228,8 @@ class RequestRecord:
         """Count the end of the request.
 
         Args:
-            reason: finish reason if the engine did not finish the request, one of `FINISH_REASONS`. None: `error`.
-                Ignored if the engine has finished the request.
+            reason: one of `FINISH_REASONS`, for a request that the engine did not finish. None: `error`. If the engine
+                has finished the request, the finish reasons of its samples count instead.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:
@@ -243,7 +243,7 @@ class RequestRecord:
 
 
 class _EngineMetrics(Collector):
-    """Metrics of the engine, which Prometheus' client collects. They come from the latest snapshot."""
+    """Collector of the engine's metrics for the Prometheus client. The values come from the latest snapshot."""
 
     def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics
@@ -341,7 +341,7 @@ class _EngineMetrics(Collector):
 
 
 def _step_tokens(stats: EngineStats) -> Metric:
-    """Return the histogram of tokens per step. Each bucket also counts all smaller steps."""
+    """Return the histogram of the number of tokens in a step. Each bucket includes all lower buckets."""
     bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
     return HistogramMetricFamily(
         "amoeba:iteration_tokens_total",

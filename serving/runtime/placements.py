@@ -9,7 +9,10 @@ from sharding.placement import Homes, Placement
 
 
 def layers_by_device(placement: Placement) -> Counter[int]:
-    """Return for each device the number of layers whose attention or FFN it computes."""
+    """Return the number of layers that each device computes.
+
+    A layer counts if the device computes its attention or its FFN.
+    """
     return Counter(
         device
         for attention, ffn in zip(placement.attention, placement.ffn, strict=True)
@@ -18,9 +21,9 @@ def layers_by_device(placement: Placement) -> Counter[int]:
 
 
 def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementView | None:
-    """Return the devices that compute each layer, in the form that policies use.
+    """Return the devices that compute each layer of an instance, in the form that policies use.
 
-    Return None if all layers are on `devices`, the devices of the instance.
+    `devices` are the instance's own devices. If all layers are on these devices, return None.
     """
     if placement.home is not None and tuple(placement.home.devices) == tuple(devices):
         return None
@@ -34,7 +37,7 @@ def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementVie
 def estimated_speedup(placement: Placement) -> float:
     """Return how many times faster a step is with the replicated layers of a placement (Equation 4 of CoCoServe).
 
-    Without replicated layers, it is 1.
+    Without replicated layers, the result is 1.
     """
     modules = [homes for pair in zip(placement.attention, placement.ffn, strict=True) for homes in pair]
     transitions = count_transitions([_devices(homes) for homes in modules], tuple(placement.head.devices))

@@ -15,7 +15,9 @@ OnReport = Callable[[TransformReport], None]
 
 
 class Scheduling:
-    """Scheduler of an `LLM`. It decides where requests run until `close` is called. Any thread may call the methods.
+    """Scheduler that decides where the requests of an `LLM` run. Any thread may call the methods.
+
+    The scheduler works as soon as this object exists. The method `close` ends it.
 
     Args:
         llm: model to schedule.
@@ -52,12 +54,12 @@ class Scheduling:
 
     @property
     def counters(self) -> SchedulerCounters:
-        """Numbers of decisions since the start."""
+        """Counters of the policy's actions since the start."""
         return self._hook.scheduler.counters
 
     @property
     def records(self) -> list[Record]:
-        """Last actions that the policy tried, oldest first."""
+        """Last actions that the scheduler tried, oldest first."""
         scheduler = self._hook.scheduler
         return sorted([*scheduler.records, *scheduler.dispatch_records], key=lambda record: record.number)
 
@@ -71,9 +73,9 @@ class Scheduling:
         return before
 
     def close(self) -> None:
-        """Remove the scheduler from the `LLM`, whose engine then assigns requests itself.
+        """Remove the scheduler from the `LLM`. All requests must have ended.
 
-        All requests must have ended.
+        Afterwards, the engine itself assigns requests to instances.
         """
         self._llm.remove_scheduler_hook()
 

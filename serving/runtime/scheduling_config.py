@@ -25,9 +25,9 @@ from sharding.degrees import is_degree
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Settings of the scheduler, which assigns requests to instances, and merges and splits them.
+    """Settings of the scheduler (docs/scheduling.md).
 
-    See docs/scheduling.md.
+    The scheduler assigns requests to instances. It also merges and splits instances.
 
     Raises:
         ConfigError: a value is out of range.
@@ -222,7 +222,7 @@ class SchedulingConfig:
     def make_policy(self, name: str | None = None) -> Policy:
         """Return a new policy with these settings. Raises `UnknownPolicyError` if `name` is unknown.
 
-        `name` is the name of the policy. By default, it is the policy that these settings name.
+        `name` is the name of the policy. None: the field `policy` of these settings.
         """
         if name is None and is_policy_file(self.policy):
             return load_policy(self.policy)()

@@ -28,7 +28,7 @@ class Snapshot:
 
     @property
     def paused(self) -> int:
-        """Number of paused sequences. They keep their KV pages while other sequences run on their devices."""
+        """Number of paused sequences. A paused sequence keeps its KV pages while other sequences use its devices."""
         return sum(view.paused for view in self.instances)
 
     @property
@@ -43,8 +43,9 @@ class Snapshot:
         return sum(view.kv_used_pages for view in self.instances) / total if total else 0.0
 
     def instances_by_degree(self) -> dict[int, int]:
-        """Return the number of instances of each possible tensor-parallel degree, including degrees without an
-        instance.
+        """Return the number of instances of each possible tensor-parallel degree.
+
+        A degree without an instance has the number 0.
         """
         num_devices = sum(len(view.devices) for view in self.instances)
         degrees = dict.fromkeys(degrees_up_to(num_devices), 0)
@@ -55,7 +56,7 @@ class Snapshot:
     def layer_replicas(self) -> dict[tuple[int, int], int]:
         """Return for each pair (instance id, device) the number of the instance's layers that the device computes.
 
-        A layer counts if the device computes its attention or its FFN.
+        A layer counts if the device computes the attention or the FFN of the layer.
         """
         return {
             (view.id, device): count
@@ -65,8 +66,9 @@ class Snapshot:
         }
 
     def placement_speedups(self) -> dict[int, float]:
-        """Return how many times faster each instance is with its replicated layers, by instance id
-        (`estimated_speedup`).
+        """Return by instance id how many times faster each instance is with its replicated layers.
+
+        See `estimated_speedup`.
         """
         return {view.id: estimated_speedup(view.placement) for view in self.instances if view.placement is not None}
 
@@ -84,7 +86,7 @@ class Snapshot:
 
 
 def take_snapshot(backend: "LLM") -> Snapshot:
-    """Wait for the present step, and return the state of the engine.
+    """Wait until the present step has ended, and return the state of the engine.
 
     Raises `EngineClosedError` if the engine has failed.
     """

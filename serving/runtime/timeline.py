@@ -34,7 +34,7 @@ class Timeline:
         self._closed: dict[int, Second] = {}
 
     def add_tokens(self, count: int) -> None:
-        """Count generated tokens."""
+        """Add `count` generated tokens to the present second."""
         self._advance()
         self._tokens += count
 
@@ -76,8 +76,8 @@ class Timeline:
 
 
 def _rank(ordered: Sequence[float], share: float) -> float | None:
-    """Return a percentile of sorted values: the smallest value that the share `share` of all values does not exceed.
+    """Return a percentile of sorted values, or None if there are no values.
 
-    Return None if there are no values.
+    At least the share `share` of the values is at most as large as the result. The result is the smallest such value.
     """
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None

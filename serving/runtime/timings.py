@@ -35,11 +35,11 @@ class Timings:
             seconds.append(group.seconds)
 
     def take(self, instances: Sequence[Instance]) -> Timing:
-        """Record the durations of the steps of `instances`. Return all recorded durations.
+        """Record the present step durations and throughput of `instances`. Return everything recorded so far.
 
         The duration of a step is the median over the instances of a degree. If a degree has no instance now, its latest
-        duration is kept. The duration of a merge or split is the median of the latest 8 with the same old and new
-        degree.
+        duration is kept. The duration of a merge or split is the median of the latest 8 merges or splits with the same
+        old and new degree.
         """
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
@@ -57,8 +57,8 @@ class Timings:
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
         """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
 
-        Nothing is recorded if the instances have different degrees, or if an instance does not decode, merges or
-        splits.
+        Nothing is recorded if the instances have different degrees, or if one of them is merging, is splitting, or is
+        not decoding.
         """
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]

@@ -37,15 +37,16 @@ class WaitingView:
     def get(self, name: str) -> Sequence | None:
         """Return a waiting sequence of the last snapshot by its name.
 
-        Return None if the sequence was hidden, or has stopped waiting.
+        Return None if the sequence was hidden, or if it no longer waits.
         """
         sequence = self._shown.get(name)
         return sequence if sequence in self._engine.waiting else None
 
     @property
     def siblings(self) -> list[Sequence]:
-        """Waiting samples that can share the KV pages of the prompt with their request's first sample
-        (`Sequence.leader`).
+        """Waiting samples that can share KV pages with the first sample of their request (`Sequence.leader`).
+
+        The shared pages hold the prompt.
         """
         return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 

@@ -95,10 +95,10 @@ class Reject:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Copy layers of an instance to one more device. The devices that have a layer then share its work.
+    """Copy layers of an instance to one more device. All devices that have a layer then share the work of the layer.
 
-    The executor refuses instances of a tensor-parallel degree above 1, and their devices. The engine gets the action as
-    `PlacementOptions("replicate", ...)`.
+    The executor refuses to copy layers of an instance with a tensor-parallel degree above 1, or to a device of such an
+    instance. The engine gets the action as `PlacementOptions("replicate", ...)`.
     """
 
     instance_id: int
@@ -114,8 +114,8 @@ class Replicate:
 class Evict:
     """Remove copies of layers from a device.
 
-    The sequences that it computed continue on other devices with these layers. The executor refuses a layer that is on
-    one device only. The engine gets the action as `PlacementOptions("evict", ...)`.
+    The sequences that this device computed continue on other devices with these layers. The executor refuses to remove
+    a layer from its only device. The engine gets the action as `PlacementOptions("evict", ...)`.
     """
 
     instance_id: int
@@ -129,10 +129,10 @@ class Evict:
 
 @dataclass(frozen=True)
 class Migrate:
-    """Move layers of an instance to another device. If `move_kv` is set, their KV cache moves too.
+    """Move layers of an instance to another device. If `move_kv` is set, the KV cache of the layers moves too.
 
-    The executor refuses a layer with copies on several devices: evict them first. The engine gets the action as
-    `PlacementOptions("migrate", ...)`.
+    The executor refuses to move a layer with copies on several devices. These copies must be evicted first. The engine
+    gets the action as `PlacementOptions("migrate", ...)`.
     """
 
     instance_id: int
@@ -189,7 +189,7 @@ class Offload:
 class LimitBatch:
     """Limit the number of running requests of an instance (`Engine.limit_batch`).
 
-    Requests that already run continue.
+    Requests that already run continue, even if they are more than the limit.
     """
 
     instance_id: int
@@ -226,9 +226,10 @@ def invalid(action: object) -> str | None:
 
 
 def identity(action: Action) -> tuple[object, ...]:
-    """Return the parts of an action that identify it: its kind and its target, but not its reason and options.
+    """Return the parts of an action that identify it. Actions that differ only in the reason have the same identity.
 
-    A merge and a split with the same devices and degree have the same identity.
+    The identity of a merge or split is its devices and its degree. Its other options do not count, and a merge and a
+    split can have the same identity.
     """
     match action:
         case ScaleUp(devices, degree) | ScaleDown(devices, degree):

@@ -28,10 +28,10 @@ class Admission:
     """
 
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
-        """Return the rejections, and the remaining requests in the order in which to serve them (`QueueOrder`).
+        """Return `(rejections, remaining requests)`, with the requests in the order in which to serve them.
 
-        A request is rejected if its deadline has passed, if its maximum length exceeds `capacity_tokens` or the context
-        of the model, or if the queue is over a limit.
+        The order is that of `QueueOrder`. A request is rejected if its deadline has passed, if its maximum length
+        exceeds `capacity_tokens` or the context of the model, or if the queue is over a limit.
 
         Args:
             capacity_tokens: capacity of the largest possible instance, in tokens.
@@ -69,7 +69,7 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
-        """Reject requests until the queue is within its limits. Return the rejections. Preempted requests stay.
+        """Return the rejections that bring the queue within its limits. Preempted requests are not rejected.
 
         Requests beyond the fair share of their client are rejected first, and then the latest arrivals.
         """

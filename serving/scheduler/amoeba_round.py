@@ -97,8 +97,10 @@ class Round:
     def _place_long(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a long request.
 
-        If instances have room now, dispatch the request to the one with the highest tensor-parallel degree. If an
-        instance is large enough but has no room now, preempt other requests, merge a second group, or wait.
+        If instances have room now, dispatch the request to the one with the highest tensor-parallel degree.
+
+        If an instance is large enough but has no room now, do the first possible of these: preempt other requests,
+        merge one more group of instances, or let the request wait.
 
         If no instance is large enough, merge a group of instances. If no group has room yet, close the best group to
         new requests, so that it can merge later. If there is no group, split an instance that kept its weights.
@@ -123,11 +125,12 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Return the action that merges one more group for a request, which could also wait for a present instance.
+        """Return the action that merges one more group of instances for a long request.
 
-        Return None if the request must wait. There are two reasons to merge: the request has waited
-        `merge_again_after_s` seconds, or it would miss its TTFT SLO without the merge. The second reason counts only if
-        no short request lacks room, and if no other merge of this decision can hold the request.
+        Return None if the request should wait for an instance that is already large enough. There are two reasons to
+        merge. The first is that the request has waited `merge_again_after_s` seconds. The second is that the request
+        would miss its TTFT SLO by waiting. The second reason counts only if every short request has room, and if no
+        other merge of this decision can hold the request.
         """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)

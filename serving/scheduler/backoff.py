@@ -38,7 +38,7 @@ class _Refusal:
 
 @dataclass
 class Backoff:
-    """Memory of refused actions, and of accepted transformations and placement changes that may still fail."""
+    """Memory of refused actions, and of accepted merges, splits and placement changes that may still fail."""
 
     config: BackoffConfig = BackoffConfig()
     _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
@@ -60,7 +60,8 @@ class Backoff:
     def accept(self, action: Action) -> None:
         """Record that an action was accepted, and forget its earlier refusals.
 
-        The refusals of a transformation or placement change are forgotten only when it has succeeded.
+        There is one exception: the refusals of a merge, split or placement change are forgotten only when the change
+        has succeeded.
         """
         if isinstance(action, Transformation | PlacementChange):
             self._under_way.append(action)
@@ -68,9 +69,9 @@ class Backoff:
             self._refused.pop(identity(action), None)
 
     def ended(self, view: ClusterView) -> list[tuple[Transformation | PlacementChange, bool]]:
-        """Return `(action, succeeded)` for each transformation and placement change that has ended since the last call.
+        """Return `(action, succeeded)` for each merge, split and placement change that has ended since the last call.
 
-        A transformation has succeeded if all instances on its devices have the requested degree. A placement change has
+        A merge or split has succeeded if all instances on its devices have the requested degree. A placement change has
         succeeded if the layers are on their new devices.
         """
         ended, still = [], []
@@ -93,7 +94,7 @@ class Backoff:
         return ended
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
-        """Return `(devices, degree)` of each transformation that is blocked now, for `ClusterView.refused`."""
+        """Return `(devices, degree)` of each merge and split that is blocked now, for `ClusterView.refused`."""
         self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
         blocked = (r.action for r in self._refused.values() if now_s < r.until_s)
         return frozenset((a.devices, a.degree) for a in blocked if isinstance(a, ScaleUp | ScaleDown))
@@ -101,7 +102,7 @@ class Backoff:
     def refused_changes(self, now_s: float) -> frozenset[tuple[object, ...]]:
         """Return the identities (`actions.identity`) of placement changes that are blocked now.
 
-        `ClusterView.refused_changes` gets them.
+        The result is for `ClusterView.refused_changes`.
         """
         blocked = (r.action for r in self._refused.values() if now_s < r.until_s)
         return frozenset(identity(action) for action in blocked if isinstance(action, PlacementChange))

@@ -12,7 +12,7 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def step_s(view: ClusterView, instance: InstanceView) -> float | None:
-    """Return the seconds of a decode step on an instance.
+    """Return the seconds of a decode step on an instance, or None if none was measured.
 
     If the instance has run no step yet, return the seconds measured on other instances of its tensor-parallel degree.
     """
@@ -56,8 +56,8 @@ def first_token_s(
 
     Args:
         instances: instances to choose from.
-        taken_s: seconds until an instance has finished a request that already waits for it, by instance id. If an
-            instance is not in this dict, `wait_s` gives the seconds until it has room.
+        taken_s: seconds until an instance has finished another request that already waits for it, by instance id. For
+            an instance that is not in this dict, `wait_s` estimates the seconds until the instance has room.
     """
     times = []
     for instance in instances:
@@ -93,7 +93,7 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
 def merge_pays(
     view: ClusterView, request: WaitingRequest, wait_s: float | None, merge_s: float | None, slo_s: float
 ) -> bool:
-    """Return whether a merge helps a request: it would miss its TTFT SLO by waiting, and a merge is faster.
+    """Return whether a request would miss its TTFT SLO by waiting, and would get its first token earlier by a merge.
 
     If a time is unknown, the result is False.
 
@@ -138,7 +138,7 @@ def meets_own_slos(
 def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
     """Return whether recent steps of an instance took longer than the TPOT SLO of a request.
 
-    `default_s` is the TPOT SLO of requests that set none.
+    `default_s` is the TPOT SLO of requests that set none, in seconds. None: no limit.
     """
     slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
     return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
@@ -149,13 +149,13 @@ def split_time_s(
 ) -> float:
     """Return the time at which merged instances should split for a short request that finds no room.
 
-    This is `wait_s` seconds after the request began to wait, or earlier if the request would then miss its TTFT SLO. In
-    that case it is the latest time at which a split still meets the SLO. Without measured times of a split and of
-    prompts, the SLO is ignored.
+    This is `wait_s` seconds after the request began to wait. If the request would then miss its TTFT SLO, it is the
+    latest time at which a split still meets the SLO. If the durations of splits or prompts were not measured, the SLO
+    is ignored.
 
     Args:
         degree: tensor-parallel degree of the merged instances.
-        default_s: TTFT SLO of requests that set none.
+        default_s: TTFT SLO of requests that set none, in seconds. None: no limit.
     """
     at_s, slo_s = request.since_s + wait_s, default_s if request.ttft_slo_s is None else request.ttft_slo_s
     split_s = view.timing.transformation_s(degree, view.base_degree)

@@ -21,16 +21,16 @@ class Outcome:
 class Executor(Protocol):
     """Interface to a cluster: the owner of the instances and the queue.
 
-    The methods run in one thread and never wait for a device. The next snapshot shows an accepted action. A dispatched
-    or rejected request has left the queue, and a preempted request is back in it. Instances that merge or split have
-    `transition_to` set, and an instance in a placement change has `changes_placement` set.
+    The methods run in one thread and never wait for a device. The next snapshot shows the effect of an accepted action.
+    A dispatched or rejected request has left the queue, and a preempted request is back in it. Instances that merge or
+    split have `transition_to` set, and an instance in a placement change has `changes_placement` set.
 
-    A transformation that ends without reaching its degree has failed. Its requests keep running or wait. A placement
-    change that ends without the layers on their new devices has failed and changed nothing.
+    A merge or split that ends without reaching its degree has failed. Its requests keep running or wait. A placement
+    change that ends without the layers on their new devices has failed. Some of the layers may have moved.
     """
 
     def snapshot(self) -> ClusterView:
-        """Return the present state."""
+        """Return the present state of the cluster."""
         ...
 
     def apply(self, action: Action) -> Outcome:

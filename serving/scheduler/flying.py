@@ -91,9 +91,9 @@ class FlyingPolicy:
         A group stays merged in three cases: it serves urgent requests (`_serves_urgent`), its requests do not fit
         instances of a lower tensor-parallel degree, or the split was refused recently.
 
-        If no long request needs the group, it splits to the base degree, the degree of instances before any merge. If a
-        long request runs there or waits, the group splits to the lowest degree that holds this request. A group with
-        paused requests splits as `_resume` decides.
+        If no long request needs the group, the group splits to the base degree. The base degree is the degree of
+        instances before any merge. If a long request runs there or waits, the group splits to the lowest degree that
+        holds this request. A group with paused requests splits as `_resume` decides.
 
         Args:
             urgent: whether urgent requests wait.
@@ -131,12 +131,12 @@ class FlyingPolicy:
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
         """Return the action that splits a group (merged instance), so that its paused requests resume.
 
-        Return an empty list if the group stays merged. It stays merged while requests run on it, while urgent requests
-        wait, or if the split was refused recently. If the pause has reached its time limit, the group splits even if
-        requests run or wait.
+        Return an empty list if the group stays merged. The group stays merged while requests run on it, while urgent
+        requests wait, or if the split was refused recently. If the pause has reached its time limit, the group splits
+        even if requests run or wait.
 
-        If running requests would not fit beside the paused requests, first preempt them: return these actions. The
-        split follows in a later decision.
+        If running requests would not fit beside the paused requests, return actions that preempt these running
+        requests. The group then splits in a later decision.
         """
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:

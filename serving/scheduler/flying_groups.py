@@ -30,7 +30,7 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` in this decision, or None.
+        """Return the instances on `devices` if they may merge to `degree` in this decision. If not, return None.
 
         There must be at least two instances, and they must cover exactly these devices. Each instance must accept new
         requests (`Room`) and have no paused requests. The merge must not have been refused recently.
@@ -43,7 +43,10 @@ class FlyingGroups:
         return members
 
     def mergeable(self, degree: int) -> list[tuple[tuple[int, ...], Members]]:
-        """Return `(devices, members)` of all groups of instances that may merge to `degree` (see `members`)."""
+        """Return `(devices, instances)` of each group of instances that may merge to `degree`.
+
+        The method `members` has the conditions.
+        """
         groups = ((devices, self.members(devices, degree)) for devices in self.view.groups(degree))
         return [(devices, members) for devices, members in groups if members is not None]
 
@@ -65,7 +68,7 @@ class FlyingGroups:
         return False
 
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
-        """Return degree, devices and members of the group of instances to merge for an urgent request.
+        """Return `(degree, devices, members)` of the group of instances to merge for an urgent request.
 
         Return None if no group is suitable. The degree is the highest degree that has compiled programs and a suitable
         group, at most `FlyingConfig.urgent_degree`. Of several suitable groups, choose the group with the fewest
@@ -104,9 +107,9 @@ class FlyingGroups:
 
         Args:
             close: whether to stop at the first degree that has groups but no group with room. If True, the group with
-                the fewest used tokens is closed, so that it can merge later, and the result is an empty list.
-            pays: further condition for the merge. Its argument is the estimated seconds until the first token after the
-                merge, or None if they are unknown.
+                the fewest used tokens is then closed, so that it can merge later, and the result is an empty list.
+            pays: further condition for the merge. Its argument is the estimated time from now to the first token after
+                the merge, in seconds. None: the time is unknown.
         """
         view, room, size = self.view, self.room, request.max_total_tokens
         for limits, kept in self._holding(size):
@@ -137,8 +140,8 @@ class FlyingGroups:
         """Yield each degree whose merged instances can hold a request of `size` tokens, as `(limits, kept)`.
 
         The lowest degree comes first. `kept` tells whether the merged instance keeps all weights. If not, some weights
-        become KV cache. This is a last resort: if a degree holds the request with all weights kept, only such degrees
-        are yielded.
+        become KV cache. Degrees without all weights are yielded only if no degree can hold the request with all
+        weights.
         """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
@@ -152,7 +155,7 @@ class FlyingGroups:
 
         The instance kept all its weights. The second merge can turn weights into KV cache, so that `request` fits. Of
         several such instances, choose the one with the fewest used tokens, and close it to other requests. Return an
-        empty list if it cannot split now.
+        empty list if there is no such instance, or if the chosen instance cannot split now.
         """
         view, room = self.view, self.room
         options = [

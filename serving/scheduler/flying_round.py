@@ -26,7 +26,7 @@ class FlyingRound:
         moved: devices of each group that merges for an urgent request without pausing the running requests.
         num_unplaced: number of requests that found no room.
         split_at_s: earliest time at which merged instances should split for a short request without room. None: every
-            short request has room, or a running transformation may still make room.
+            short request has room, or a merge or split in progress may still make room.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -164,8 +164,8 @@ class FlyingRound:
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
         """Return the actions that merge one more group for a request, or None if the request must wait.
 
-        The merge helps a request that would miss its TTFT SLO by waiting. `holding` are the instances for which it
-        would wait.
+        A merge is useful if the request would miss its TTFT SLO by waiting for the instances `holding`, and if the
+        merge gives the first token earlier. If a short request lacks room, there is no second merge.
         """
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s

@@ -7,10 +7,11 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Average number of requests per device, which decides whether all instances merge or split because of the load.
+    """Watch that decides by the load whether all instances should be merged or split.
 
-    Instances merge when the average is at most `calm_requests`, but not sooner than `dwell_s` seconds after the last
-    change. They split when the average is at least `burst_requests`, or when a short request has waited too long.
+    The load is the average number of requests per device. Instances merge when the load is at most `calm_requests`, but
+    not sooner than `dwell_s` seconds after the last change. Merged instances split when the load is at least
+    `burst_requests`, or when a short request has waited too long.
 
     Measured times have precedence over these rules. If steps at the highest tensor-parallel degree are not shorter than
     at the base degree, instances do not merge, and merged instances split after `dwell_s` seconds. If the highest
@@ -18,7 +19,7 @@ class LoadWatch:
 
     Attributes:
         bound: whether all instances should be merged to the highest degree.
-        busy: whether the average is at least `burst_requests`, or a short request has waited too long.
+        busy: whether the load is at least `burst_requests`, or a short request has waited too long.
         mean: average number of requests per device.
     """
 
@@ -36,7 +37,7 @@ class LoadWatch:
         """
 
     def update(self, view: ClusterView, num_requests: int, late: bool) -> None:
-        """Add a snapshot to the average, and decide again (`bound` and `busy`).
+        """Add a snapshot to the average, and update `bound` and `busy`.
 
         Args:
             num_requests: number of running, paused and waiting requests.

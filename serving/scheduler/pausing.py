@@ -14,8 +14,9 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 class PauseBudget:
     """Limit on how long the requests of a device pause.
 
-    The counter of a device counts seconds: up while requests of the device are paused, and down at other times. When it
-    has reached `max_pause_s`, requests of the device must not pause until it is back at 0.
+    Each device has a counter in seconds. The counter goes up while requests of the device are paused, and down at other
+    times. When the counter has reached `max_pause_s`, requests of the device must not pause until the counter is back
+    at 0.
     """
 
     def __init__(self, max_pause_s: float):
@@ -50,7 +51,7 @@ class PauseBudget:
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Return the running requests of a merged instance that would not fit after a split, beside its paused requests.
+    """Return the running requests of a merged instance that would not fit beside its paused requests after a split.
 
     The split is to `paused_degree`. The instance must have paused requests. Requests are distributed as in the engine:
     the longest request first, each request to the new instance with the most free tokens.
@@ -78,8 +79,9 @@ def paused_victims(
     """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance.
 
     If preemption cannot free enough tokens, return an empty list. Only paused requests with a lower priority (a higher
-    `rank`) than the waiting request are preempted. The highest rank comes first, and among equal ranks the latest
-    arrival. Each of the instances that merged to `instance` must free its share of the tokens.
+    `rank`) than the waiting request are preempted. Requests with the highest rank go first. Of requests with equal
+    rank, the latest arrival goes first. Each of the instances that merged to `instance` must free its share of the
+    tokens.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)

@@ -57,9 +57,9 @@ def make_policy(
     Args:
         name: one of `POLICY_NAMES`.
         admission: order and limits of the queue.
-        config: settings of `amoeba` and `cocoserve`. Other policies use only some fields: `round_robin` and
-            `least_load_first` use the split settings and `reserved_growth`; `amoeba_paper` uses `reserve_memory_s` and
-            `reserved_growth`; `static` uses `reserved_growth`.
+        config: settings of `amoeba` and `cocoserve`. Other policies use only some fields. `round_robin` and
+            `least_load_first` use the split settings and `reserved_growth`. `amoeba_paper` uses `reserve_memory_s` and
+            `reserved_growth`. `static` uses `reserved_growth`.
         flying: settings of `flying`, which `cocoserve` can use too.
         cocoserve: further settings of `cocoserve`.
     """
@@ -77,10 +77,10 @@ def is_policy_file(name: str) -> bool:
 
 
 def load_policy(name: str) -> Callable[[], Policy]:
-    """Run a file and return a policy class in it. `name` is the path and the class, such as `my_policy.py:Sjf`.
+    """Run a Python file, and return a policy class that the file defines.
 
-    Raises `UnknownPolicyError` if the file or the class does not exist, or if the class has no `name`, no `decide`, or
-    needs arguments.
+    `name` is the path and the class, such as `my_policy.py:Sjf`. Raises `UnknownPolicyError` if the file or the class
+    does not exist, or if the class has no `name`, has no `decide`, or needs arguments.
     """
     file, _, wanted = name.rpartition(":")
     path = Path(file)

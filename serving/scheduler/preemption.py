@@ -23,7 +23,7 @@ class Preemptions:
         """Rank, needed tokens and maximum length of each request for which the search found nothing."""
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, list[Preempt]] | None:
-        """Return the instance on which the fewest preemptions make room for a request, and these preemptions.
+        """Return `(instance, preemptions)`: the instance on which the fewest preemptions make room for a request.
 
         Return None if no instance can make room, or if this decision has made too many searches.
 

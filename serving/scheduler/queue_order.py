@@ -17,9 +17,10 @@ Class 1: requests within their client's share. Class 2: requests beyond their cl
 class QueueOrder:
     """Order of the queue: the request with the earliest due time goes first.
 
-    The due time of a request is `patience_s` seconds after its arrival, or its deadline if that is earlier. Each level
-    of priority adds `level_s` seconds. The due time does not change while a request waits, so the request eventually
-    goes ahead of all later arrivals.
+    The due time of a request is `patience_s` seconds after its arrival, or its deadline if that is earlier. For each
+    level of priority above 0, the due time is `level_s` seconds later. For each level below 0, it is `level_s` seconds
+    earlier. The due time does not change while a request waits, so the request eventually goes ahead of all later
+    arrivals.
 
     A request that has waited `starving_s` seconds goes ahead of all other requests, whatever their priority. Among
     several such requests, the request that has waited longest goes first. Time in which a request runs is not waiting
@@ -42,10 +43,13 @@ class QueueOrder:
         return request.waited_s(now_s) >= self.starving_s
 
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
-        """Return the sort key of a request that has not waited too long (`starves`). The key does not change with time.
+        """Return the sort key of a request by its due time. The time that the request has waited does not matter.
 
-        Requests within their client's fair share come first. Within and beyond the share, the earliest due time comes
-        first.
+        The request with the lowest key goes first. Requests within their client's fair share go before requests beyond
+        it. In each of the two groups, the request with the earliest due time goes first. The key of a request never
+        changes.
+
+        The method `key` also takes the waiting time into account.
         """
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
@@ -58,7 +62,10 @@ class QueueOrder:
         )
 
     def key(self, request: WaitingRequest | RunningRequest, now_s: float) -> Key:
-        """Return the sort key of a request. The lowest key is served first."""
+        """Return the sort key of a request at the time `now_s`. The request with the lowest key is served first.
+
+        Requests that starve (`starves`) go before all other requests. The other requests go by `due_key`.
+        """
         if self.starves(request, now_s):
             since_s = request.since_s if isinstance(request, WaitingRequest) else now_s - request.queued_s
             return (0, since_s, request.arrival_s, request.request_id)

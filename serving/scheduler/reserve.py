@@ -45,11 +45,11 @@ class Reserve:
         self._groups = self._candidates(view) if degree else []
 
     def kept_from(self, num_tokens: int) -> frozenset[int]:
-        """Return the devices that another request of `num_tokens` tokens should not use, because the long request needs
-        them.
+        """Return the devices that another request should not use, because the long request needs them.
 
-        The result has the devices of a group if only this group has room for the long request, and the other request
-        would take this room. In all other cases the result is empty.
+        `num_tokens` is the number of tokens that the other request needs. The result has the devices of a group if only
+        this group has room for the long request, and the other request would take this room. In all other cases the
+        result is empty.
         """
         enough = [group for group in self._groups if self._free(group) >= self._num_tokens]
         if len(enough) != 1 or self._free(enough[0]) - num_tokens >= self._num_tokens:
@@ -59,8 +59,8 @@ class Reserve:
     def _candidates(self, view: ClusterView) -> list[tuple[InstanceView, ...]]:
         """Return the groups of instances that could hold the long request.
 
-        Each group is one merged instance that can hold it. If there is no such instance, the groups are instances that
-        must merge first.
+        If there are merged instances that can hold the request, each of them is a group. If there are none, the groups
+        are instances that must merge first.
         """
         room = self._room
         holding = [i for i in room.merged if room.is_steady(i) and i.capacity_tokens >= self._num_tokens]

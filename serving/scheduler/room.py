@@ -9,8 +9,8 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 class MergeGroup(NamedTuple):
     """Group of instances that could merge into one instance.
 
-    Groups sort as follows: groups of instances with equal degrees come first, and then groups with more free tokens
-    after the merge.
+    Groups whose instances have equal degrees sort before all other groups. Groups of the same kind sort by the number
+    of free tokens after the merge, the highest first.
     """
 
     mixed: bool
@@ -24,17 +24,17 @@ class MergeGroup(NamedTuple):
 class Room:
     """Free tokens and slots of each instance, reduced by the requests that the current decision has assigned.
 
-    An instance is open if it may get more requests in this decision. It is not open while it merges, splits or drains,
-    or after a call of `close`.
+    An instance is open if it may get more requests in this decision. An instance is not open while it merges, splits or
+    drains, or after a call of `close`.
 
     Args:
         reserved_growth: part of the KV cache to keep free for running requests, as a share of the tokens that they may
-            still generate. 0: as in vLLM, nothing is kept free, and requests are preempted if pages run out. 1: pages
-            never run out.
+            still generate. 0: as in vLLM, at most one page is kept free for each request, and requests are preempted if
+            pages run out. 1: pages never run out.
 
     Attributes:
         by_device: instance on each device.
-        merged: merged instances: their degree is above the base degree.
+        merged: instances whose degree is above the base degree.
         unsteady: instances that are merging, splitting or draining.
     """
 
@@ -62,7 +62,7 @@ class Room:
         """Return the number of tokens to keep free for the growth of running requests, in whole pages.
 
         For each request, this is one page plus a share (`reserved_growth`) of the tokens that the request may still
-        generate. It is never more than all these tokens.
+        generate, but at most all of these tokens.
         """
         share, page_size, num_pages = self._growth, self._view.page_size, 0
         for request in requests:
@@ -98,7 +98,7 @@ class Room:
     def load(self, instance: InstanceView) -> float:
         """Return the load of an instance (`InstanceView.load`).
 
-        It includes the prompts that this decision has assigned.
+        The load includes the prompts that this decision has assigned.
         """
         return instance.load + 2 * self._new_prompt_tokens[instance.id] / instance.capacity_tokens
 
@@ -113,7 +113,7 @@ class Room:
     def is_open(self, instance: InstanceView) -> bool:
         """Return whether an instance may get more requests in this decision.
 
-        It must be steady (`is_steady`), and not closed by `close`.
+        The instance must be steady (`is_steady`), and not closed by `close`.
         """
         return instance.id not in self._closed and instance.id not in self._unsteady_ids
 
@@ -152,17 +152,17 @@ class Room:
     def parts(self, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
         """Return the instances that would merge on these devices.
 
-        Return None if it is only one instance, or if the instances do not cover exactly these devices.
+        Return None if there is only one instance, or if the instances do not cover exactly these devices.
         """
         members = self.members(devices)
         whole = len(members) > 1 and sum(i.degree for i in members) == len(devices)
         return members if whole else None
 
     def merged_free(self, members: Sequence[InstanceView], degree: int) -> int:
-        """Return the number of free tokens after `members` have merged to `degree` and turned unneeded weights into KV
-        cache.
+        """Return the number of free tokens of the instance that `members` become by a merge to `degree`.
 
-        The result is negative if the requests of the members use more tokens than the merged instance holds.
+        The merge turns weights that are no longer needed into KV cache. The result is negative if the requests of the
+        members use more tokens than the merged instance holds.
         """
         gained = self._view.limits[degree].capacity_tokens - sum(i.capacity_tokens for i in members)
         return gained + sum(self._free[i.id] for i in members)
@@ -191,8 +191,8 @@ class Room:
     def reserve_for(self, request: WaitingRequest) -> None:
         """Close the instance for which a request should wait, so that no later request takes its free tokens.
 
-        It is an open instance with a free slot that is large enough for the request. Of several such instances, choose
-        the one with the most free tokens. If there is none, do nothing.
+        The instance is open, has a free slot, and is large enough for the request. Of several such instances, choose
+        the one with the most free tokens. If there is no such instance, do nothing.
         """
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
@@ -202,7 +202,7 @@ class Room:
     def reserve_after(self, instance: InstanceView, request: WaitingRequest, freed_tokens: int) -> None:
         """Reserve tokens on an instance for a request that will start there when some running requests have ended.
 
-        These requests will free `freed_tokens` tokens. If the request needs more, reserve the difference.
+        The running requests will free `freed_tokens` tokens. If the new request needs more, reserve the difference.
         """
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
@@ -226,18 +226,18 @@ class Room:
     def join(self, instance: InstanceView, request: WaitingRequest) -> str:
         """Assign a request to an instance that is merging or splitting. Return the reason for the log.
 
-        Also close the instance, because its `joinable_tokens` do not count this request.
+        Also close the instance, because its `joinable_tokens` still include the tokens of this request.
         """
         self.assign(instance, request)
         self.close(instance)
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def reserve_in_transition(self, request: WaitingRequest) -> None:
-        """Reserve tokens for a request on an instance that is merging or splitting, and will then be large enough for
-        it.
+        """Reserve tokens for a request on an instance that is merging or splitting.
 
-        If there is no such instance, do nothing. Of several instances, prefer an instance with enough free tokens, then
-        the lowest degree, then the most free tokens.
+        After the merge or split, the instance is large enough for the request. If there is no such instance, do
+        nothing. Of several instances, prefer an instance with enough free tokens, then the lowest degree, then the most
+        free tokens.
         """
         need, view = self.need(request), self._view
         options = [

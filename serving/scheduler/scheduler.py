@@ -64,8 +64,8 @@ class SchedulerCounters:
     def by_name(self) -> dict[str, int]:
         """Return all counters by name, for metrics and reports.
 
-        Instead of `rejected`, there is a counter `rejected_<kind>` for each kind. The same holds for
-        `placement_changes`.
+        Each kind of rejection has its own counter `rejected_<kind>`. Each kind of placement change has its own counter
+        with the name of the kind.
         """
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return counts | self.placement_changes | {f"rejected_{kind.value}": n for kind, n in self.rejected.items()}
@@ -97,7 +97,7 @@ class Scheduler:
     """Loop between a policy and an executor. One thread calls all methods.
 
     A policy that pauses requests itself has an attribute `pauses = True`. For any other policy, the scheduler resumes
-    paused requests as soon as they fit. Until then, their devices get no other requests.
+    paused requests as soon as they fit. Until then, the devices of these requests get no other requests.
 
     Attributes:
         policy: present policy. It may be replaced between two ticks.
@@ -117,9 +117,8 @@ class Scheduler:
     def tick(self) -> list[Decision]:
         """Ask the policy for actions, and execute them. Return the actions that were tried.
 
-        Call this after every change, such as an arrival or the end of a request or transformation. Also call it at
-        least once a second, for deadlines and for merged instances that wait before they split
-        (`SplitConfig.linger_s`).
+        Call this after every change, such as an arrival or the end of a request, merge or split. Also call it at least
+        once a second, for deadlines and for merged instances that wait before they split (`SplitConfig.linger_s`).
         """
         decisions, again = self._decide()
         while again:  # an instance in transformation accepts only one request for each decision

@@ -55,7 +55,7 @@ def split_to_release(
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Settings of `SplitRule`. With `linger_s=0` and `partial=False`, it is the rule "scale-down" of AMOEBA 3.3."""
+    """Settings of `SplitRule`. `linger_s=0` and `partial=False` give the rule "scale-down" of AMOEBA 3.3."""
 
     free_share: float = 0.5
     """Share of the KV cache that must be free before an instance splits.
@@ -89,15 +89,15 @@ class SplitRule:
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
         """Return the merged instances that should accept no more requests, because they will split.
 
-        The result has pairs `(instance, degree)`. `degree` is the lowest degree that can hold the instance's long
-        requests. Instances that are already merging, splitting or draining are never returned. Call this once in each
-        decision, because it also records which instances long requests need.
+        The result has pairs `(instance, degree)`. `degree` is the lowest degree that can hold the long requests that
+        need the instance. Instances that are already merging, splitting or draining are never returned. Call this once
+        in each decision, because it also records which instances long requests need.
 
-        If at least `free_share` of its cache is free, an instance is returned after the linger time: no long request
-        has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is above the base degree, the
-        running requests must also fit the new instances.
+        An instance with at least `free_share` of its KV cache free is returned after the linger time. The linger time
+        ends when no long request has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is
+        above the base degree, the running requests must also fit the new instances.
 
-        If less of its cache is free, an instance is returned at once, but only for a split to the base degree.
+        An instance with less free KV cache is returned at once, but only for a split to the base degree.
 
         Args:
             pressed: whether a short request found no room in the last decision. If True, the linger time is 0.
@@ -145,11 +145,11 @@ class SplitRule:
     ) -> list[ScaleDown]:
         """Close the instances in `leaving` to new requests, and return the splits that can start now.
 
-        A split can start if `free_share` of the cache is free, if the running requests fit the new instances, and if
-        the split was not refused recently. If `pressed` is True, the free share does not matter.
+        A split can start if `free_share` of the instance's KV cache is free, if the running requests fit the new
+        instances, and if the split was not refused recently. If `pressed` is True, `free_share` does not matter.
 
-        There is one exception. If `pressed` is True and no other instance is open, an instance whose requests do not
-        fit the new instances stays open.
+        There is one exception to the closing. If `pressed` is True and no other instance is open, an instance whose
+        requests do not fit the new instances stays open.
 
         Args:
             leaving: result of the method `leaving`.

@@ -40,8 +40,9 @@ class Timing:
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
         """Return whether degree `degree` was measured to generate at least as many tokens per second as degree `other`.
 
-        Few sequences generate few tokens at any degree. The result is therefore False if the measurement of `other` had
-        clearly fewer sequences than the measurement of `degree`, or clearly fewer than run now.
+        If a degree was not measured, the result is False. The result is also False if the measurement of `other` had
+        too few sequences for a comparison: clearly fewer than the measurement of `degree`, or clearly fewer than run
+        now. The reason is that few sequences generate few tokens at any degree.
 
         Args:
             sequences: number of sequences that run now.

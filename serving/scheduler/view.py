@@ -58,7 +58,7 @@ class WaitingRequest:
 
     @property
     def since_s(self) -> float:
-        """Time since which the request waits: `waiting_since_s`, or its arrival if that is None."""
+        """Time since which the request waits: `waiting_since_s`, or the arrival if `waiting_since_s` is None."""
         return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
 
     def waited_s(self, now_s: float) -> float:
@@ -117,7 +117,7 @@ class RunningRequest:
 class PlacementView:
     """Devices that compute the attention and the FFN of each layer of an instance, as indices in ascending order.
 
-    On real devices, they come from `sharding.placement.Placement`.
+    On real devices, the indices come from `sharding.placement.Placement`.
     """
 
     attention: tuple[tuple[int, ...], ...]
@@ -187,9 +187,10 @@ class InstanceView:
     """Present limit of the batch (`LimitBatch`). `free_slots` respects it. None: no limit."""
 
     def homes(self, layer: int, modules: Modules = "layer") -> tuple[tuple[int, ...], ...]:
-        """Return the devices that compute a layer of the instance.
+        """Return the devices that compute a layer of the instance, as a tuple of entries.
 
-        For "layer", return two entries: the devices of the attention and of the FFN.
+        An entry is a tuple of devices. For "layer", there are two entries: the devices of the attention and of the FFN.
+        If the instance has no `placement`, there is one entry: all its devices.
         """
         if self.placement is None:
             return (self.devices,)
@@ -217,7 +218,7 @@ class InstanceView:
 
     @cached_property
     def uncomputed_tokens(self) -> int:
-        """Number of prompt tokens of all running requests that are not computed yet."""
+        """Number of tokens that are still to be computed for the prompts of all running requests."""
         return sum([request.uncomputed_tokens for request in self.running])
 
     @cached_property
@@ -297,8 +298,9 @@ class DeviceView:
 
     @property
     def vacancy(self) -> float:
-        """Vacancy rate of a device (CoCoServe): the smaller of its free share of memory and its free share of computing
-        time.
+        """Vacancy rate of the device (CoCoServe), from 0 to 1.
+
+        This is the smaller of two shares: the free share of memory, and the free share of computing time.
         """
         return max(min(self.free_bytes / max(self.memory_bytes, 1.0), 1 - self.utilization), 0.0)
 
@@ -355,7 +357,7 @@ class ClusterView:
         return self._by_id.get(instance_id)
 
     def guests(self, device: int) -> tuple[InstanceView, ...]:
-        """Return the instances that compute layers on a device of another instance, or on an empty device."""
+        """Return the instances that compute layers on `device` although it is not one of their own devices."""
         return tuple(
             i for i in self.instances if i.placement and device in i.placement.devices and device not in i.devices
         )
@@ -400,10 +402,10 @@ class ClusterView:
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree, from the base degree on, whose empty instances can hold a request.
+        """Return the lowest degree whose empty instances can hold a request, at least the base degree.
 
-        Return None if there is no such degree. If the request needs a degree above the base degree, degrees below
-        `merge_to` are skipped. If no degree reaches `merge_to`, return the highest degree.
+        Return None if there is no such degree. If the request does not fit the base degree, degrees below `merge_to`
+        are skipped. If all degrees that can hold the request are below `merge_to`, return the highest degree.
         """
         holding = [
             limits.degree
@@ -425,7 +427,7 @@ class ClusterView:
     def final_capacity(self, instance: InstanceView) -> int:
         """Return the number of tokens that an instance can hold once its present merge or split has ended.
 
-        If it neither merges nor splits, return its present capacity.
+        Without a merge or split, return its present capacity.
         """
         to = instance.transition_to
         if instance.coming_tokens is not None:
@@ -433,7 +435,7 @@ class ClusterView:
         return instance.capacity_tokens if to in (None, instance.degree) else self.limits[to].capacity_tokens
 
     def groups(self, degree: int) -> list[tuple[int, ...]]:
-        """Return the groups of devices that can form an instance of `degree`. They are contiguous and aligned."""
+        """Return the groups of devices that can form an instance of `degree`. Each group is contiguous and aligned."""
         starts = range(0, self.num_devices - degree + 1, degree)
         return [tuple(range(start, start + degree)) for start in starts]
 

@@ -12,9 +12,9 @@ class Batching(Protocol):
     """
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Choose the prompt chunks of the next step, and return their sizes in tokens in the order of `left`.
+        """Choose the prompt chunks of the next step. Return the size of each chunk in tokens.
 
-        The list may be shorter than `left`. The remaining prompts wait.
+        The sizes belong to the first prompts in `left`, in the same order. All other prompts wait.
 
         Args:
             left: number of tokens that are not computed yet, for each prompt.
@@ -26,14 +26,19 @@ class Batching(Protocol):
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Rule of vLLM's chunked prefill: a step takes prompts in order, until it has `max_num_batched_tokens` prompt
-    tokens.
+    """Rule of vLLM's chunked prefill, which limits the prompt tokens of a step.
+
+    A step takes prompts in order, until it has `max_num_batched_tokens` prompt tokens. The last of these prompts may be
+    computed only in part.
     """
 
     max_num_batched_tokens: int = 2048
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Choose the prompt chunks of the next step (`Batching.chunks`). Decoding sequences do not use the budget."""
+        """Choose the prompt chunks of the next step (`Batching.chunks`).
+
+        Only prompt tokens count towards `max_num_batched_tokens`.
+        """
         budget, taken = self.max_num_batched_tokens, []
         for tokens in left:
             if budget <= 0:
@@ -53,8 +58,8 @@ class EngineBuckets:
     A step has room for 1 or 4 prompt chunks of equal size. The first prompt determines the size.
 
     Attributes:
-        max_num_seqs: maximum number of sequences for each device of an instance.
-        max_num_batched_tokens: maximum prompt tokens of a step.
+        max_num_seqs: maximum number of sequences in a step, for each device of the instance.
+        max_num_batched_tokens: maximum number of prompt tokens in a step.
     """
 
     max_num_seqs: int = 32
@@ -68,17 +73,21 @@ class EngineBuckets:
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Chunk sizes in tokens, ascending: `max_num_batched_tokens` divided by 1, 4, 16 and so on, but at least 16."""
+        """Chunk sizes in tokens, ascending.
+
+        The sizes are `max_num_batched_tokens` divided by 1, 4, 16 and so on, while the result is at least 16.
+        """
         sizes = [self.max_num_batched_tokens]
         while sizes[0] >= _COARSE * _MIN_CHUNK:
             sizes.insert(0, sizes[0] // _COARSE)
         return tuple(sizes)
 
     def chunk_size(self, length: int) -> int:
-        """Return the chunk size in tokens for a prompt with `length` tokens left.
+        """Return the chunk size in tokens for a prompt of which `length` tokens are not computed yet.
 
-        This is the smallest size that is at least `length`, or the largest size if there is none. If the prompt would
-        fill at most half of it, the result is the next smaller size, if there is one.
+        The normal size is the smallest size that holds all `length` tokens. If no size is large enough, it is the
+        largest size. If the tokens would fill at most half of the normal size, the result is the next smaller size, if
+        there is one.
         """
         sizes = self.chunk_sizes
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
@@ -87,7 +96,8 @@ class EngineBuckets:
     def most_prompts(self, decodes: int, waiting: int, chunk: int, degree: int) -> int:
         """Return the number of prompts in the next step.
 
-        The result is 3 or 4 if at least 3 prompts wait and the limits allow 4 prompts. In all other cases it is 1.
+        The result is 3 or 4 if at least 3 prompts wait, and `max_num_seqs` and `max_num_batched_tokens` allow 4
+        prompts. In all other cases, the result is 1.
 
         Args:
             decodes: number of decoding sequences in the step.

@@ -6,18 +6,20 @@ from serving.simulator.run import Run
 
 
 class Block:
-    """Series of steps of the same requests. A step with prompts, or before which layers switch, forms a block alone.
+    """Series of steps that run the same requests on a simulated instance.
+
+    A block has only one step if this step computes prompts, or if layers switch before this step.
 
     Attributes:
         start_s: start of the first step.
         steps: number of steps.
         first_s: seconds of the first step.
         slope_s: seconds by which each step is longer than the step before, because contexts grow.
-        plain_s: seconds of the first step without its prompts and switches.
-        chunks: pairs (request, number of tokens) of the prompt chunks in the step.
-        switches: number of layers that a transformation switches before the step.
-        interference_s: seconds that prompts add to the step; 0 if no request decodes.
-        switch_s: seconds that layer switches add to the step.
+        plain_s: seconds of the first step without the time for prompts and layer switches.
+        chunks: pair (request, number of tokens) for each prompt chunk of the first step.
+        switches: number of layers that a transformation switches before the first step.
+        interference_s: seconds that prompts add to the first step; 0 if no request decodes.
+        switch_s: seconds that layer switches add to the first step.
     """
 
     __slots__ = (
@@ -63,10 +65,11 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Drop the steps that have not begun.
+        """Split off the running step. Drop the steps that have not begun at `now_s`.
 
-        Return a new block with only the running step; None if no step is running. `steps` of this block still counts
-        the running step. If a block is returned, the caller must subtract 1.
+        Return a new block with only the running step, or None if no step is running. This block still counts the
+        running step in `steps`. If a block is returned, the caller must therefore subtract 1 from `steps` of this
+        block.
         """
         self.cut(now_s)
         if self.steps == 0:

@@ -65,7 +65,7 @@ class Calibration:
         )
 
     def limits(self) -> tuple[DegreeLimits, ...]:
-        """Return the limits of instances of all measured tensor-parallel degrees."""
+        """Return the capacity and the maximum number of requests of an instance, for each measured degree."""
         degrees = sorted(self.capacity_tokens)
         return tuple(DegreeLimits(d, self.capacity_tokens[d], self.max_requests[d]) for d in degrees)
 

@@ -1,4 +1,8 @@
-"""Cost models of other systems, according to their papers: costs of transformations and steps, and capacities."""
+"""Cost models of other serving systems, according to their papers.
+
+The models give the costs of transformations, the costs of steps, and the capacities of instances. A transformation
+changes the tensor-parallel degree of instances.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +17,7 @@ from serving.simulator.transformation_cost import Change
 
 @dataclass(frozen=True)
 class HostMemoryCost:
-    """Cost of a change of degree in Seesaw (arXiv 2503.06433).
+    """Cost of a change of the tensor-parallel degree in Seesaw (arXiv 2503.06433).
 
     Devices load weights from host memory, and copy the KV cache to host memory and back. Meanwhile no step runs. Each
     device transfers at the rate of its own host link.
@@ -42,8 +46,8 @@ class HostMemoryCost:
 class LayerExchangeCost:
     """Cost of merges and splits in KunServe (arXiv 2412.18169, sections 4.2 and 4.4).
 
-    In a merge, each device drops the parameters of some layers at no cost. It sends the keys and values of these layers
-    to the device that still has the parameters. In a split, the devices copy parameters, keys and values back.
+    In a merge, each device drops the weights of some layers at no cost. The device then sends the keys and values of
+    these layers to the device that still has the weights. In a split, the devices copy weights, keys and values back.
     """
 
     model: ModelShape
@@ -69,8 +73,8 @@ class LayerExchangeCost:
 class PipelineCost:
     """Cost of steps in KunServe.
 
-    The devices of an instance form a pipeline, and each stage computes some of the layers. A step has one micro-batch
-    for each stage, so that all stages are busy.
+    Each device of an instance is a stage of a pipeline, and computes some of the layers. A step divides its tokens into
+    one part (micro-batch) for each stage, so that all stages are busy.
     """
 
     base: ModelStepCost
@@ -78,7 +82,7 @@ class PipelineCost:
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`).
 
-        This is the time of a micro-batch in all stages, plus its transfers between stages.
+        The result is the time that one micro-batch takes in all stages, with its transfers between stages.
         """
         if degree == 1:
             return self.base.fixed_s(1, shape)
@@ -89,7 +93,7 @@ class PipelineCost:
         return self.base.fixed_s(1, part) + degree * hop_s
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each token of context (`StepCost.context_s`).
+        """Return the seconds of decode attention for each cached token (`StepCost.context_s`).
 
         All stages read the cache of their layers at the same time.
         """
@@ -117,9 +121,9 @@ class SequenceParallelCost:
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`).
 
-        This is the time of one part, plus the transfers between parts. In each layer, keys and values of prompts pass
-        through all parts. A master sends the queries of its decoding sequences to the other parts, and receives partial
-        results.
+        The result is the time of one part, plus the transfers between parts. In each layer, keys and values of prompts
+        pass through all parts. A master sends the queries of its decoding sequences to the other parts, and receives
+        partial results.
         """
         tensor = self.tensor_degree
         if degree == 1:
@@ -220,8 +224,8 @@ def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: in
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
     """Return the limits of Shift Parallelism's instances for each degree at which the model fits.
 
-    Each device stores all weights. If the degree is above 1, it also stores a copy of its tensor-parallel shard. Raises
-    `DoesNotFitError` if the model fits at no degree.
+    Each device stores all weights. At a degree above 1, each device also stores a copy of its tensor-parallel shard.
+    Raises `DoesNotFitError` if the model fits at no degree.
     """
     weights = memory.model.weight_bytes
 

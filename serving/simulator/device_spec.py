@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).parent / "devices"
 class DeviceSpec:
     """Rates and sizes of one accelerator, and of its links within a host.
 
-    Operators reach only a part of each peak rate: the rate times its efficiency.
+    Operators reach only a share of a peak rate. The fields `*_efficiency` give these shares.
     """
 
     name: str
@@ -89,7 +89,7 @@ class DeviceSpec:
             raise SimulationError(f"{origin}: a field of the device is missing or invalid: {error}") from error
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of a ring all-reduce of `num_bytes` over `ranks` devices; 0 for one rank."""
+        """Return the seconds of a ring all-reduce of `num_bytes` bytes over `ranks` devices; 0 for one device."""
         if ranks == 1:
             return 0.0
         known = [count for count in self.all_reduce_latency_s if count >= ranks]
@@ -99,7 +99,7 @@ class DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the names of the devices in this package."""
+    """Return the names of the accelerators that have a file in `devices/`."""
     return tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
 
 

@@ -29,7 +29,7 @@ class DisaggregatedPolicy:
     def decide(self, view: ClusterView) -> list[Action]:
         """Return the next actions (`Policy.decide`).
 
-        Reject each request that is too long for the largest prefill instance or the largest decode instance.
+        A request that is too long for the largest prefill instance or for the largest decode instance is rejected.
         """
         decoding = max(instance.capacity_tokens for instance in view.instances[self._num_prefill :])
         limit = min(decoding, view.max_model_len or decoding)
@@ -40,7 +40,7 @@ class DisaggregatedPolicy:
 class _Handover:
     """Request on its way from a prefill instance to a decode instance.
 
-    `steps` is the number of decode steps of the sender when the prompt was computed.
+    `steps` is the number of decode steps that the prefill instance had run when the prompt was computed.
     """
 
     run: Run
@@ -54,7 +54,7 @@ class _Handover:
 class Handovers:
     """Requests on their way from a prefill instance to a decode instance.
 
-    A request without room on a decode instance keeps its KV pages on the prefill instance.
+    While no decode instance has room for a request, the request keeps its KV pages on the prefill instance.
     """
 
     def __init__(self, host: Host, config: HandoverConfig):
@@ -64,7 +64,11 @@ class Handovers:
         """Times at which `proceed` must be called. The event loop empties this list."""
 
     def take(self, instance: SimInstance) -> None:
-        """Remove the requests whose prompts are computed from a prefill instance, between two of its steps."""
+        """Remove the requests with computed prompts from a prefill instance.
+
+        The transfer of a request to a decode instance starts at once if there is room, and otherwise in a later
+        `proceed`. Call this method between two steps of the instance. For a decode instance, it does nothing.
+        """
         if instance not in self._host.instances[: self._config.num_prefill]:
             return
         for run in [run for run in instance.runs.values() if run.base]:
@@ -75,7 +79,7 @@ class Handovers:
         self.proceed()
 
     def proceed(self) -> None:
-        """End the transfers whose time has passed, and start transfers for which there is room."""
+        """End the transfers that are complete, and start the transfers for which a decode instance has room."""
         now_s = self._host.now_s
         for handover in [h for h in self._pending if h.target is not None and h.due_s <= now_s]:
             self._pending.remove(handover)

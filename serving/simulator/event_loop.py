@@ -1,7 +1,8 @@
-"""Event loop in virtual time over several simulated hosts.
+"""Event loop of a simulation, in virtual time, for one or more simulated hosts.
 
-A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks. A block is a
-series of similar steps of an instance that is planned at once (`block.Block`). A tick is a decision of a scheduler.
+A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks, among
+others. A block is a series of similar steps of an instance that is planned at once (`block.Block`). A tick is a
+decision of a scheduler.
 """
 
 import heapq
@@ -48,7 +49,7 @@ Progress = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Limits of a simulation."""
+    """Limits at which a simulation stops."""
 
     until_s: float | None = None
     """Virtual seconds to simulate. None: until all requests have ended."""
@@ -64,7 +65,7 @@ class Host:
     Attributes:
         next_tick_s: time of the scheduler's next decision (tick); infinite if none is planned.
         not_before_s: earliest time of the next tick.
-        limit: resource that waiting requests lack, since `limit_since_s`; None if no request waits.
+        limit: resource that waiting requests have lacked since `limit_since_s`; None if no request waits.
         idle_ticks: whether the policy needs ticks even if no request waits and no instance is merged.
     """
 
@@ -82,7 +83,7 @@ class Host:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the scheduler needs no decision (tick) before the next event of the host."""
+        """Whether no tick (decision of the scheduler) is needed before the next event of the host."""
         executor = self.executor
         if executor.queue or self.idle_ticks:
             return False
@@ -94,7 +95,7 @@ class Cluster:
     """Simulated hosts that serve a table of requests.
 
     Args:
-        hosts: configuration of each host, and function that returns its policy.
+        hosts: pair (configuration, function that returns the policy) for each host.
         router: rule that chooses the host of each request.
         faults: failures to inject. Devices are numbered over all hosts.
         bin_s: width of the bins of `Tally.tokens_per_bin` in seconds.
@@ -154,9 +155,10 @@ class Cluster:
     # The loop
 
     def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
-        """Serve requests until all have ended, or until a limit of `config` is reached. Call it once.
+        """Serve requests until all have ended, or until a limit of `config` is reached.
 
-        Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped the run.
+        Call this method only once. Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped
+        the run.
         """
         config = config or LoopConfig()
         arrivals, total = self.requests.arrival_s, len(self.requests)
@@ -287,9 +289,10 @@ class Cluster:
                 self._plan_tick(host, now_s + wait_s)
 
     def _count_limit(self, host: Host, now_s: float) -> None:
-        """Account for the time since the last call, and record the resource that waiting requests lack now.
+        """Add the time since the last call to `Tally.limited_s`.
 
-        The time counts for the resource that they lacked at the last call (`Tally.limited_s`).
+        The time counts for the resource that waiting requests lacked at the last call. Also record the resource that
+        waiting requests lack now, for the next call.
         """
         limited_s = self.tally.limited_s
         if host.limit is not None:
@@ -301,9 +304,9 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """End the simulation: add unfinished work to `tally` and `records`.
+        """Add unfinished work to `tally` and `records` at the end of the simulation.
 
-        This is the steps of unfinished blocks that have ended, and the waiting times of queued requests.
+        Unfinished work is the ended steps of blocks that have not ended, and the waiting times of requests in queues.
         """
         for host in self.hosts:
             self._count_limit(host, self.now_s)

@@ -9,8 +9,8 @@ from serving.simulator.errors import SimulationError
 class DeviceFault:
     """Failure of a device at the time `at_s`.
 
-    Its instance loses the KV cache, and accepts no requests for `down_s` seconds. The requests of the instance return
-    to the queue and are computed again, as after a failure in the engine. `device` is the number of the device among
+    The instance on the device loses its KV cache, and accepts no requests for `down_s` seconds. The requests of the
+    instance return to the queue and are computed again, as in the engine. `device` is the number of the device among
     the devices of all hosts.
     """
 
@@ -36,8 +36,8 @@ class Faults:
     def from_text(cls, texts: list[str]) -> "Faults":
         """Parse descriptions of failures. Raises `SimulationError` for an invalid text.
 
-        `transformations:2` means that two transformations fail. `device:3@120+60` means that device 3 fails at 120 s,
-        for 60 s.
+        `transformations:2` means that the first two transformations of each host fail. `device:3@120+60` means that
+        device 3 fails at 120 s, for 60 s.
         """
         transformations, devices = 0, []
         for text in texts:

@@ -1,6 +1,6 @@
 """Merges and splits of instances on a simulated host.
 
-The members of a merge or split are the instances on its devices when it starts.
+The members of a merge or split are the instances on the affected devices before the merge or split.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class GroupChanges:
     """Merges and splits of a simulated host, from start to end.
 
     Attributes:
-        failing: pairs (end in seconds, members) of the running transformations that will end without effect.
-        waiting: pairs (merge, members) of the merges that have not started because requests run on their members.
+        failing: pair (end in seconds, members) for each running merge or split that will end without effect.
+        waiting: pair (merge, members) for each merge that has not started because requests run on its members.
     """
 
     def __init__(self, executor: Host):
@@ -94,7 +94,7 @@ class GroupChanges:
         self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
     def scale_down(self, action: ScaleDown) -> None:
-        """Start a split. If the instance has only paused requests, it splits and resumes them at once.
+        """Start a split. If the instance has only paused requests, the split is immediate, and the requests continue.
 
         Raises `Refusal` with the reason if the split is not possible now.
         """
@@ -153,7 +153,7 @@ class GroupChanges:
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
         """Start a merge or split that will fail.
 
-        Its instances accept no requests until its end, and then continue unchanged.
+        Its instances accept no requests until the merge or split ends. The instances then continue unchanged.
         """
         cost = self._executor.config.transformation
         price = cost.change(lower, action.degree, sum(i.used_tokens() for i in members))
@@ -162,10 +162,7 @@ class GroupChanges:
         self.failing.append((self._executor.now_s + max(price.seconds(cost.layers), 1e-3), members))
 
     def end_failed(self) -> bool:
-        """End the merges and splits that were started to fail, if their time has passed.
-
-        Return whether one has ended.
-        """
+        """End each failing merge or split whose time has passed. Return whether one has ended."""
         due = [entry for entry in self.failing if entry[0] <= self._executor.now_s]
         for entry in due:
             self.failing.remove(entry)
@@ -194,8 +191,8 @@ class GroupChanges:
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
         """Replace an instance by instances of a lower degree. Return the new instances.
 
-        If the instance has replaced paused instances, they become the new instances. The new instances receive the
-        running requests and the cached prompts. A request that fits on no new instance is preempted.
+        If the instance had replaced paused instances, these paused instances are the new instances. The new instances
+        receive the running requests and the cached prompts. A request that fits on no new instance is preempted.
         """
         host = self._executor
         if instance.paused:

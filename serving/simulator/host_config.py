@@ -1,4 +1,4 @@
-"""Configuration of a simulated host, and its queue entries."""
+"""Configuration of a simulated host, and entries of the host's queue."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class HostConfig:
 
     @property
     def num_slots(self) -> int:
-        """Maximum number of requests, running and paused, on the devices of one instance."""
+        """Maximum number of running and paused requests on the devices of one instance."""
         return max(limits.max_requests for limits in self.limits)
 
     @property
@@ -84,9 +84,9 @@ class Waiting:
         index: row of the request in `tally.Records`.
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
-        last_token_s: time of its latest token before a preemption; None if it has generated no token.
-        offloaded: state of the request if its KV pages are in host memory, with the number of decode steps of its
-            instance at that time; else None.
+        last_token_s: time of the latest token before a preemption; None if the request has generated no token.
+        offloaded: pair (request, decode steps that the request's instance had run), saved when the KV pages were copied
+            to host memory. None if the pages are not in host memory.
     """
 
     request: WaitingRequest

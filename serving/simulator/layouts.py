@@ -17,14 +17,18 @@ _MAX_PARTS = 16
 
 
 def is_static(name: str) -> bool:
-    """Return whether a policy never merges or splits instances, and divides all weights over their devices."""
+    """Return whether a policy is static.
+
+    A static policy never merges or splits instances. All weights of an instance are divided over its devices.
+    """
     return name in STATIC or name == "disaggregated" or read_parts(name) is not None
 
 
 def read_parts(name: str) -> tuple[tuple[int, ...], ...] | None:
-    """Return the tensor-parallel degrees in a name such as `static:tp4x1+tp1x4`, for each part between plus signs.
+    """Return the tensor-parallel degrees of the instances in a name such as `static:tp4x1+tp1x4`.
 
-    Return None if the name has no parts. Raises `SimulationError` if the parts are invalid.
+    The result has the degrees for each part between plus signs, here `((4,), (1, 1, 1, 1))`. The result is None if the
+    name has no parts. Raises `SimulationError` if the parts are invalid.
     """
     policy, colon, text = name.partition(":")
     if not colon or is_policy_file(name):
@@ -48,7 +52,8 @@ def read_parts(name: str) -> tuple[tuple[int, ...], ...] | None:
 def degrees_at_start(name: str, devices: int, limits: Sequence[DegreeLimits]) -> tuple[int, ...]:
     """Return the tensor-parallel degrees of a policy's instances at the start, in the order of devices.
 
-    Raises `DoesNotFitError` if the policy needs a degree at which the model does not fit, or another number of devices.
+    Raises `DoesNotFitError` if the model does not fit at a degree that the policy needs, or if the policy needs another
+    number of devices.
     """
     fitting = [limit.degree for limit in limits]
     known = f"on {devices} device{'s' if devices > 1 else ''} the model fits only at TP{', TP'.join(map(str, fitting))}"
@@ -76,9 +81,11 @@ def degrees_at_start(name: str, devices: int, limits: Sequence[DegreeLimits]) ->
 
 
 def num_prefill(name: str, degrees: Sequence[int]) -> int:
-    """Return how many instances at the start of `degrees` compute prompts only.
+    """Return how many instances compute prompts only. These instances come first in `degrees`.
 
-    This is 0 for most policies. For `disaggregated` without parts, it is half of the instances.
+    The result is 0 for all policies except `disaggregated`. If the name of `disaggregated` has parts, the result is the
+    number of instances in the first part. Otherwise, the result is half of the instances. `degrees` has the degree of
+    each instance at the start.
     """
     if not name.startswith("disaggregated"):
         return 0

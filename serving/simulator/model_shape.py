@@ -56,7 +56,10 @@ class LatentAttention:
 
 
 class Window(NamedTuple):
-    """Sliding windows: `share` of the layers attend to the latest `tokens` tokens only."""
+    """Sliding windows of a model.
+
+    In the share `share` of all layers, a token attends only to the latest `tokens` tokens.
+    """
 
     share: float
     tokens: int
@@ -64,7 +67,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder with gated FFNs, dense or with experts."""
+    """Sizes of a decoder with gated FFNs. The FFNs may consist of experts."""
 
     name: str
     hidden_size: int
@@ -163,7 +166,7 @@ class ModelShape:
     def attention_matrices(self) -> tuple[Matrix, ...]:
         """Attention matrices of one layer: the joint projection to queries, keys and values, and the output projection.
 
-        With latent attention, the first projection consists of four matrices.
+        With latent attention, three or four matrices replace the joint projection.
         """
         hidden, heads = self.hidden_size, self.num_heads
         if (latent := self.latent) is None:
@@ -187,10 +190,10 @@ class ModelShape:
         )
 
     def ffn_matrices(self, width: int | None = None) -> tuple[Matrix, ...]:
-        """Return the matrices of an FFN with `width` inner features: the joint gate and up projection, and the down
-        projection.
+        """Return the two matrices of an FFN with `width` inner features.
 
-        By default, it is the width of a layer's FFN, or of one expert.
+        The first matrix is the joint gate and up projection. The second matrix is the down projection. By default,
+        `width` is the width of a layer's FFN, or of one expert.
         """
         width = self.ffn_size if width is None else width
         return (
@@ -261,16 +264,19 @@ class ModelShape:
 
     @property
     def pair_operations(self) -> int:
-        """Operations of attention for one query token and one token that it attends to, in all heads of one layer."""
+        """Floating-point operations of attention for one pair of tokens, in all heads of one layer.
+
+        A pair is a query token and a token that this query token attends to.
+        """
         if (latent := self.latent) is not None:
             return 2 * self.num_heads * (latent.nope + latent.rope + latent.value)
         return 4 * self.num_heads * self.head_dim
 
     def kv_token_bytes(self, degree: int = 1) -> float:
-        """Return the bytes that one device stores for a token: keys and values of its KV heads in all layers.
+        """Return the bytes that one device stores for a token: keys and values of the device's KV heads in all layers.
 
         If there are fewer KV heads than devices, each device stores one head. With latent attention, each device stores
-        the compressed vector. Layers with a sliding window store all tokens, as the engine does.
+        the compressed vector. As in the engine, layers with a sliding window store all tokens.
         """
         if self.latent is not None:
             return self.num_layers * (self.latent.rank + self.latent.rope) * self.item_bytes
@@ -293,9 +299,9 @@ class _Fields:
         return self.config.get(name)
 
     def positive(self, *names: str, default: int | None = None) -> int:
-        """Return the value of the first of several fields that is set.
+        """Return the value of the first field of `names` that is set, or `default` if none is set.
 
-        Raises `SimulationError` if it is no positive integer.
+        Raises `SimulationError` if the value is not a positive integer.
         """
         value = next((self.config[n] for n in names if self.config.get(n) is not None), default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -21,7 +21,7 @@ _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """Median time of a matrix product with `tokens` rows.
+    """Measured median time of a matrix product with `tokens` rows, in seconds.
 
     `inputs` and `outputs` are the sizes of the part of the matrix on one device.
     """
@@ -90,7 +90,7 @@ class OperatorProfile:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "OperatorProfile":
-        """Return a profile from files that were measured on one device.
+        """Return a profile from files that were measured on devices of one kind.
 
         Raises `SimulationError` if a file is invalid.
         """

@@ -1,6 +1,7 @@
-"""Pauses: requests keep their KV pages and make no progress while a merged instance uses their devices.
+"""Pauses of requests while a merged instance uses their devices.
 
-The merged instance is called the group. The paused instances are its members.
+Paused requests keep their KV pages and make no progress. The merged instance is called the group. The paused instances
+are the members of the group.
 """
 
 from serving.simulator.host import Host, drained_s, take_in
@@ -9,10 +10,10 @@ from serving.simulator.run import Run
 
 
 def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> None:
-    """Pause instances with their requests. A new, merged instance serves on their devices.
+    """Pause instances with their requests, and start a merged instance on the same devices.
 
-    All weights stay resident. The first step of the new instance starts `regroup_s` seconds after the running steps
-    have ended.
+    All weights stay in device memory. The first step of the merged instance starts `HostConfig.regroup_s` seconds after
+    the running steps of the paused instances have ended.
     """
     ready_s = max(drained_s(host, member) for member in members)
     for member in members:
@@ -44,9 +45,9 @@ def resume(host: Host, group: SimInstance) -> None:
 
 
 def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
-    """Detach the paused members from a merged instance (group), and return them.
+    """Detach the paused members from a merged instance (group), and return these members.
 
-    Also record how long their requests were paused.
+    Also record how long the requests of the members were paused.
     """
     members, group.paused = list(group.paused), ()
     for member in members:
@@ -57,11 +58,12 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 
 
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
-    """Choose the request to preempt if KV pages are missing on an instance. Return its instance and the request.
+    """Choose the request to preempt if an instance lacks KV pages.
 
-    One candidate is the running request that is last in the order `Run.order`. If there are paused instances, the other
-    candidate is the last request of the fullest paused instance. The paused candidate is chosen, except if it has a
-    higher priority than the running candidate.
+    Return `(owner, request)`. The owner is the instance or a paused instance: the one whose KV pages the request uses.
+    One candidate is the running request that is last in the order `Run.order`. If requests are paused, the other
+    candidate is the last request of the fullest paused instance. The paused request is chosen, except if it has a
+    higher priority than the running request.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -74,9 +76,10 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Update `room_tokens`, the tokens for running requests, of all instances with paused instances.
+    """Update how many tokens running requests may use (`room_tokens`) on instances that replace paused instances.
 
-    Call this after the removal of a request, because the request may have been paused.
+    Call this function after a request was removed. If the removed request was paused, running requests may use its
+    room.
     """
     for instance in instances:
         if instance.paused:
@@ -90,12 +93,13 @@ def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) 
 
     Args:
         runs: requests of the instance that splits.
-        steps: number of decode steps that have ended on this instance.
+        steps: number of decode steps that have ended on the instance that splits.
         parts: new instances.
         page_size: tokens of a page.
 
     Returns:
-        Each request with its new instance, or with None if the request fits on no new instance.
+        Pair (request, new instance) for each request. None replaces the instance if the request fits on no new
+            instance.
     """
     free = [part.capacity_tokens - part.used_tokens() for part in parts]
     slots = [part.limits.max_requests - len(part.runs) for part in parts]

@@ -1,7 +1,7 @@
-"""Placement changes of a simulated host: layers are copied, move and return while requests run.
+"""Placement changes on a simulated host. A placement change copies, moves or removes layers while requests run.
 
-The layers of a change switch in groups, one after the other. Copies of weights overlap with steps. When a group
-switches, no step of its instance runs while the KV cache moves.
+The layers of a change switch in groups, one group after the other. Steps continue while weights are copied. The
+instance runs no step while the KV cache of a group moves.
 """
 
 import math
@@ -24,7 +24,7 @@ _SAMPLE_S = 1.0
 
 @dataclass
 class _Progress:
-    """Placement change (layers copied, moved or removed) that has not ended.
+    """Placement change that has not ended.
 
     Attributes:
         action: requested change.
@@ -40,9 +40,10 @@ class _Progress:
 
 
 class PlacementChanges:
-    """Placement changes of a simulated host from start to end, and the memory of its devices.
+    """Placement changes of a simulated host from start to end, and the memory of the host's devices.
 
-    An instance has a `Spread` if other devices compute its layers, or if its device computes layers of other instances.
+    An instance has a `Spread` if other devices compute some of its layers, or if its own device computes layers of
+    other instances.
     """
 
     def __init__(self, host: Host):
@@ -62,7 +63,11 @@ class PlacementChanges:
     # Checks
 
     def check_group(self, members: Iterable[SimInstance]) -> None:
-        """Raise `Refusal` if instances cannot merge or split, because other devices compute some of their layers."""
+        """Raise `Refusal` if the placement of layers prevents a merge or split of instances.
+
+        This is the case during a placement change, if layers of these instances are on other devices, or if layers of
+        other instances are on the devices of these instances.
+        """
         for member in members:
             name = member.devices[0]
             if member.changes_placement:
@@ -83,7 +88,10 @@ class PlacementChanges:
         ]
 
     def _find(self, instance_id: int) -> SimInstance:
-        """Return the instance with an id. Raises `Refusal` if its placement cannot change now."""
+        """Return the instance with the id `instance_id`.
+
+        Raises `Refusal` if there is no such instance, or if the placement of its layers cannot change now.
+        """
         instance = next((i for i in self._host.instances if i.devices[0] == instance_id), None)
         if instance is None:
             raise Refusal(f"there is no instance {instance_id}")
@@ -123,7 +131,7 @@ class PlacementChanges:
     # Memory
 
     def _pool_bytes(self, device: int) -> float:
-        """Return the bytes for KV cache on a device: its memory less the weights of all instances there."""
+        """Return the bytes for KV cache on a device: the device's memory less the weights of all instances there."""
         if (known := self._pools.get(device)) is not None:
             return known
         sizes, attention, ffn, other = self._cost.sizes, set[int](), set[int](), 0.0
@@ -159,7 +167,7 @@ class PlacementChanges:
         return self._pool_bytes(device) - self._used_bytes()[device]
 
     def count_rooms(self) -> None:
-        """Update how many tokens running requests may use, for all instances whose layers are on several devices.
+        """Update how many tokens running requests may use, for all instances that have a `Spread`.
 
         The numbers follow from the free memory of the devices.
         """
@@ -172,7 +180,7 @@ class PlacementChanges:
             instance.room_tokens = own + math.floor(free / size) * size
 
     def count_capacities(self) -> None:
-        """Update the capacity of all instances, and their `Spread`, after a change of placements or instances.
+        """Update the capacity and the `Spread` of all instances, after placements or instances have changed.
 
         An instance has no `Spread` if only its own device computes its layers, and this device computes no layers of
         other instances.
@@ -205,7 +213,10 @@ class PlacementChanges:
         )
 
     def _sample(self) -> None:
-        """Measure the share of the time since the last sample in which each device computed."""
+        """Measure the utilization of each device: in which share of the time since the last sample the device computed.
+
+        Do nothing if the last sample is less than `_SAMPLE_S` seconds old.
+        """
         passed_s = self._host.now_s - self._sampled_s
         if passed_s < _SAMPLE_S:
             return
@@ -362,7 +373,7 @@ class PlacementChanges:
         self.count_capacities()
 
     def _pause(self, instance: SimInstance, seconds: float) -> None:
-        """Delay the next step of an instance until `seconds` seconds after the running step."""
+        """Delay the next step of an instance until `seconds` seconds after the end of the running step."""
         if instance.block is not None:
             self._host.disturb(instance)
             instance.ready_s = instance.block.end_s + seconds

@@ -1,7 +1,8 @@
 """Prefix cache of a simulated instance.
 
-A block is a series of consecutive prompt tokens with an id (unlike `block.Block`, a series of steps). Requests hold
-blocks while they run. A block that no request holds is idle: it stays in the cache until its room is needed.
+In this module, a block is a series of consecutive prompt tokens with an id. The class `block.Block` is something else.
+Requests hold blocks while they run. A block that no request holds is idle. An idle block stays in the cache until its
+room is needed.
 """
 
 from collections import Counter, OrderedDict
@@ -56,9 +57,10 @@ class PrefixStore:
         return self._idle_tokens
 
     def find(self, prompt: PromptBlocks, prompt_tokens: int) -> int:
-        """Hold the longest cached prefix of a prompt for its request, and return the prefix's number of tokens.
+        """Find the longest cached prefix of a prompt, and return the number of tokens in this prefix.
 
-        The result is at most `prompt_tokens - 1`, because the last token must be computed.
+        The request of the prompt then holds the blocks of this prefix. The result is at most `prompt_tokens - 1`,
+        because the last prompt token must be computed.
         """
         for block in prompt.ids[prompt.num_held :]:
             if block not in self:
@@ -68,7 +70,7 @@ class PrefixStore:
         return min(int(prompt.num_held * prompt.tokens), max(prompt_tokens - 1, 0))
 
     def add(self, prompt: PromptBlocks) -> None:
-        """Add all blocks of a computed prompt, and hold them for its request."""
+        """Add all blocks of a computed prompt to the cache. The request of the prompt then holds these blocks."""
         before = prompt.ids[prompt.num_held - 1] if prompt.num_held else None
         for block in prompt.ids[prompt.num_held :]:
             self._before.setdefault(block, before)
@@ -101,7 +103,10 @@ class PrefixStore:
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """Hold the blocks that a request held on its previous instance. The request moves here with its KV pages."""
+        """Hold the blocks that a request held on its previous instance.
+
+        The request moves to the instance of this store with its KV pages.
+        """
         before = None
         for block in prompt.held:
             self._before.setdefault(block, before)
@@ -109,10 +114,10 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Copy idle blocks from the store of an instance that this instance replaces.
+        """Copy idle blocks from `other`, the store of an instance that is being replaced.
 
-        Skip blocks that are already here. The caller must first call `take_held` for the requests. `blocks` has the ids
-        of the blocks to copy. By default, all idle blocks are copied.
+        Skip blocks that are already in this store. The caller must first call `take_held` for each request that moves
+        here. `blocks` has the ids of the blocks to copy. By default, all idle blocks are copied.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:
@@ -120,10 +125,10 @@ class PrefixStore:
                 self._put(block, other._idle[block])
 
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
-        """Distribute the idle blocks over the stores of the new instances when this instance splits.
+        """Distribute the idle blocks over the stores of the new instances, when the instance of this store splits.
 
-        All idle blocks of prompts with the same first block go to one store: the store that already has the first
-        block. If no store has it, choose the store with the fewest idle tokens.
+        All idle blocks of prompts with the same first block go to the same store. This is the store that already has
+        the first block. If no store has this block, it is the store with the fewest idle tokens.
         """
         groups: dict[int, list[int]] = {}
         for block in self._idle:

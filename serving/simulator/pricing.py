@@ -8,7 +8,7 @@ from serving.simulator.step_cost import StepCost, StepShape, prompt_pairs
 
 
 class Pricing:
-    """Cost of the steps of a host's instances: the cost of a `StepCost`, and the slowdown by other busy instances.
+    """Cost of steps on a host: the results of a `StepCost`, and the slowdown by other busy instances.
 
     Results of the `StepCost` are cached.
     """
@@ -62,8 +62,8 @@ class Pricing:
         Args:
             degree: tensor-parallel degree of the instance.
             sequences: number of decoding sequences.
-            context: total tokens of these sequences. With sliding windows, the sequences are assumed to be equally
-                long.
+            context: total number of cached tokens of these sequences. With sliding windows, the sequences are assumed
+                to be equally long.
         """
         if (window := self.window) is None:
             return self.context_s(degree) * context
@@ -80,7 +80,8 @@ class Pricing:
     def pairs(self, start: int, length: int) -> float:
         """Return the number of attention pairs of a prompt chunk, as a mean over the layers.
 
-        A pair is a prompt token of the chunk and a token that it attends to.
+        The chunk has `length` tokens, after `start` computed tokens. A pair is a token of the chunk and a token that
+        this token attends to.
         """
         full = prompt_pairs(start, length)
         if (window := self.window) is None:
@@ -88,7 +89,7 @@ class Pricing:
         return (1 - window.share) * full + window.share * prompt_pairs(start, length, window.tokens)
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each token of context (`StepCost.context_s`)."""
+        """Return the seconds of decode attention for each cached token (`StepCost.context_s`)."""
         if (seconds := self._context.get(degree)) is None:
             seconds = self._context[degree] = self.cost.context_s(degree)
         return seconds

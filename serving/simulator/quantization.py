@@ -16,7 +16,7 @@ _MAX_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bytes of one weight, including its part of the scales. None: the weights are not quantized."""
+    """Bytes of one weight in attention and in FFNs, with its share of the scales. None: not quantized."""
 
     attention_bytes: float | None = None
     ffn_bytes: float | None = None

@@ -1,4 +1,4 @@
-"""Requests of a simulation, as a table with columns. The table of a day of traffic takes only tens of megabytes."""
+"""Requests of a simulation, as a table with columns. A table for a day of traffic takes only tens of megabytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -64,23 +64,23 @@ class RequestTable:
 
     @property
     def too_long(self) -> np.ndarray:
-        """Whether each request exceeds the context of the model: one bool for each request."""
+        """Bool for each request: whether prompt and output exceed the context of the model (`max_model_len`)."""
         lengths = self.input_len + self.output_len
         return np.zeros(len(self), bool) if self.max_model_len is None else lengths > self.max_model_len
 
     def name(self, index: int) -> str:
-        """Return the id of a request."""
+        """Return the id of the request in row `index`."""
         return f"r{index}" if self.names is None else self.names[index]
 
     def prompt_blocks(self, index: int) -> PromptBlocks | None:
-        """Return the blocks of a request's prompt for the prefix cache; None if they are unknown."""
+        """Return the prompt blocks of the request in row `index`, for the prefix cache; None if they are unknown."""
         if (ids := self.prefix_blocks.get(index)) is None:
             return None
         size = self.prefix_block_tokens
         return PromptBlocks(ids[: math.ceil(int(self.input_len[index]) / size)], size)
 
     def waiting(self, index: int) -> WaitingRequest:
-        """Return the waiting request for a row, as the scheduler sees it at arrival."""
+        """Return the request in row `index` in the form in which the scheduler sees it at arrival."""
         prompt, arrival_s = int(self.input_len[index]), float(self.arrival_s[index])
         limit_s = _number(self.deadline_s, index)
         deadline_s = None if limit_s is None else arrival_s + limit_s
@@ -97,5 +97,5 @@ class RequestTable:
 
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
-    """Return an element of a column, or None if it is NaN or there is no column."""
+    """Return the element `index` of a column, or None if the element is NaN or there is no column."""
     return None if column is None or np.isnan(column[index]) else float(column[index])

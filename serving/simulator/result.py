@@ -62,12 +62,12 @@ class PolicyResult:
 
     @property
     def completed(self) -> np.ndarray:
-        """Whether each request completed: one bool for each request."""
+        """Bool for each request: whether the request completed."""
         return self.ending == Ending.COMPLETED
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens of completed requests per second."""
+        """Tokens per second that all completed requests generated together."""
         return float(self.requests.output_len[self.completed].sum()) / self.duration_s if self.duration_s else 0.0
 
     @property
@@ -77,21 +77,25 @@ class PolicyResult:
 
     @property
     def refused(self) -> np.ndarray:
-        """Whether each request was refused because no instance can hold it: one bool for each request."""
+        """Bool for each request: whether the request was refused because no instance can hold it."""
         return self.ending == Ending.NEVER_FITS
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """Price of the devices for each million output tokens; None if the price is unknown or there are no tokens."""
+        """Price of the devices in USD for each million output tokens.
+
+        None if the price of a device is unknown, or if there are no tokens.
+        """
         if self.price_per_hour is None or not self.output_throughput:
             return None
         return self.num_devices * self.price_per_hour / 3600 / self.output_throughput * 1e6
 
     def limits(self) -> dict[str, Any]:
-        """Return the resources of the policy, and how long requests waited for each, as a dict that JSON can represent.
+        """Return the resources of the policy, and for how long requests lacked each resource.
 
-        The resources are tensor-parallel degrees, instances at the start, tokens of the KV cache, and the maximum
-        number of running requests. Waiting times are in seconds.
+        The result is a dict that JSON can represent. The resources are tensor-parallel degrees, instances at the start,
+        tokens of the KV cache, and the maximum number of running requests (slots). `waited_s` has the waiting times in
+        seconds.
         """
         cache = slots = 0
         start: dict[int, int] = {}
@@ -109,15 +113,20 @@ class PolicyResult:
         }
 
     def device_seconds(self) -> dict[int, float]:
-        """Return the device seconds spent at each tensor-parallel degree. Unused degrees are missing."""
+        """Return the seconds that devices spent at each tensor-parallel degree, summed over the devices.
+
+        Unused degrees are missing.
+        """
         seconds: dict[int, float] = {}
         for at_s, degree, change in self.tally.degrees:
             seconds[degree] = seconds.get(degree, 0.0) + change * max(self.duration_s - at_s, 0.0)
         return {degree: seconds[degree] for degree in sorted(seconds) if seconds[degree] > 1e-9}
 
     def report(self) -> dict[str, Any]:
-        """Return the result as a dict that JSON can represent: fields of `amoeba bench`, counts of actions, and
-        `parts`.
+        """Return the result as a dict that JSON can represent.
+
+        The dict has the fields of `amoeba bench`, and counts of actions. The key `limits` has the result of `limits`,
+        and the key `explain` has the result of `parts`.
         """
         return self._figures(np.ones(len(self.requests), bool)) | {
             "policy": self.policy,
@@ -176,7 +185,7 @@ class PolicyResult:
         return float(self.kept[rows & self.judged].mean()) if (rows & self.judged).any() else None
 
     def parts(self) -> dict[str, float]:
-        """Return the parts of the latency by cause, and the totals of transformations.
+        """Return the mean latency divided by cause, and totals of all merges and splits.
 
         A key `ttft_*` is a mean over completed requests in seconds. A key `token_*` is a mean over generated tokens in
         seconds. All other values are totals.
@@ -237,9 +246,7 @@ def collect(
 
 
 def _judged(cluster: Cluster, slo: Slo, ttft_s: np.ndarray, ending: np.ndarray) -> np.ndarray:
-    """Return for each request whether it counts in shares of requests within the latency limits
-    (`PolicyResult.judged`).
-    """
+    """Return for each request whether it counts in `PolicyResult.kept_share` (see `PolicyResult.judged`)."""
     requests, is_open = cluster.requests, ending == Ending.OPEN
     if not is_open.any() or not slo.limits_s:
         return np.ones(len(requests), bool)

@@ -34,7 +34,7 @@ class OneHost:
 
 
 class RoundRobinRouter:
-    """Router that uses the hosts in turn."""
+    """Router that assigns requests to all hosts in turn."""
 
     def __init__(self, num_hosts: int):
         self._num_hosts = num_hosts
@@ -49,8 +49,8 @@ class RoundRobinRouter:
 class TwoChoicesRouter:
     """Router that draws two hosts at random, and chooses the host with less load.
 
-    The load of a host counts prompt tokens and maximum output tokens of its unfinished requests. It is divided by the
-    speed of the host.
+    The load of a host is the number of prompt tokens and maximum output tokens of its unfinished requests, divided by
+    the speed of the host.
     """
 
     def __init__(self, speeds: Sequence[float], seed: int, num_requests: int):

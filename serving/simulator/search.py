@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a search: the best value that passed, or None if no value passed (`value`)."""
+    """Result of a search. `value` is the best value that passed, or None if no value passed."""
 
     policy: str
     value: float | None
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def note(self) -> str:
-        """Remark about the answer: the reason why the trial with the nearest value failed."""
+        """Remark about the answer, such as the reason why the nearest value failed. It may be empty."""
         failed = [trial for trial in self.trials if not trial.passed]
         if self.at_limit:
             return "the search ended at its limit" + (f": {failed[-1].lacks}" if failed else "")
@@ -62,7 +62,7 @@ OnTrial = Callable[[Trial], None]
 
 
 def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
-    """Return the workload with `factor` times the request rate over the same time.
+    """Return the workload with `factor` times the request rate. The duration stays the same.
 
     Raises `SimulationError` if the request rate is infinite, and `ConfigError` if the new workload is invalid, for
     example because of too many requests.
@@ -90,10 +90,10 @@ def _check(config: SimulationConfig) -> None:
 
 
 def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """Find the highest request rate at which a policy meets the latency limits, within 5%.
+    """Find the highest request rate at which a policy meets the latency limits of `config.slo`.
 
-    The rate is doubled or halved until one trial passes and one trial fails. Then the interval between these rates is
-    bisected. `on_trial` is called after each trial.
+    The result is accurate to 5%. The rate is doubled or halved until one trial passes and one trial fails. Then the
+    interval between these rates is bisected. `on_trial` is called after each trial.
 
     Raises `SimulationError` if there is no latency limit, or if all requests arrive at once.
     """
@@ -135,11 +135,11 @@ def _best(trials: list[Trial]) -> float | None:
 
 
 def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """Find the smallest number of devices with which a policy meets the latency limits.
+    """Find the smallest number of devices with which a policy meets the latency limits of `config.slo`.
 
-    The candidates are powers of two up to the number of devices of one scheduler, and multiples of this number up to
-    `num_devices`. The search is a bisection: it assumes that every number above a passing number also passes.
-    `on_trial` is called after each trial.
+    The candidates are powers of two below the number of devices of one scheduler, and multiples of the number of
+    devices of one scheduler up to `num_devices`. The search is a bisection. It assumes that every number above a
+    passing number also passes. `on_trial` is called after each trial.
 
     Raises `SimulationError` if there is no latency limit.
     """
@@ -182,9 +182,9 @@ def _try(config: SimulationConfig, policy: str) -> Trial:
 
 
 def _lack(result: PolicyResult) -> str:
-    """Return the reason why requests missed the latency limits.
+    """Return a text about the reason why requests missed the latency limits.
 
-    It is the resource for which they waited most, or the speed of steps.
+    The reason is the resource for which requests waited most, or the speed of steps.
     """
     text = "overloaded" if result.overloaded else f"{result.kept_share:.1%} within the objectives"
     if refused := int(result.refused.sum()):

@@ -1,4 +1,4 @@
-"""Sensitivity of a comparison of policies: the conclusions that still hold if the constants of the device change."""
+"""Sensitivity of a comparison of policies: which conclusions still hold if constants of the device change."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ _SHARES = ("flops_efficiency", "memory_efficiency", "attention_efficiency", "lin
 
 @dataclass(frozen=True)
 class Conclusion:
-    """Statement that one policy is better than another.
+    """Statement that the policy `better` is better than the policy `worse`.
 
-    It lists the changes under which the statement does not hold.
+    The other fields list the changes of a device constant under which the statement is false.
     """
 
     better: str
@@ -49,7 +49,10 @@ class Conclusion:
 
 
 def changed_devices(device: DeviceSpec) -> dict[str, DeviceSpec]:
-    """Return copies of a device with one constant changed in each, by the name of the change. Shares stay at most 1."""
+    """Return copies of a device, each with one constant changed, by the name of the change.
+
+    Each constant in `CONSTANTS` is made larger and smaller by the share `CHANGE`. Efficiencies stay at most 1.
+    """
     found = {}
     for name in CONSTANTS:
         for factor in (1 - CHANGE, 1 + CHANGE):
@@ -68,9 +71,9 @@ def sensitivity(
     requests: RequestTable,
     on_change: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Conclusion], int]:
-    """Repeat a comparison of policies with each constant of the device changed.
+    """Repeat a comparison of policies for each change of one constant of the device.
 
-    Return the conclusions and the number of changes. Raises `SimulationError` if the configuration has several kinds of
+    Return `(conclusions, number of changes)`. Raises `SimulationError` if the configuration has several kinds of
     devices, or a calibration.
 
     Args:

@@ -120,7 +120,7 @@ class SimulationConfig:
     def parts(self) -> "tuple[SimulationConfig, ...]":
         """Return a configuration for each kind of device, in the order of the devices.
 
-        Raises `SimulationError` if the kinds are invalid, or if their numbers do not add up to `num_devices`.
+        Raises `SimulationError` if the kinds are invalid, or if their devices do not add up to `num_devices`.
         """
         if not isinstance(self.device, str) or "+" not in self.device:
             return (self,)

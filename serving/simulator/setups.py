@@ -1,7 +1,7 @@
-"""Setups of a simulated host by policy name: its policy, its instances at the start, and its cost models.
+"""Setup of a simulated host for a policy name: the policy, the instances at the start, and the cost models.
 
-`static-*` policies never merge or split instances (`layouts`). `MECHANISMS` are other systems, modelled in
-`comparators` and `disaggregation`.
+`static-*` policies never merge or split instances (`layouts`). The names in `MECHANISMS` stand for other systems, which
+are modelled in `comparators` and `disaggregation`.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,11 @@ def check_policies(names: Sequence[str]) -> None:
 
 
 def make_setups(config: SimulationConfig, name: str) -> list[Setup]:
-    """Return the setup (configuration and policy) of each host for a policy name. Raises the errors of `make_setup`."""
+    """Return the setup (configuration and policy) of each host for a policy name.
+
+    Raises the errors of `make_setup`. Also raises `SimulationError` if a failure of a device is configured for the
+    policy `disaggregated`.
+    """
     setups = []
     for part in config.parts():
         setup = make_setup(part, name)
@@ -157,7 +161,7 @@ def _handover(count: int, base: ModelStepCost) -> HandoverConfig | None:
 def layer_cost(memory: MemoryPlan, cost: StepCost) -> LayerCost:
     """Return the costs of placement changes for a model on a device.
 
-    The cost of moving hidden states between devices is computed for 32 rows.
+    The cost of moving hidden states between devices is computed for 32 tokens.
     """
     model, device, rows = memory.model, memory.device, 32
     attention, ffn = model.attention_bytes, model.ffn_bytes / model.num_layers

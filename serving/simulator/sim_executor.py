@@ -54,8 +54,8 @@ class SimExecutor:
 
     Attributes:
         queue: waiting requests by id.
-        log: accepted actions with their times in seconds; empty without `keep_log`.
-        failing_transformations: number of further transformations that will fail.
+        log: pair (time in seconds, action) for each accepted action; empty without `keep_log`.
+        failing_transformations: number of merges and splits that will fail, beginning with the next one.
         changes: running and waiting merges and splits.
         placements: running placement changes.
         handovers: requests on their way from prefill to decode instances; None if all instances do both.
@@ -96,8 +96,8 @@ class SimExecutor:
         """Return a new instance without requests. The caller must add it to `instances`.
 
         Args:
-            devices: devices of the instance; their number is its degree.
-            capacity_tokens: upper limit of its capacity. None: the capacity of its degree.
+            devices: devices of the instance. Their number is the tensor-parallel degree.
+            capacity_tokens: upper limit of the capacity. None: only the limit of the degree applies.
         """
         c, limits = self.config, self.limits[len(devices)]
         if capacity_tokens is not None:
@@ -195,9 +195,9 @@ class SimExecutor:
         self.disturb(instance)
 
     def disturb(self, instance: SimInstance) -> None:
-        """Shorten the planned steps of an instance to the running step, so that the next step can differ.
+        """Drop the planned steps of an instance except the running step, so that the next steps are planned anew.
 
-        If the instance is idle, plan its next steps.
+        If the instance is idle, plan its next steps now.
         """
         if instance.block is None:
             self.begin(instance)
@@ -209,7 +209,7 @@ class SimExecutor:
     def begin(self, instance: SimInstance) -> None:
         """Plan the next steps of an idle instance, as a block. If KV pages are missing, first preempt requests.
 
-        If the instance is not ready yet, try again at `ready_s`.
+        If the instance may start no step before `ready_s`, plan the steps at that time instead.
         """
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
@@ -226,7 +226,7 @@ class SimExecutor:
             self._reschedule(instance, block.end_s)
 
     def end_block(self, instance: SimInstance) -> bool:
-        """Process the planned steps of an instance, which have ended, and plan its next steps.
+        """Process the planned steps of an instance after they have ended, and plan the next steps.
 
         Return whether the scheduler must decide now, because a request or a transformation has ended, or a merge has
         started.
@@ -289,7 +289,7 @@ class SimExecutor:
     def _take_off(self, request_id: str) -> tuple[SimInstance, Run | None]:
         """Process the ended steps of a request's instance, so that the request can be removed.
 
-        Return the instance and the request, or the instance and None if the request has just finished.
+        Return `(instance, request)`. The request is None if it has just finished.
         """
         instance = self._home.get(request_id)
         if instance is None:
@@ -308,7 +308,7 @@ class SimExecutor:
     def _between_steps(self, instance: SimInstance) -> None:
         """Process the ended steps of an instance, so that requests can be removed. The running step continues.
 
-        This finishes the requests whose last step has ended.
+        Requests whose last step has ended are finished.
         """
         block = instance.block
         if block is None:
@@ -387,10 +387,10 @@ class SimExecutor:
             instance.ready_s = max(instance.ready_s, start_s) + num_bytes / cost.host_rate
 
     def fail_device(self, device: int, down_s: float) -> None:
-        """Simulate the failure of a device: all instances that compute on it lose their KV cache and prefix cache.
+        """Simulate the failure of a device. All instances that compute on it lose their KV cache and prefix cache.
 
-        Their running and paused requests are preempted. The instances accept no requests for `down_s` seconds. A
-        running transformation starts again with all layers.
+        The running and paused requests of these instances are preempted. The instances accept no requests for `down_s`
+        seconds. A running merge or split starts again with the first layer.
         """
         for instance in self.instances:
             if device in (instance.devices if instance.spread is None else instance.spread.devices):
@@ -417,7 +417,7 @@ class SimExecutor:
         self.placements.count_capacities()
 
     def rehome(self, instance: SimInstance) -> None:
-        """Record this instance as the place of all its running requests."""
+        """Record for each running request of an instance that the request is on this instance."""
         for name in instance.runs:
             self._home[name] = instance
 

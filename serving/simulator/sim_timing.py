@@ -12,7 +12,7 @@ _NUM_TRANSFORMATIONS = 8
 class SimTimings:
     """Measured times of one simulated host by tensor-parallel degree.
 
-    The times of a degree are kept while no instance has this degree.
+    The times of a degree are kept even while no instance has this degree.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,10 @@ class SimTimings:
         self._throughput: dict[int, Throughput] = {}
 
     def take(self, instances: Collection[SimInstance]) -> Timing:
-        """Update the times with medians over the instances of each degree. Return the times of all degrees."""
+        """Update the times with the latest times of the instances. Return the times of all degrees.
+
+        The time of a degree is the median over the instances of this degree.
+        """
         for degree in {len(instance.devices) for instance in instances}:
             alike = [instance for instance in instances if len(instance.devices) == degree]
             if steps := [instance.step_s for instance in alike if instance.step_s is not None]:
@@ -38,8 +41,8 @@ class SimTimings:
     def _take_throughput(self, instances: Collection[SimInstance]) -> None:
         """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
 
-        Nothing is recorded if the instances have different degrees, or if an instance does not decode, merges or
-        splits.
+        Record nothing if the instances have different degrees, if an instance does not decode, or if an instance merges
+        or splits.
         """
         degrees = {len(instance.devices) for instance in instances}
         if len(degrees) != 1 or any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
@@ -53,7 +56,7 @@ class SimTimings:
     def add_transformation(self, before: int, after: int, seconds: float) -> None:
         """Record the seconds of a merge or split from degree `before` to degree `after`.
 
-        `take` returns the median of the latest eight with the same degrees.
+        `take` then returns the median of the latest eight transformations with the same two degrees.
         """
         known = self._latest.setdefault((before, after), deque(maxlen=_NUM_TRANSFORMATIONS))
         known.append(seconds)

@@ -1,12 +1,14 @@
 """Python API of the simulator.
 
-from serving.bench.workload import WorkloadConfig
-from serving.simulator.settings import SimulationConfig
-from serving.simulator.simulate import simulate
+Example:
 
-config = SimulationConfig("config.json", WorkloadConfig(dataset_name="mix", duration_s=600), device="H20")
-result = simulate(config, "amoeba")
-result.report()["p99_ttft_ms"]
+    from serving.bench.workload import WorkloadConfig
+    from serving.simulator.settings import SimulationConfig
+    from serving.simulator.simulate import simulate
+
+    config = SimulationConfig("config.json", WorkloadConfig(dataset_name="mix", duration_s=600), device="H20")
+    result = simulate(config, "amoeba")
+    result.report()["p99_ttft_ms"]
 """
 
 import json
@@ -32,7 +34,7 @@ _URGENT_STREAM = 7
 def request_table(config: SimulationConfig) -> RequestTable:
     """Return the requests of a simulation.
 
-    They are equal for all policies. Raises `ConfigError` for an invalid workload.
+    The requests are the same for all policies. Raises `ConfigError` for an invalid workload.
     """
     calibration = config.calibration
     context = config.max_model_len or (
@@ -74,7 +76,7 @@ def _divided_by_priority(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Divide the classes of requests so that all requests of a class have the same priority.
 
-    Return the class of each request, and the names of the classes.
+    Return `(kinds, names)`: the class of each request as an index, and the names of the classes.
     """
     if len(levels := np.unique(priority)) < 2:
         return kinds, names
@@ -94,7 +96,7 @@ def simulate(
     """Simulate one policy. Raises `SimulationError` for an unknown policy, or if the model fits at no degree.
 
     Args:
-        requests: result of `request_table`, if it is used for several policies. None: computed here.
+        requests: result of `request_table`. Pass it to simulate several policies with one table. None: computed here.
         progress: function that receives the virtual time in seconds and the share of requests that have arrived.
         queue_limit: maximum number of waiting requests of a scheduler. If more requests wait, the run stops early.
             None: no limit.
@@ -130,8 +132,9 @@ def save_report(content: dict[str, Any], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a form that JSON can represent: infinity and NaN become text, and a path becomes its last
-    part.
+    """Convert a value to a form that JSON can represent.
+
+    Infinity and NaN become text. A path becomes its last part.
     """
     if isinstance(value, Path):
         return value.name

@@ -13,7 +13,11 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Slo:
-    """Latency limits in seconds (infinity: no limit), and the share of requests that must meet all limits."""
+    """Latency limits of requests, and the share of requests that must meet all limits.
+
+    Limits are in seconds; infinity means no limit. `ttft_s` limits the time to first token, `tpot_s` the mean time of
+    each further token, and `e2el_s` the time from arrival to end.
+    """
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -39,7 +43,7 @@ class Slo:
     def from_text(cls, texts: Sequence[str], share: float = 0.99) -> "Slo":
         """Parse limits in seconds, such as `["ttft:10", "tpot:0.1", "chat:ttft:2"]`.
 
-        The last of these is a limit of the class `chat`. Raises `SimulationError` for an invalid limit.
+        `chat:ttft:2` is a limit for requests of the class `chat` only. Raises `SimulationError` for an invalid limit.
         """
         limits: dict[str, float] = {}
         classes: dict[str, dict[str, float]] = {}
@@ -61,7 +65,7 @@ class Slo:
         return cls(**limits, share=share, classes=classes)
 
     def own(self, name: str, kinds: np.ndarray, kind_names: Sequence[str], others_s: np.ndarray) -> np.ndarray:
-        """Return the limits that single requests have instead of the limit of all requests; NaN for the other requests.
+        """Return for each request the limit that replaces the general limit; NaN if the general limit applies.
 
         Args:
             name: `ttft` or `tpot`.
@@ -88,8 +92,9 @@ class Slo:
         """Return for each request whether it meets all limits.
 
         Args:
-            ttft_s: TTFT of each request.
-            tpot_s: TPOT of each request. NaN, for a request with one token, meets any limit.
+            ttft_s: time to first token of each request.
+            tpot_s: mean time of each further token, for each request. NaN if there is no further token. NaN meets any
+                limit.
             e2el_s: seconds from arrival to the end of each request.
             own_ttft_s: TTFT limit of each request, which replaces the limit of all requests; NaN: not replaced.
             own_tpot_s: TPOT limit of each request, which replaces the limit of all requests; NaN: not replaced.
@@ -100,9 +105,9 @@ class Slo:
     def latest_s(
         self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return how many seconds each request may take at most to meet all limits, from its arrival to its end.
+        """Return how many seconds each request may take from arrival to end without missing a limit.
 
-        The result is infinite for a request without such a limit.
+        The result is infinite for a request that may take any time.
 
         Args:
             output_len: output tokens of each request.
@@ -116,5 +121,8 @@ class Slo:
 
 
 def own_limit(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
-    """Return the limit of each request: its own, or `default_s` if its own is NaN or `limits_s` is None."""
+    """Return the limit of each request in seconds: `limits_s`, with `default_s` in place of NaN.
+
+    If `limits_s` is None, the limit of all requests is `default_s`.
+    """
     return default_s if limits_s is None else np.where(np.isnan(limits_s), default_s, limits_s)

@@ -1,7 +1,8 @@
-"""Spread of an instance: the devices that compute its layers, and the costs of its steps there.
+"""Spread of an instance: the devices that compute its layers, and the cost of its steps there.
 
-A module is the attention of a layer, with its KV cache, or its FFN. Its homes are the devices that compute it, at the
-same time and each with an equal share of the batch. Hidden states travel at each place in the model where homes change.
+A module is a part of a layer: the attention with its KV cache, or the FFN. The homes of a module are the devices that
+compute it. They compute at the same time, each an equal share of the batch. Hidden states move between devices where
+two consecutive modules have different homes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,22 +67,24 @@ class Spread:
 
     @cached_property
     def devices(self) -> frozenset[int]:
-        """Devices that compute an attention or FFN of the instance, and its own device."""
+        """Devices that compute at least one module of the instance, and the instance's own device."""
         return frozenset(device for home in (*self.attention, *self.ffn, (self.own,)) for device in home)
 
     @property
     def view(self) -> PlacementView | None:
-        """Placement of the layers in the form that policies use, or None if all layers are on the instance's own
-        device.
+        """Placement of the layers in the form that policies use.
+
+        None if all layers are on the instance's own device.
         """
         return None if self.is_home else PlacementView(self.attention, self.ffn)
 
     @cached_property
     def _groups(self) -> tuple[tuple[Homes, float, float], ...]:
-        """Shares of a step's work, as entries (devices, share of most work, share of attention to the cache).
+        """Shares of the work of a step, for each set of devices that computes modules together.
 
-        There is an entry for each set of devices that computes modules together. The time of a layer is divided between
-        attention and FFN in proportion to their weights.
+        Each entry is (devices, share of the work except the attention operator, share of the attention operator). The
+        time of a layer without the attention operator is divided between the two modules of the layer in proportion to
+        their weights.
         """
         sizes, shares = self.cost.sizes, {}
         attention_share = sizes.attention_bytes / sizes.weight_bytes / sizes.num_layers
@@ -111,7 +114,7 @@ class Spread:
         return {d: kv_bytes * sum(1 / len(home) for home in self.attention if d in home) for d in self.devices}
 
     def weight_layers(self, device: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the layers whose weights the instance needs on a device: of their attention, and of their FFN."""
+        """Return `(attention, ffn)`: the layers whose attention or FFN weights the instance needs on a device."""
         attention = {i for i, home in enumerate(self.attention) if device in home}
         ffn = frozenset(i for i, home in enumerate(self.ffn) if device in home)
         return frozenset(attention | (self.kept if device == self.own else set())), ffn
@@ -124,14 +127,14 @@ class Spread:
         pairs: float,
         crowding: Mapping[int, float],
     ) -> float:
-        """Return the seconds of a step. One device of each module computes all prompt chunks.
+        """Return the seconds of a step. If several devices compute a module, one of them computes all prompt chunks.
 
         Args:
             pricing: costs of a step on one device.
             shape: contents of the step.
             context: total tokens of the decoding sequences.
             pairs: attention pairs of the prompt chunks (`Pricing.pairs`).
-            crowding: factor of the time on each device, because other instances compute there.
+            crowding: factor by which each device is slower because other instances compute there.
         """
         seconds = self.transitions * self.cost.hop_s(shape.decodes + shape.prompt_tokens)
         for homes, fixed, attention in self._groups:
@@ -157,7 +160,7 @@ class Spread:
 
         Args:
             layers: layers to move.
-            modules: modules of these layers, as in actions.
+            modules: parts of these layers that move, as in `Migrate.modules`.
             homes: new devices for each of the layers.
         """
         new = dict(zip(layers, homes, strict=True))

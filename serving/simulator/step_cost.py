@@ -1,4 +1,4 @@
-"""Cost models of steps: the seconds of a step from its sequences, prompt chunks and tensor-parallel degree."""
+"""Cost models of steps: how many seconds a step takes, by its sequences, prompt chunks and tensor-parallel degree."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -31,28 +31,32 @@ class StepShape(NamedTuple):
 class StepCost(Protocol):
     """Cost model of the steps of an instance.
 
-    The time of a step is a sum of three parts: `fixed_s`; `context_s` for each token of the decoding sequences; and
-    `pair_s` for each pair. A pair is a prompt token of the step and a token that this prompt token attends to.
+    The time of a step is the sum of three parts. The first part is `fixed_s`. The second part is `context_s` times the
+    number of cached tokens of all decoding sequences. The third part is `pair_s` times the number of pairs. A pair is a
+    prompt token of the step and a token that this prompt token attends to.
     """
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention."""
+        """Return the seconds of a step of this shape, without attention.
+
+        Attention means the attention operator. The projections before and after this operator are included.
+        """
         ...
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each token in the contexts of the decoding sequences."""
+        """Return the seconds of decode attention for each cached token of the decoding sequences."""
         ...
 
     def pair_s(self, degree: int) -> float:
-        """Return the seconds of prompt attention for each pair: a prompt token and a token that it attends to."""
+        """Return the seconds of prompt attention for each pair of tokens (see the class)."""
         ...
 
 
 def prompt_pairs(start: int, length: int, window: int | None = None) -> float:
     """Return the number of attention pairs for a chunk of `length` prompt tokens after `start` computed tokens.
 
-    A pair is a token of the chunk and a token that it attends to. `window` is the largest number of tokens that a token
-    attends to. Without a window, it attends to all tokens before it.
+    A pair is a token of the chunk and a token that this token attends to. `window` is the maximum number of tokens that
+    a token attends to. Without a window, a token attends to itself and to all tokens before it.
     """
     full = length * start + length * (length + 1) / 2
     if window is None or start + length <= window:
@@ -65,10 +69,10 @@ def prompt_pairs(start: int, length: int, window: int | None = None) -> float:
 class ModelStepCost:
     """Cost of a step as the sum of the times of its operators, for a model on a device.
 
-    The host prepares a step while the device computes: the longer of both counts. An operator takes
+    The host prepares a step while the device computes. The longer of both times counts. An operator takes
     `DeviceSpec.kernel_s` plus the time of its work. For a matrix product, this time comes from `profile` if the matrix
-    was measured, and from `roofline_s` if not. Tokens are spread evenly over experts. Matrix products run at the rate
-    of bf16, also with quantized weights, which are read in their quantized size.
+    was measured, and from `roofline_s` if not. Tokens are spread evenly over experts. Quantized weights make reading
+    faster, but not computing: all matrix products run at the rate of bf16.
     """
 
     model: ModelShape
@@ -78,7 +82,7 @@ class ModelStepCost:
     def product_s(self, matrix: Matrix, degree: int, tokens: float, weight_bytes: float | None = None) -> float:
         """Return the seconds of one device's part of a matrix product with `tokens` rows.
 
-        `weight_bytes` is the size of one weight in bytes. By default, it is the size of an activation.
+        `weight_bytes` is the size of one weight in bytes. By default, a weight has the size of an activation.
         """
         (inputs, outputs), device = matrix.at(degree), self.device
         item_bytes = self.model.item_bytes
@@ -90,9 +94,9 @@ class ModelStepCost:
         return device.kernel_s + roofline_s(device, inputs, outputs, tokens, item_bytes, weight_bytes)
 
     def layer_s(self, degree: int, tokens: int) -> float:
-        """Return the seconds of a layer without attention: its matrix products, norms and all-reduces.
+        """Return the seconds of the matrix products, norms and all-reduces of a layer.
 
-        If layers differ, the result is their mean.
+        The attention operator is not included. If layers differ, the result is the mean over all layers.
         """
         model, device = self.model, self.device
         attention_bytes, ffn_bytes = model.attention_item_bytes, model.ffn_item_bytes
@@ -111,8 +115,9 @@ class ModelStepCost:
         return seconds + device.kernel_s + 2 * device.all_reduce_s(hidden_bytes, degree)
 
     def _experts_s(self, degree: int, tokens: int) -> float:
-        """Return the seconds of an FFN with experts for `tokens` tokens: the router, the used experts, and the shared
-        experts.
+        """Return the seconds of an FFN with experts for `tokens` tokens.
+
+        The time includes the router, the experts that the tokens use, and the shared experts.
         """
         model, device = self.model, self.device
         active = model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** tokens)
@@ -135,9 +140,11 @@ class ModelStepCost:
         return max(device_s + extra_s, device.host_s) + device.step_overhead_s
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each token of context: a step reads its keys and values once.
+        """Return the seconds of decode attention for each cached token of the decoding sequences.
 
-        With latent attention, the products with the compressed vectors of all heads may take longer.
+        This is the time to read the keys and values of one token from device memory. With latent attention, it may take
+        longer to compute the products of all heads with the compressed vector. The result is then the time of these
+        products.
         """
         model, device = self.model, self.device
         read_s = model.kv_token_bytes(degree) / (device.memory_bandwidth * device.attention_efficiency)
@@ -147,7 +154,10 @@ class ModelStepCost:
         return max(read_s, operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE))
 
     def pair_s(self, degree: int) -> float:
-        """Return the seconds of prompt attention for each pair of tokens: each query head computes two products."""
+        """Return the seconds of prompt attention for each pair of tokens (`StepCost.pair_s`).
+
+        For a pair, each query head computes one product with a key and one product with a value.
+        """
         model, device = self.model, self.device
         operations = model.num_layers * model.pair_operations / degree
         return operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE)
@@ -162,8 +172,9 @@ def roofline_s(
     weight_bytes: float | None = None,
     copies: float = 1.0,
 ) -> float:
-    """Return the seconds of a matrix product with `tokens` rows: the longer of computing and reading, without its
-    launch.
+    """Return the seconds of a matrix product with `tokens` rows, without the time of its launch.
+
+    This is the longer of the time to compute and the time to access memory.
 
     Args:
         item_bytes: bytes of an activation.
@@ -180,8 +191,8 @@ def roofline_s(
 class TableStepCost:
     """Cost of steps from a table of measured steps.
 
-    The engine pads steps to compiled shapes. A step therefore costs as much as the smallest measured shape that it fits
-    into. Above the largest measured shape, the cost grows in proportion.
+    The engine pads steps to compiled shapes. The cost of a step is therefore the cost of the smallest measured shape
+    that holds the step. Above the largest measured shape, the cost grows in proportion.
     """
 
     decode_s: dict[int, dict[int, float]]
@@ -200,8 +211,8 @@ class TableStepCost:
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """Return the seconds of a step of this shape, without attention.
 
-        If a step with one chunk has more than `few_rows` sequences, the additional time for the maximum number of rows
-        is added.
+        Steps with one chunk were measured with `few_rows` rows. If such a step has more sequences, the result includes
+        the additional time for the maximum number of rows.
         """
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)
@@ -249,7 +260,7 @@ class RateStepCost:
     """Maximum tokens per second that one request generates."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape."""
+        """Return the seconds of a step of this shape. Attention is part of the given rates."""
         decode_s = max(1 / self.decode_each[degree], shape.decodes / self.decode[degree]) if shape.decodes else 0.0
         return decode_s + shape.prompt_tokens / self.prefill[degree]
 

@@ -29,8 +29,8 @@ _PRICE = ("$/M tokens", "usd_per_million_tokens", ",.2f")
 def policies_table(results: Mapping[str, PolicyResult], title: str, reasons: Mapping[str, str] | None = None) -> Table:
     """Return a table with a row for each policy.
 
-    If there are several classes of requests, each policy also has a row for each class. `reasons` says why a policy was
-    not simulated, by policy.
+    If there are several classes of requests, each policy also has a row for each class. `reasons` has the policies that
+    were not simulated, with the reason why. Their rows say "not possible".
     """
     has_price = any(result.price_per_hour is not None for result in results.values())
     columns = [*_COLUMNS, *([_PRICE] if has_price else [])]
@@ -82,8 +82,9 @@ def answers_table(answers: Sequence[Answer], what: str, reasons: Mapping[str, st
     """Return a table with the result of each search.
 
     Args:
+        answers: results of the searches.
         what: heading of the column of values: `devices` or `requests/s`.
-        reasons: reasons why policies were not simulated, by policy.
+        reasons: policies that were not simulated, with the reason why. Their rows say "not possible".
         price: price of a device for an hour in USD; None: unknown.
     """
     priced = price is not None and what == "devices"

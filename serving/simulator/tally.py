@@ -59,11 +59,11 @@ class Records:
 class Tally:
     """Sums over all requests, and lists of events.
 
-    The first three attributes divide the time of decode steps by cause. Each is in seconds, summed over the generated
-    tokens.
+    The first three attributes divide the time of decode steps by cause. They are in seconds. The time of a step counts
+    once for each token that the step generates.
 
     Attributes:
-        decode_s: time that the steps would have taken alone.
+        decode_s: time that the steps would have taken without prompts and transformations.
         interference_s: time that prompts in the same steps added.
         switch_s: time that transformations added.
         bin_s: width of the bins of `tokens_per_bin`, in seconds.
@@ -105,7 +105,7 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Count the decode steps of a block (series of steps) that ends now.
+        """Count the decode steps of a block, a series of steps that ends at `now_s`.
 
         `count` is the number of decoding requests.
         """

@@ -1,7 +1,7 @@
-"""Cost models of merges and splits: their seconds and bytes.
+"""Cost models of merges and splits: how many seconds they take, and how many bytes move.
 
 Layers switch to the new tensor-parallel degree one after the other. The KV pages of a layer move between devices in
-pieces: a piece is the part of a page that one device of the higher degree stores. A phase is one exchange of a bounded
+pieces. A piece is the part of a page that one device of the higher degree stores. A phase is one exchange of a bounded
 number of pieces.
 """
 
@@ -32,7 +32,7 @@ _LARGEST_PLAN = 512
 
 
 class MoveCount(NamedTuple):
-    """Number of moves of page pieces in a merge or split, from the engine's planner."""
+    """How many page pieces move in a merge or split, and in how many phases, according to the engine's planner."""
 
     share: float
     """Largest share of a device's pieces that the device sends to other devices."""
@@ -53,7 +53,10 @@ class Change(NamedTuple):
     """Bytes of weights that the devices send or load, in total."""
 
     def seconds(self, layers: int) -> float:
-        """Return the seconds of the merge or split for a model with `layers` layers, without the steps in between."""
+        """Return the seconds of the merge or split for a model with `layers` layers.
+
+        The time of steps in between is not included.
+        """
         return self.pause_s + layers * self.layer_s
 
 
@@ -71,21 +74,19 @@ class TransformationCost(Protocol):
         Args:
             from_degree: tensor-parallel degree before the change.
             to_degree: tensor-parallel degree after the change.
-            tokens: tokens in the KV cache of the affected devices.
-            kept: whether the merged instance has all weights resident. If so, a split copies no weights.
+            tokens: total number of tokens in the KV cache of the affected devices.
+            kept: whether the devices of the merged instance keep all weights. If so, a split copies no weights.
         """
         ...
 
 
 @lru_cache(maxsize=64)
 def count_moves(lower: int, higher: int, pages_each: int, phase_pages: int = PHASE_PAGES) -> MoveCount:
-    """Count the moves of page pieces if `higher / lower` instances of degree `lower` merge, each with `pages_each`
-    pages.
+    """Count the moves of page pieces in a merge of `higher / lower` instances of degree `lower`.
 
-    `phase_pages` is the number of pages that a device sends in one phase (exchange).
-
-    The counts come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). The split back to `lower` has
-    the same counts.
+    Each instance has `pages_each` pages. A device sends at most `phase_pages` pages in one phase (exchange). The counts
+    come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). A split back to `lower` has the same
+    counts.
     """
     geometry = PageGeometry(kv_heads=higher, page_size=16, head_dim=2, max_tp=higher)
     instances = higher // lower
@@ -109,8 +110,8 @@ class InPlaceCost:
     """Cost of merges and splits in this project's engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2).
 
     KV pages move between devices in phases. Each phase gathers the pieces to send, exchanges them between two devices,
-    and scatters the received pieces. A merge turns weights that a device no longer needs into KV cache, without a copy.
-    A split copies these weights back from other devices. See docs/transformation.md.
+    and scatters the received pieces. A merge frees weights on each device. Their memory becomes KV cache without a
+    copy. A split copies these weights back from other devices. See docs/transformation.md.
     """
 
     model: ModelShape

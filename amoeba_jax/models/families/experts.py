@@ -13,9 +13,12 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def read_experts(hf: HfConfig, *, size: str, **options: Any) -> ExpertConfig:
-    """Return the settings of the experts from a config. `size` names the field with the inner features of an expert.
+    """Return the settings of the experts from a config.
 
-    Raises `CheckpointError` if a token uses more experts than there are.
+    `size` names the config field with the number of inner features of an expert. `options` are other fields of
+    `ExpertConfig`.
+
+    Raises `CheckpointError` if a token uses more experts than the layer has.
     """
     count = positive(hf, "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts")
     top_k = positive(hf, "num_experts_per_tok")
@@ -31,7 +34,9 @@ def dense_layers(hf: HfConfig) -> tuple[int, ...]:
 
 
 def split_experts(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
-    """Divide a stored tensor with all experts of a layer into one tensor for each expert. None for any other tensor.
+    """Divide a stored tensor with all experts of a layer into tensors of each expert, by name.
+
+    Return None for any other tensor.
 
     `transformers` stores `gate_up_proj [E, 2f, D]` and `down_proj [E, D, f]`, for `E` experts of `f` features.
     """

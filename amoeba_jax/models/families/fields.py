@@ -38,7 +38,7 @@ class Family:
 
 
 def positive(hf: HfConfig, field: str) -> int:
-    """Return a positive integer of the config. Raises `CheckpointError` for any other value."""
+    """Return the config field `field`, a positive integer. Raises `CheckpointError` for any other value."""
     value = hf.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {field}={value!r} must be a positive integer")
@@ -54,7 +54,10 @@ def require(hf: HfConfig, **values: Any) -> None:
 
 
 def soft_cap(hf: HfConfig, field: str) -> float | None:
-    """Return a soft cap of the config: a positive number, or None if there is none."""
+    """Return the config field `field`, a soft cap. Return None if the config has no cap.
+
+    Raises `CheckpointError` for any value that is not a positive number.
+    """
     value = hf.get(field)
     if value is None:
         return None
@@ -64,7 +67,7 @@ def soft_cap(hf: HfConfig, field: str) -> float | None:
 
 
 def same_window(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, if `sliding_window` applies to all layers."""
+    """Return the sliding window of each layer, for families in which `sliding_window` applies to all layers."""
     window = None if hf.get("sliding_window") is None else positive(hf, "sliding_window")
     return (window,) * positive(hf, "num_hidden_layers")
 
@@ -72,7 +75,7 @@ def same_window(hf: HfConfig) -> tuple[int | None, ...]:
 def windows_by_type(hf: HfConfig) -> tuple[int | None, ...]:
     """Return the sliding window of each layer according to `layer_types`.
 
-    Without this field, all layers have the window.
+    If the config has no `layer_types`, all layers have the window `sliding_window`.
     """
     windows = {"sliding_attention": positive(hf, "sliding_window"), "full_attention": None}
     kinds = hf.get("layer_types") or ["sliding_attention"] * positive(hf, "num_hidden_layers")

@@ -34,9 +34,9 @@ class _State(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Positions of the 64 query rows of a warpgroup, and the lowest and highest position in its tile.
+    """Positions of the 64 query rows of a warpgroup, and the lowest and highest position in its tile of rows.
 
-    -1 marks padding.
+    Position -1 marks a padding row.
     """
 
     positions: jax.Array
@@ -109,7 +109,7 @@ def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Ite
 
 
 def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
-    """Return the position of the first token of each unit in a block of keys. A missing unit has `_FAR`.
+    """Return the position of the first token of each unit in a block of keys. For a missing unit, it is `_FAR`.
 
     A unit is a page, or a part of a large page (see `kernel`).
     """
@@ -136,7 +136,7 @@ def _compute_block(
     starts: list[jax.Array],
     state: _State,
 ) -> _State:
-    """Add one block of keys and values to the softmax state. `slot` is the index of its buffer in shared memory."""
+    """Add one block of keys and values to the softmax state. `slot` is the index of the block's stage (buffer)."""
     shape = (ROWS, v.block_tokens)
     first, last = starts[0], starts[0]
     for start in starts[1:]:
@@ -200,7 +200,7 @@ def _compute_block(
 def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_axis: int) -> jax.Array:
     """Return a mask that is True for the keys of a block that each query row attends to.
 
-    `row_positions` has the position of the row for each entry of the mask, and is constant along `key_axis`.
+    `row_positions` has the shape of the mask: each entry is the position of its row. `key_axis` is the axis of keys.
     """
     shape = row_positions.shape
     if v.interpret:

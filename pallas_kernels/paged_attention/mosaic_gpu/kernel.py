@@ -58,8 +58,8 @@ def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
 def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array], None]) -> jax.Array:
     """Call `run(number, item, step)` for each item (piece of work) of this thread block.
 
-    Return the number of blocks used. `number` counts the items of this thread block. `step` is the number of blocks of
-    keys in all earlier items.
+    `number` counts the items of this thread block. `step` is the number of blocks of keys in all earlier items. Return
+    the number of blocks of keys in all items.
     """
     block = lax.axis_index("block")
 

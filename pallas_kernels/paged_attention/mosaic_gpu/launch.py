@@ -155,9 +155,9 @@ def _visible_blocks(
 ) -> Int32[Array, "B tiles extents 2"]:
     """Return the range of key blocks that the queries of each tile attend to, for each KV buffer (extent).
 
-    A range is a pair (first block, number of blocks). If the queries of a tile attend to no block, both are 0. A range
-    may contain blocks to which no query attends. `kernel` defines blocks and tiles, and `Refs` the shapes of the
-    arguments.
+    A range is a pair (first block, number of blocks). If the queries of a tile attend to no block, the pair is (0, 0).
+    A range may contain blocks to which no query attends. `kernel` defines blocks and tiles. `Refs` has the shapes of
+    the arguments.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]
@@ -175,7 +175,7 @@ def _visible_blocks(
 
 
 def _launch(v: Variant, arguments: Refs, interpret: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Run the kernel. Return its results `(out, statistics)`, see `Refs`."""
+    """Run the kernel. Return its results `(out, statistics)`, which `Refs` describes."""
     # Arguments other than None, in the order of the fields.
     given = [name for name in Refs._fields if getattr(arguments, name) is not None and name != "extents"]
     leaves = [getattr(arguments, name) for name in given]
@@ -211,7 +211,7 @@ def _merge(
     statistics: Float[Array, "partials B K tiles 2 rows"],
     live: jax.Array,
 ) -> Float[Array, "B K tiles rows h"]:
-    """Merge partial softmaxes by log-sum-exp. Rows that are padding (not `live`) get zero.
+    """Merge partial softmaxes by log-sum-exp. The result for a padding row is zero.
 
     Args:
         out: partial sums of weighted values.

@@ -24,7 +24,7 @@ class Variant:
         head_dim: elements of a head.
         rows: used query rows of a warpgroup, at most 64. The remaining rows are neither read nor written.
         page_size: tokens in a page.
-        num_extents: number of KV buffers (extents); each is a separate argument.
+        num_extents: number of KV buffers (extents). Each extent is a separate argument.
         splits: number of parts into which the keys of a tile are divided.
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages in shared memory; with `split_keys` a multiple of `warpgroups`.
@@ -36,7 +36,7 @@ class Variant:
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, or None.
         has_sinks: whether sinks are given.
         has_scales: whether scales of keys and values are given.
-        dtype: dtype of the operands of products. fp8 keys and values are converted to it.
+        dtype: dtype of the operands of matrix products. fp8 keys and values are converted to this dtype.
         kv_dtype: dtype of stored keys and values.
         result_dtype: dtype of the result.
         layout: memory order of the extents.
@@ -152,10 +152,9 @@ class Variant:
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a declaration of shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a
-    row.
+    """Return a declaration of shared memory in the tiles that `wgmma` reads.
 
-    If no swizzle divides a row, the shared memory has no tiles.
+    The tiles have the widest swizzle that divides a row. If no swizzle divides a row, the shared memory has no tiles.
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0), None)
@@ -172,16 +171,16 @@ class Refs(NamedTuple):
         queries: `[M, rows, h]` packed queries, where `M` is B x K x tiles x parts (`Variant.parts`), in this order.
         row_positions: int32 `[B x tiles x parts, 64]` positions of the rows, -1 for padding.
         tile_positions: int32 `[B, tiles, 2]` lowest and highest position of the rows of a tile, without padding.
-        blocks: int32 `[B, tiles, extents, 2]` first block that a tile sees in a KV buffer (extent), and number of
-            blocks from the first to the last visible block.
+        blocks: int32 `[B, tiles, extents, 2]` first block that a tile sees in a KV buffer (extent), and the number
+            of blocks from this block to the last block that the tile sees.
         page_ids: int32 `[B, extents, W]` page ids.
         page_positions: int32 `[B, extents, W]` logical positions of the pages.
         num_pages: int32 `[B, extents]` number of pages.
         sinks: f32 `[K x tiles x parts, 64]` sinks times log2(e), or None.
         scales: f32 `[2, K]` scales of keys and values, or None.
         extents: KV buffers as returned by `PageLayout.rows`.
-        out: `[partials x M, rows, h]` results. With several partials, they are f32 and not divided by the sum of
-            weights.
+        out: `[partials x M, rows, h]` results. With several partials, the results are f32 and not yet divided by the
+            sum of weights.
         statistics: f32 `[partials x M, 2, 64]` maximum score times log2(e) and sum of weights, or None.
     """
 

@@ -106,8 +106,10 @@ class AmoebaPaperPolicy:
         """Return the next actions that merge the group of instances that will serve a request.
 
         The group becomes one instance in several decisions. Each decision doubles the lowest tensor-parallel degree in
-        the group. If the merged group would have no room for the request yet, return an empty list. In both cases,
-        close the group to new requests, so that its requests end and free tokens.
+        the group. The result is an empty list if no group can merge, or if the merged group would have no room for the
+        request yet.
+
+        The group is closed to new requests even without an action, so that its requests end and free tokens.
         """
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := _whole_group(room, devices)) is None:
@@ -167,7 +169,7 @@ class AmoebaPaperPolicy:
 def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
     """Return the instances on `devices`.
 
-    Return None if they do not cover exactly these devices, or if one of them is draining.
+    Return None if the instances do not cover exactly these devices, or if an instance is draining.
     """
     members = room.members(devices)
     whole = sum([len(i.devices) for i in members]) == len(devices)

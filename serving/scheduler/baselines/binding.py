@@ -1,4 +1,4 @@
-"""Base of the baseline policies in the AMOEBA and Gyges papers. They assign each request to an instance on arrival."""
+"""Base of the baseline policies in the AMOEBA and Gyges papers. These policies assign each request on its arrival."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,10 +15,11 @@ _MOST_SKIPPED = 32
 
 
 class BindingPolicy(ABC):
-    """Base of policies that bind (assign) each request to an instance when it arrives, whatever its size.
+    """Base of policies that bind (assign) each request to an instance as soon as the request arrives.
 
-    If an instance is too small for a request, it merges with its neighbours. The papers do not say when instances
-    split; here `SplitRule` decides. If an instance splits or disappears, its waiting requests are bound again.
+    The size of the request does not matter. If an instance is too small for a request, the instance merges with its
+    neighbours. The papers do not say when instances split. Here, `SplitRule` decides. If an instance splits or
+    disappears, the requests that wait for it are bound again.
     """
 
     def __init__(

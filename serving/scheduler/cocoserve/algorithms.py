@@ -66,13 +66,15 @@ def scale_up(
     """Choose the layers to replicate on each device (Algorithm 1). Return the new layers of each device, ascending.
 
     Devices without new layers are left out. Present replicas stay. The homes of a layer are the devices that compute
-    it.
+    it. A transition is a move of hidden states between devices, from one layer to the next.
 
-    The paper visits one device after another, sorts its candidate layers by continuity, and adds a layer if the
-    speed-up (Equation 4) grows. This has two faults. A single layer may not pay for its two transitions (moves of
-    hidden states) although a run of layers does. And a device may take layers that would serve better on a later
-    device. This function finds the placement with the highest speed-up by a dynamic program over the layers. Among
-    equal placements it prefers fewer replicas and transitions, then the first layers.
+    This function finds the placement with the highest speed-up (Equation 4). Among equal placements, it prefers fewer
+    replicas and transitions, and then the first layers.
+
+    The paper visits one device after another, and adds a layer to a device if the speed-up grows. This has two faults.
+    A single layer may not pay for its two transitions although a run of layers does. And a device may take layers that
+    would be more useful on a device that is visited later. Therefore, this function uses a dynamic program over the
+    layers instead.
 
     Args:
         homes: homes of each layer.
@@ -102,12 +104,17 @@ def _best_placement(
     transition_cost: float,
     max_degree: int | None,
 ) -> tuple[Homes, ...]:
-    """Return the placement with the lowest cost: the sum of 1 / homes over all layers, plus the costs of transitions.
+    """Return the placement with the lowest cost: for each layer, the devices that compute it.
 
-    A dynamic program visits the layers from the last to the first. `costs[home]` is an array with one axis for each
-    device. It has the lowest cost so far if the layer visited last has this home, by the number of new replicas on each
-    device. Costs are integers, so that equal placements have equal costs. An axis has length 1 if the device has room
-    for every layer. The results are cached, because a policy asks repeatedly while nothing changes.
+    The cost of a layer is 1 divided by the number of its devices. Each transition adds `transition_cost`. Costs are
+    integers, so that equal placements have equal costs.
+
+    A dynamic program visits the layers from the last to the first. `costs[home]` is for the case that the devices
+    `home` compute the layer visited last. It is an array with one axis for each device. The index on an axis is the
+    number of new replicas on this device, and the entry is the lowest cost of the visited layers. If a device has room
+    for every layer, its axis has length 1.
+
+    The results are cached, because a policy asks repeatedly while nothing changes.
     """
     import numpy as np  # imported here, because the package imports only the standard library
 
@@ -162,19 +169,20 @@ def scale_down(
     slow: bool,
     violated: Callable[[], bool],
 ) -> Iterator[Reduction]:
-    """Yield changes that reduce the work of an instance, because it violates its latency limits (Algorithm 2).
+    """Yield changes that reduce the work of an instance that violates its latency limits (Algorithm 2).
 
-    The phases are migration of layers, eviction of replicas, and reduction of the batch. The caller must carry out each
-    change before it asks for the next. The iteration ends as soon as `violated` returns False. Changes that were
-    refused recently (`ClusterView.refused_changes`) are left out.
+    There are three phases: migration of layers, eviction of replicas, and reduction of the batch. The caller must carry
+    out each change before it asks for the next. The iteration ends as soon as `violated` returns False. Changes that
+    were refused recently (`ClusterView.refused_changes`) are left out.
 
     Args:
         view: state before the first change.
         instance: instance that violates its SLOs.
         config: settings.
-        slow: whether the decode steps of the instance exceed the TPOT SLO. If True, a smaller batch may help, and no
-            layers migrate to gain memory. If False, requests violate their SLO in the queue, and the batch is not
-            reduced, because they would wait longer. The paper does not distinguish the two cases.
+        slow: whether the decode steps of the instance exceed the TPOT SLO. If True, the batch may be reduced, but no
+            layers migrate to gain memory. If False, requests violate their SLOs while they wait. The batch is then not
+            reduced, because a smaller batch would make requests wait longer. The paper does not distinguish the two
+            cases.
         violated: function that returns whether the violation persists.
     """
     state = _Reductions(view, instance, config, slow)
@@ -212,10 +220,12 @@ class _Reductions:
     def migrations(self) -> Iterator[Reduction]:
         """Yield actions that migrate layers from the instance's own device, beginning with the last layers.
 
-        Layers that other devices also compute stay. There are two reasons to migrate. If requests wait because the
-        instance's device is short of memory, layers migrate until it has enough. If the device is busy with layers of
-        several instances, one migration is yielded. A busy device that serves one instance would gain nothing: on two
-        devices, its layers would only wait for each other.
+        Only layers that no other device computes migrate. There are two reasons to migrate. If requests wait because
+        the device is short of memory, layers migrate until the device has enough. If the device is busy with layers of
+        several instances, only one migration is yielded.
+
+        A device that is busy with layers of one instance is no reason to migrate: on two devices, these layers would
+        only wait for each other.
         """
         if self._instance.degree > 1:
             return
@@ -252,14 +262,14 @@ class _Reductions:
     def _targets(self, source: int, layers: Sequence[int], short: bool) -> list[tuple[int, Modules, float]]:
         """Return the devices to which layers can migrate, best first.
 
-        An entry is (target device, modules to move, bytes). The modules follow section 3.3 of the CoCoServe paper.
-        Whole layers move if possible. If the target has too little memory for them, only the FFN moves. If the target
-        has memory but no computing time, only the KV cache moves.
+        An entry is (target device, modules to move, bytes that they take on the target). The modules follow section 3.3
+        of the CoCoServe paper. Whole layers move if possible. If the target has too little memory for them, only the
+        FFN moves. If the target has memory but no computing time, only the KV cache moves.
 
         Args:
             source: device that computes the layers now.
             layers: consecutive layers.
-            short: whether the source lacks memory. False: it lacks computing time.
+            short: whether the source lacks memory. False: the source lacks computing time.
         """
         view, homes, options = self._view, self.homes[self._instance.id], []
         beside = {d for i in (layers[0] - 1, layers[-1] + 1) if 0 <= i < len(homes) for d in homes[i]}
@@ -285,9 +295,9 @@ class _Reductions:
     def evictions(self) -> Iterator[Reduction]:
         """Yield actions that evict replicated layers from devices with layers of several instances.
 
-        These are replicas of other instances on this instance's devices, and this instance's replicas on devices of
-        other instances. The replicas whose loss lowers the speed-up least go first. Each action evicts a run of
-        consecutive layers.
+        There are two kinds: replicas of other instances on the devices of this instance, and replicas of this instance
+        on devices of other instances. The replicas whose loss lowers the speed-up least go first. Each action evicts a
+        run of consecutive layers.
         """
         while True:
             options = []
@@ -316,10 +326,9 @@ class _Reductions:
     # Phase 3
 
     def batch_reductions(self) -> Iterator[Reduction]:
-        """Yield actions that lower the limit of the batch, and actions that offload the least urgent requests to host
-        memory.
+        """Yield actions that limit the batch, and that offload the least urgent requests beyond the limit.
 
-        Each limit is `batch_step` requests lower than the last.
+        The KV pages of these requests move to host memory. Each limit is `batch_step` requests lower than the last.
         """
         step = self._config.batch_step
         running = sorted(self._instance.running, key=lambda r: (r.rank, r.arrival_s, r.request_id))
@@ -357,14 +366,15 @@ def replica_runs(instance: InstanceView, homes: Sequence[Homes]) -> list[tuple[i
 def can_host(view: ClusterView, device: int) -> bool:
     """Return whether a device may compute layers of other instances.
 
-    It must be empty, or have an instance of degree 1 that is not changing.
+    The device must be empty, or have an instance of degree 1 that is not merging, splitting or draining.
     """
     return all(i.degree == 1 and i.transition_to is None and not i.draining for i in view.instances_on((device,)))
 
 
 def holds_weights(view: ClusterView, device: int) -> bool:
-    """Return whether a device holds the weights of all layers, because it has an instance of degree 1 that computes
-    them.
+    """Return whether a device holds the weights of all layers.
+
+    This is the case if an instance of degree 1 is on the device and computes all layers there.
     """
     assert view.layer is not None, "placement changes need the sizes of a layer"
     own = view.instances_on((device,))

@@ -9,10 +9,10 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class Monitor:
-    """Averages over the last `CocoServeConfig.window_s` seconds, from which it decides whether SLOs are violated.
+    """Averages over the last `CocoServeConfig.window_s` seconds, and the decision whether SLOs are violated.
 
-    A waiting request violates its SLO if its first token is late. A running request violates it if its first token is
-    late, or if the recent steps of its instance exceed the TPOT SLO.
+    A waiting request violates its SLO if its first token is late. A running request violates its SLO if its first token
+    is late, or if the recent steps of its instance exceed the TPOT SLO.
 
     Args:
         config: settings of the policy.
@@ -80,6 +80,10 @@ class Monitor:
 
 
 def _nearer(means: Mapping[int, float], values: Mapping[int, float], key: int, share: float) -> float:
-    """Return an average after a new value: it moves by the share `share` of its distance to the value."""
+    """Return a new average: the old average, moved towards the new value by the share `share` of the difference.
+
+    `means` has old averages and `values` has new values, by `key`. An old average that is missing is 0. If the new
+    value is missing, the average does not change.
+    """
     mean = means.get(key, 0.0)
     return mean + (values.get(key, mean) - mean) * share

@@ -48,14 +48,14 @@ _HELPED = 0.98
 
 
 class CocoServePolicy:
-    """Policy `cocoserve`: replicates layers on vacant devices, and reduces an instance that violates its SLOs.
+    """Policy `cocoserve`: replicates layers on vacant devices, and relieves an instance that violates its SLOs.
 
-    `amoeba` or `flying` (`CocoServeConfig.request_policy`) dispatches requests, and merges and splits instances. In
-    addition, this policy changes placements, one change at a time: replication while devices are vacant (Algorithm 1),
-    and reduction while SLOs are violated (Algorithm 2). Before instances merge, their layers return to their own
-    devices. docs/scheduling.md has the details.
+    Another policy dispatches requests, and merges and splits instances: `amoeba` or `flying`
+    (`CocoServeConfig.request_policy`). In addition, this policy changes placements, one change at a time. While devices
+    are vacant, it replicates layers (Algorithm 1). While SLOs are violated, it reduces the work of an instance
+    (Algorithm 2). Before instances merge, their layers return to their own devices. docs/scheduling.md has the details.
 
-    Without `ClusterView.layer`, it decides as the other policy does.
+    If `ClusterView.layer` is None, the actions are those of the other policy alone.
 
     Args:
         amoeba: settings of `amoeba`. Its latency limits are the SLOs of the monitor.
@@ -63,7 +63,7 @@ class CocoServePolicy:
 
     Attributes:
         monitor: averages on which the decisions are based.
-        pauses: whether the other policy pauses requests, and resumes them itself.
+        pauses: whether the other policy itself pauses and resumes requests.
     """
 
     name = "cocoserve"
@@ -112,11 +112,12 @@ class CocoServePolicy:
     # Merges
 
     def _prepared(self, view: ClusterView, action: Action) -> list[Action]:
-        """Return an action of the other policy, or the changes of placement that must precede it.
+        """Return an action of the other policy, or the changes of placement that must precede this action.
 
-        Only a merge needs such changes. Layers of its instances must return to their own devices, and layers of other
-        instances must leave its devices. While such a change is in progress, return an empty list. If the changes were
-        refused, return the merge itself. The executor then refuses it with the reason.
+        Only a merge needs such changes. First, the layers of the merging instances must return to the devices of their
+        own instance. Layers of other instances must leave these devices. While such a change is in progress, return an
+        empty list. If the changes were refused, return the merge itself. The executor then refuses the merge with the
+        reason.
         """
         if not isinstance(action, ScaleUp):
             return [action]
@@ -150,9 +151,10 @@ class CocoServePolicy:
         return True
 
     def _reduce(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next action for an instance that violates its SLOs (Algorithm 2).
+        """Return the next actions while SLOs are violated (Algorithm 2).
 
-        If a device is empty, the action replicates layers on this device instead.
+        If a device is empty, replicate layers on this device. Otherwise, reduce the work of the instance with the
+        largest share of violations.
         """
         empty = [d.id for d in view.devices if _is_empty(view, d.id)]
         if growth := self._growth(view, merging, empty):
@@ -174,8 +176,10 @@ class CocoServePolicy:
         return []
 
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next action while SLOs are met: a higher limit of the batch, a replication, or the end of an
-        instance.
+        """Return the next actions while SLOs are met.
+
+        The first possible of these is chosen: raise the limits of batches, replicate layers (`_growth`), or end an
+        instance (`_scale_in`). If the load is still close to the load at the latest violation, return an empty list.
         """
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
@@ -192,7 +196,7 @@ class CocoServePolicy:
         return LimitBatch(instance.id, size if size < most else None, "SLOs are met under a lower load")
 
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
-        """Return the action with which Algorithm 1 replicates layers, or a whole instance.
+        """Return the action by which Algorithm 1 replicates layers or a whole instance.
 
         The list has one action or none. The instance with the highest load is tried first, then the next, until
         Algorithm 1 finds an action.
@@ -216,7 +220,8 @@ class CocoServePolicy:
     def _addition(self, view: ClusterView, instance: InstanceView, hosts: set[int]) -> PlacementChange | None:
         """Return the action that replicates layers on one device: the device that gets the most layers by Algorithm 1.
 
-        Return None if Algorithm 1 replicates no layers.
+        If this device is empty and gets all layers, the action can be a `ScaleOut`. Return None if Algorithm 1
+        replicates no layers.
         """
         layer = view.layer
         assert layer is not None, "the sizes of a layer are known"
@@ -244,10 +249,10 @@ class CocoServePolicy:
         return Replicate(instance.id, run, device, f"{share}, and has room for {room[device]} layers")
 
     def _scale_in(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the action that ends an instance if few requests are left.
+        """Return the action that ends an instance if few requests are left. The list has one action or none.
 
-        Only instances that this policy started end. The other instances must then have fewer than half of `split_batch`
-        requests each.
+        Only an instance that this policy started can end. Few requests are left if no request waits, and if the
+        remaining instances would run fewer than half of `split_batch` requests each.
         """
         plain = [i for i in view.instances if i.degree == 1 and i.placement is None and not i.draining]
         plain = [i for i in plain if i.id not in merging and not view.guests(i.id)]
@@ -274,7 +279,7 @@ def _undo(
     """Yield actions that bring all layers of an instance back to its own devices.
 
     Args:
-        only: devices that the layers must leave. None: all other devices than the instance's own.
+        only: devices that the layers must leave. None: all devices except the instance's own.
         why: reason for the log.
     """
     assert view.layer is not None, "the sizes of a layer are known"

@@ -70,7 +70,7 @@ def even_speedup(parallelism: Sequence[int], transitions: int, transition_cost: 
     Args:
         parallelism: number of devices `p_i` that compute each layer (the vector P).
         transitions: result of `count_transitions`.
-        transition_cost: result of `transition_cost`: the constant of Equation 4.
+        transition_cost: constant of Equation 4, the result of the function `transition_cost`.
     """
     return len(parallelism) / (sum(1 / p for p in parallelism) + transition_cost * transitions)
 
