@@ -348,10 +348,10 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Reserve `counts[pair]` moves for each pair of ranks, all in one phase. Return the number of the phase.
+        """Reserve `counts[pair]` moves for each pair of ranks, all in the same phase. Return the number of that phase.
 
-        A phase is a round of the plan. The reservation is in the first phase with enough free capacity, from number
-        `phase` on. If no phase has enough, a new phase is added.
+        A phase is a round of the plan. Phases are tried in order, starting with number `phase`. The first phase with
+        enough free capacity is used. If none has enough, a new phase is added.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)

@@ -51,9 +51,10 @@ class PauseBudget:
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Return the running requests of a merged instance that would not fit beside its paused requests after a split.
+    """Return the running requests that would find no room if this merged instance were split.
 
-    The split is to `paused_degree`. The instance must have paused requests. Requests are distributed as in the engine:
+    The split is to `paused_degree`. The paused requests of the instance need room too, and there must be at least one.
+    Requests are distributed as in the engine:
     the longest request first, each request to the new instance with the most free tokens.
     """
     assert instance.paused_degree is not None, "some requests are paused"

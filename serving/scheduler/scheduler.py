@@ -49,7 +49,7 @@ class SchedulerCounters:
     scale_downs: int = 0
     """Number of splits that were started."""
     transformations_failed: int = 0
-    """Number of started merges, splits and placement changes that ended without effect."""
+    """Number of started merges, splits and placement changes that failed."""
     placement_changes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACEMENT_KINDS, 0))
     """Number of started placement changes, by kind."""
     batch_limits: int = 0

@@ -23,7 +23,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 class PolicyResult:
     """Result of the simulation of one policy.
 
-    Arrays have one element for each request. NaN: the event did not happen.
+    Arrays have one element for each request. A time is NaN if its event, such as the first token, did not happen.
     """
 
     policy: str
