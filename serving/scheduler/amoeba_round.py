@@ -86,11 +86,13 @@ class Round:
         """
         view, slo_s = self.view, self.config.tpot_slo_s
         return min(
-            self.room.by_load(options),
+            options,
             key=lambda i: (
                 not kept.isdisjoint(i.devices),
                 view.has_long(i),
                 estimates.is_slow(i, request, slo_s),
+                self.room.load(i),
+                i.id,
             ),
         )
 

@@ -189,7 +189,7 @@ class InstanceView:
         attention, ffn = self.placement.attention[layer], self.placement.ffn[layer]
         return {"layer": (attention, ffn), "ffn": (ffn,)}.get(modules, (attention,))
 
-    @cached_property
+    @property
     def degree(self) -> int:
         """TP degree."""
         return len(self.devices)
@@ -208,7 +208,7 @@ class InstanceView:
         """Whether the instance runs a request with a priority below 0."""
         return any(request.priority < 0 for request in self.running)
 
-    @cached_property
+    @property
     def uncomputed_tokens(self) -> int:
         """Sum of `uncomputed_tokens` of the running requests."""
         return sum([request.uncomputed_tokens for request in self.running])
@@ -356,18 +356,22 @@ class ClusterView:
         """Entries of `degrees` by degree."""
         return {limits.degree: limits for limits in self.degrees}
 
-    @property
+    @cached_property
     def longest(self) -> DegreeLimits:
         """Limits of the degree with the largest capacity."""
         return max(self.degrees, key=lambda limits: limits.capacity_tokens)
 
     def is_long(self, max_total_tokens: int) -> bool:
         """Return whether a request exceeds the capacity of an empty instance of the base degree."""
-        return max_total_tokens > self.limits[self.base_degree].capacity_tokens
+        return max_total_tokens > self._base_tokens
 
     def has_long(self, instance: InstanceView) -> bool:
         """Return whether an instance runs a long request."""
-        return self.is_long(instance.largest)
+        return instance.largest > self._base_tokens
+
+    @cached_property
+    def _base_tokens(self) -> int:
+        return self.limits[self.base_degree].capacity_tokens
 
     @cached_property
     def _waiting_sizes(self) -> list[int]:

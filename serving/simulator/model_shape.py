@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +158,7 @@ class ModelShape:
             raise SimulationError(f"--model {path}: {file.name} must hold an object, not {type(config).__name__}")
         return cls.from_hf(file.resolve().parent.name, config)
 
-    @property
+    @cached_property
     def attention_matrices(self) -> tuple[Matrix, ...]:
         """Attention matrices of one layer: fused projection to queries, keys and values; output projection. With latent
         attention, the first projection consists of four matrices."""
@@ -193,7 +194,7 @@ class ModelShape:
             Matrix("down", width, self.hidden_size, "inputs"),
         )
 
-    @property
+    @cached_property
     def head_matrix(self) -> Matrix:
         """Matrix of the projection to logits."""
         return Matrix("head", self.hidden_size, self.vocab_size, "outputs")

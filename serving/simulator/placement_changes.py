@@ -160,6 +160,8 @@ class PlacementChanges:
 
     def count_rooms(self) -> None:
         """Update the room of all instances with a spread, from the free memory of their devices."""
+        if self._host.config.layers is None:
+            return
         spread = [i for i in self._host.instances if i.spread is not None]
         used = self._used_bytes() if spread else {}
         for instance in spread:

@@ -96,4 +96,5 @@ class RequestTable:
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
     """Return an element of a column; None if it is NaN or there is no column."""
-    return None if column is None or np.isnan(column[index]) else float(column[index])
+    value = math.nan if column is None else float(column[index])
+    return None if math.isnan(value) else value
