@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 from serving.scheduler.actions import Modules
 from serving.scheduler.timing import Timing
@@ -359,7 +360,7 @@ class ClusterView:
     @cached_property
     def longest(self) -> DegreeLimits:
         """Limits of the degree with the largest capacity."""
-        return max(self.degrees, key=lambda limits: limits.capacity_tokens)
+        return max(self.degrees, key=attrgetter("capacity_tokens"))
 
     def is_long(self, max_total_tokens: int) -> bool:
         """Return whether a request exceeds the capacity of an empty instance of the base degree."""
@@ -375,7 +376,7 @@ class ClusterView:
 
     @cached_property
     def _waiting_sizes(self) -> list[int]:
-        return sorted([*(request.max_total_tokens for request in self.queue), *self.hidden_tokens])
+        return sorted([*[request.max_total_tokens for request in self.queue], *self.hidden_tokens])
 
     def largest_waiting(self, limit_tokens: int) -> int:
         """Return the size of the largest waiting request of at most `limit_tokens` tokens; 0 if there is none."""
