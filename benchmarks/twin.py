@@ -2,10 +2,10 @@
 
     python benchmarks/twin.py [--model DIRECTORY] [--duration 30] [--rates 4 8 12] [--rounds 3] [--json twin.json]
 
-The load has short requests, and a few long requests that only merged instances hold. Before and after each load, the
-engine is calibrated (`amoeba simulate --calibrate`). The simulation uses the mean of the two calibrations and the same
-requests. The speed of virtual devices varies, because they share the cores with other work. So each round runs all
-loads, and the table has medians over the rounds. A ratio is the simulation's figure divided by the engine's figure in
+The load has short requests, and a few long requests that only merged instances hold. The speed of virtual devices
+varies, because they share the cores with other work. So each round runs all loads, and the engine is calibrated before
+and after each round (`amoeba simulate --calibrate`). The simulation uses the mean of the two calibrations and the same
+requests. The table has medians over the rounds. A ratio is the simulation's figure divided by the engine's figure in
 the same round.
 """
 
@@ -45,6 +45,7 @@ class Row:
     splits: int
 
 
+_START_S = time.perf_counter()
 FIGURES, CHANGES = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s"), ("merges", "splits")
 
 
@@ -141,6 +142,10 @@ def workload(options: argparse.Namespace, rate: float) -> WorkloadConfig:
     )
 
 
+def _log(text: str) -> None:
+    print(f"{time.perf_counter() - _START_S:.0f} s: {text}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -175,17 +180,23 @@ def main() -> None:
         progress=False,
     ) as llm:
         llm.warmup()
-        calibrate(llm, options.layers_per_step)
+        _log("programs are loaded")
         loads = {rate: workload(options, rate) for rate in options.rates}
         # This run compiles and is not counted.
         run_engine(llm, loads[options.rates[-1]], options.policy, policy_config, options.layers_per_step)
+        _log("load served once, not counted")
         after = calibrate(llm, options.layers_per_step)
         for turn in range(options.rounds):
+            before = after
+            served = {
+                rate: run_engine(llm, load, options.policy, policy_config, options.layers_per_step)
+                for rate, load in loads.items()
+            }
+            _log(f"round {turn}: served")
+            after = calibrate(llm, options.layers_per_step)
+            calibration = mean(before, after)
             for rate, load in loads.items():
-                before = after
-                engine = run_engine(llm, load, options.policy, policy_config, options.layers_per_step)
-                after = calibrate(llm, options.layers_per_step)
-                calibration = mean(before, after)
+                engine = served[rate]
                 config = SimulationConfig(
                     options.model,
                     load,
@@ -195,7 +206,7 @@ def main() -> None:
                 )
                 twin = run_twin(config, options.policy)
                 found[rate].append({"engine": vars(engine), "twin": vars(twin), "calibration": asdict(calibration)})
-                print(f"round {turn}, {rate:g}/s: {engine} {twin}", file=sys.stderr)
+                _log(f"round {turn}, {rate:g}/s: {engine} {twin}")
     for rate, rounds in found.items():
         for name in ("engine", "twin"):
             cells = [f"{median(turn[name][figure] for turn in rounds):.4g}" for figure in (*FIGURES, *CHANGES)]

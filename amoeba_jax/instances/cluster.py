@@ -204,7 +204,7 @@ class Cluster:
         factory.hidden.add(device, at)
         if device not in factory.begins:
             factory.begins[device] = jax.device_put((np.bool_(False), np.bool_(True)), at)
-            factory.layer_numbers[device] = jax.device_put([*map(np.int32, range(self.dims.load_shape[0]))], at)
+            factory.layer_numbers[device] = jax.device_put([np.int32(i) for i in range(self.dims.load_shape[0])], at)
         if samples and device not in factory.sampling_states:
             state = SamplingState.zeros(self.plan.num_slots, self.dims.config.vocab_size, at)
             jax.block_until_ready((state.flags, state.bias))

@@ -34,6 +34,7 @@ class InstanceFactory:
         sampling_states: state of the sampler of each device that samples.
         layer_numbers: index of each layer (`Site`), on each device that holds modules.
         begins: the values False and True of a flag (`Site`), on each device that holds modules.
+        layer_numbers: the numbers of the layers whose loads of experts are counted, on each device that holds modules.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
@@ -46,6 +47,7 @@ class InstanceFactory:
         self.sampling_states: dict[int, SamplingState] = {}
         self.layer_numbers: dict[int, list[jax.Array]] = {}
         self.begins: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self.layer_numbers: dict[int, list[jax.Array]] = {}
         count = len(plan.sub_meshes.devices) if plan.placement is None else 0
         self.allocators = [self.empty_allocator(()) for _ in range(count)]
 

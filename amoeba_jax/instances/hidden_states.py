@@ -1,7 +1,7 @@
 """Buffers that the programs of a step update in turn, one on each device: hidden states, and loads of experts."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ class ExpertLoads(DeviceBuffers):
     def __init__(self, shape: tuple[int, int]):
         super().__init__(shape, "uint32")
         self.totals: dict[int, np.ndarray] = {}
-        self._pending: list[tuple[int, jax.Array]] = []
+        self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
         """Add all buffers whose steps have ended to the totals, and replace the others by zeros.

@@ -105,8 +105,8 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "D N"], Int32[Array, "k N"]]:
         """Return, for each token, the weighted sum of the results of its experts, and the indices of these experts.
 
-        The indices are equal on all ranks. If `context` is given, tokens that are padding are skipped: their index is
-        the number of experts.
+        All ranks return the same. If `context` is given, tokens that are padding are skipped: their experts have the
+        number of experts as index.
         """
         ids, weights = self.route(x)
         if context is not None:
@@ -257,9 +257,9 @@ def block_tokens(pairs: int, experts: int, tokens: int) -> int:
 def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
     """Return the same sum as `used_experts`. Used on GPUs and TPUs.
 
-    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. On GPUs,
-    XLA's `lax.ragged_dot` computes all experts too. The length of the loop does not depend on data, so the host does
-    not wait for the device. GPUs that support it use `grouped_experts` instead.
+    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. This is
+    used on GPUs without the kernel of `grouped_experts`. There, XLA's `lax.ragged_dot` computes all experts too. The
+    length of the loop does not depend on data, so the host does not wait for the device.
     """
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:

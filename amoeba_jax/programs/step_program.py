@@ -200,7 +200,8 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
     def step(weights: list[jax.Array], kv: list[list[jax.Array]], states: Any, *rest: jax.Array):
         inputs = dict(zip(names, rest, strict=True))
         model = nnx.merge(graph, jax.tree.unflatten(treedef, _matrices(weights, variables)))
-        hidden, loads = states if plan.has_experts else (states, None)
+        loads: Any = None
+        hidden, loads = states if plan.has_experts else (states, loads)
         x, context, new_kv = hidden[:, : shape.num_tokens], None, []
         if plan.takes_batch:
             fields = unpack(inputs["packed"][0], shape.fields)

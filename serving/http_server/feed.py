@@ -11,18 +11,21 @@ logger = logging.getLogger(__name__)
 Write = Callable[[bytes], Awaitable[None]]
 MAX_VIEWERS = 64
 """Streams at the same time."""
+MAX_MESSAGES_PER_S = 20
+"""Messages to all viewers together. If there are many viewers, each gets messages less often."""
 MAX_WRITE_S = 30.0
 """Seconds after which a viewer that reads nothing is cut off."""
 
 
 class Feed:
-    """Sender of the same messages to all viewers, at intervals. All methods run in one event loop.
+    """Latest message of a producer, for any number of viewers. All methods run in one event loop.
 
     Args:
-        produce: function that returns the next message.
-        interval_s: seconds between two messages.
-        max_viewers: largest number of viewers.
-        max_write_s: seconds after which a viewer that does not read is cut off.
+        produce: returns the next message.
+        interval_s: seconds between two messages, if there are few viewers (`MAX_MESSAGES_PER_S`).
+        max_viewers: see `MAX_VIEWERS`.
+        max_messages_per_s: see `MAX_MESSAGES_PER_S`.
+        max_write_s: see `MAX_WRITE_S`.
     """
 
     def __init__(
@@ -31,9 +34,11 @@ class Feed:
         interval_s: float,
         max_viewers: int = MAX_VIEWERS,
         max_write_s: float = MAX_WRITE_S,
+        max_messages_per_s: float = MAX_MESSAGES_PER_S,
     ):
         self._produce, self._interval_s = produce, interval_s
         self._max_viewers, self._max_write_s = max_viewers, max_write_s
+        self._max_messages_per_s = max_messages_per_s
         self._num_viewers = 0
         self._task: asyncio.Task[None] | None = None
         self._message = b""
@@ -73,7 +78,7 @@ class Feed:
     async def _run(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            next_s = clock() + self._interval_s
+            start_s = clock()
             try:
                 self._message = await self._produce()
             except Exception:  # the next message may succeed
@@ -81,4 +86,5 @@ class Feed:
             else:
                 ready, self._ready = self._ready, asyncio.Event()
                 ready.set()
-            await asyncio.sleep(max(next_s - clock(), 0.0))
+            interval_s = max(self._interval_s, self._num_viewers / self._max_messages_per_s)
+            await asyncio.sleep(max(start_s + interval_s - clock(), 0.0))

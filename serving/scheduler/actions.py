@@ -205,6 +205,8 @@ Action = Dispatch | Transformation | PlacementChange | Offload | LimitBatch | Pr
 
 def invalid(action: object) -> str | None:
     """Return the reason why an object is not a valid action, or None if it is valid."""
+    if isinstance(action, Dispatch):
+        return None
     if not isinstance(action, get_args(Action)):
         return f"{type(action).__name__} is not an action"
     if isinstance(action, Reject) and not isinstance(action.kind, RejectKind):

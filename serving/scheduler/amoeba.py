@@ -34,15 +34,20 @@ class AmoebaPolicy:
 
     def decide(self, view: ClusterView) -> list[Action]:
         """Return the next actions, in the order of their execution (`Policy.decide`)."""
-        view = dataclasses.replace(view, merge_to=self.config.merge_to)
+        if view.merge_to != self.config.merge_to:
+            view = dataclasses.replace(view, merge_to=self.config.merge_to)
         longest = view.longest
         rejects, queue = self.admission.screen(view, longest.capacity_tokens, f"a TP{longest.degree} instance")
         room = Room(view, self.config.reserved_growth)
-        leaving = self._splits.leaving(view, room, self._pressed)
-        splits = self._splits.split(view, room, leaving, self._pressed)
+        pressed, self._pressed = self._pressed, False
+        leaving = self._splits.leaving(view, room, pressed)
+        splits = self._splits.split(view, room, leaving, pressed)
         actions: list[Action] = [*rejects, *splits]
-        reserve = Reserve(view, room, self._largest.update(view))
-        round_ = Round(view, room, reserve, self.config, self.admission.order, self._pressed)
+        largest = self._largest.update(view)
+        if not queue:
+            return actions
+        reserve = Reserve(view, room, largest)
+        round_ = Round(view, room, reserve, self.config, self.admission.order, pressed)
         round_.busy.update(action.devices[0] for action in splits)
         for request in queue:
             actions += round_.place(request)

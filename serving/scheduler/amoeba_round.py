@@ -1,5 +1,7 @@
 """One decision of the policy `amoeba` about all waiting requests."""
 
+from functools import cached_property
+
 from serving.scheduler import estimates
 from serving.scheduler.actions import Action, Dispatch, Preempt, ScaleDown, ScaleUp
 from serving.scheduler.amoeba_config import AmoebaConfig
@@ -39,9 +41,6 @@ class Round:
         self.preemptions = Preemptions(view, room, order)
         self.was_pressed, self.pressed, self.num_unplaced = was_pressed, False, 0
         self.busy = {instance.id for instance in room.unsteady}
-        self._candidates = [*room.merged, *(i for i in room.unsteady if i.degree <= view.base_degree)]
-        """Instances that may hold long requests, now or after their transformation."""
-        self._largest_present = max([view.final_capacity(i) for i in self._candidates if not i.draining], default=-1)
         self._merged_capacities: list[int] = []
         """Capacity of each merged instance that this decision creates or prepares.
 
@@ -52,11 +51,21 @@ class Round:
         self._taken_s: dict[int, float] = {}
         """Estimated seconds until the waiting request that reserved tokens on an instance has finished, by instance."""
 
+    @cached_property
+    def _candidates(self) -> list[InstanceView]:
+        """Instances that may hold long requests, now or after their transformation."""
+        room, base = self.room, self.view.base_degree
+        return [*room.merged, *(i for i in room.unsteady if i.degree <= base)]
+
+    @cached_property
+    def _largest_present(self) -> int:
+        return max([self.view.final_capacity(i) for i in self._candidates if not i.draining], default=-1)
+
     def place(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a request. The list is empty if the request must wait."""
         long = self.view.is_long(request.max_total_tokens)
         actions = self._place_long(request) if long else self._place_short(request)
-        self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
+        self.num_unplaced += not [action for action in actions if isinstance(action, Dispatch)]
         return actions
 
     def _place_short(self, request: WaitingRequest) -> list[Action]:
@@ -86,11 +95,13 @@ class Round:
         """
         view, slo_s = self.view, self.config.tpot_slo_s
         return min(
-            self.room.by_load(options),
+            options,
             key=lambda i: (
                 not kept.isdisjoint(i.devices),
                 view.has_long(i),
                 estimates.is_slow(i, request, slo_s),
+                self.room.load(i),
+                i.id,
             ),
         )
 

@@ -1,6 +1,7 @@
 """Memory of actions that the executor refused, so that a policy does not request them again immediately."""
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from serving.scheduler.actions import (
     Action,
@@ -14,6 +15,8 @@ from serving.scheduler.actions import (
     identity,
 )
 from serving.scheduler.view import ClusterView
+
+_LASTING = get_args(Transformation | PlacementChange)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Backoff:
 
     def blocks(self, action: Action, now_s: float) -> bool:
         """Return whether an action is blocked because it was refused a short time ago."""
+        if not self._refused:
+            return False
         refusal = self._refused.get(identity(action))
         return refusal is not None and now_s < refusal.until_s
 
@@ -63,9 +68,9 @@ class Backoff:
         There is one exception: the refusals of a merge, split or placement change are forgotten only when the change
         has succeeded.
         """
-        if isinstance(action, Transformation | PlacementChange):
+        if isinstance(action, _LASTING):
             self._under_way.append(action)
-        else:
+        elif self._refused:
             self._refused.pop(identity(action), None)
 
     def ended(self, view: ClusterView) -> list[tuple[Transformation | PlacementChange, bool]]:
@@ -74,6 +79,8 @@ class Backoff:
         A merge or split has succeeded if all instances on its devices have the requested degree. A placement change has
         succeeded if the layers are on their new devices.
         """
+        if not self._under_way:
+            return []
         ended, still = [], []
         for action in self._under_way:
             if isinstance(action, ScaleUp | ScaleDown):
@@ -95,6 +102,8 @@ class Backoff:
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
         """Return `(devices, degree)` of each merge and split that is blocked now, for `ClusterView.refused`."""
+        if not self._refused:
+            return frozenset()
         self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
         blocked = (r.action for r in self._refused.values() if now_s < r.until_s)
         return frozenset((a.devices, a.degree) for a in blocked if isinstance(a, ScaleUp | ScaleDown))
@@ -104,6 +113,8 @@ class Backoff:
 
         The result is for `ClusterView.refused_changes`.
         """
+        if not self._refused:
+            return frozenset()
         blocked = (r.action for r in self._refused.values() if now_s < r.until_s)
         return frozenset(identity(action) for action in blocked if isinstance(action, PlacementChange))
 

@@ -73,4 +73,7 @@ class QueueOrder:
 
     def sort(self, requests: Iterable[WaitingRequest], now_s: float) -> list[WaitingRequest]:
         """Return the requests in the order in which to serve them."""
-        return sorted(requests, key=lambda request: self.key(request, now_s))
+        found = list(requests)
+        if len(found) > 1:
+            found.sort(key=lambda request: self.key(request, now_s))
+        return found

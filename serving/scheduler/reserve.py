@@ -51,6 +51,8 @@ class Reserve:
         this group has room for the long request, and the other request would take this room. In all other cases the
         result is empty.
         """
+        if not self._groups:
+            return frozenset()
         enough = [group for group in self._groups if self._free(group) >= self._num_tokens]
         if len(enough) != 1 or self._free(enough[0]) - num_tokens >= self._num_tokens:
             return frozenset()

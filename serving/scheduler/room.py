@@ -1,6 +1,7 @@
 """Free tokens and slots of all instances, while one decision assigns requests to them."""
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, WaitingRequest
@@ -22,32 +23,35 @@ class MergeGroup(NamedTuple):
 
 
 class Room:
-    """Free tokens and slots of each instance, reduced by the requests that the current decision has assigned.
+    """Free tokens and slots of each instance, less the assignments of the current decision.
 
-    An instance is open if it may get more requests in this decision. An instance is not open while it merges, splits or
-    drains, or after a call of `close`.
+    An instance is open if it may get more requests in this decision. It is not open if it is in transformation, is
+    draining, or was closed by `close`.
 
     Args:
-        reserved_growth: part of the KV cache to keep free for running requests, as a share of the tokens that they may
-            still generate. 0: as in vLLM, at most one page is kept free for each request, and requests are preempted if
-            pages run out. 1: pages never run out.
+        reserved_growth: KV cache to keep free for running requests, as a share of the tokens that they may still
+            generate. 0: requests are admitted as in vLLM, and preempted if pages run out. 1: no request is ever
+            preempted for pages.
 
     Attributes:
-        by_device: instance on each device.
-        merged: instances whose degree is above the base degree.
-        unsteady: instances that are merging, splitting or draining.
+        merged: instances above the base degree.
+        unsteady: instances that are being transformed or drained.
     """
 
     def __init__(self, view: ClusterView, reserved_growth: float):
         self._view, self._growth = view, reserved_growth
-        self.by_device = {device: instance for instance in view.instances for device in instance.devices}
-        self.merged = [i for i in view.instances if i.degree > view.base_degree]
+        self.merged = [i for i in view.instances if len(i.devices) > view.base_degree]
         self.unsteady = [i for i in view.instances if i.transition_to is not None or i.draining]
         self._unsteady_ids = {i.id for i in self.unsteady}
-        self._free = {i.id: i.free_tokens - self.growth(i.running) for i in view.instances}
+        self._free = {i.id: i.free_tokens - (self.growth(i.running) if i.running else 0) for i in view.instances}
         self._slots = {i.id: i.free_slots for i in view.instances}
         self._new_prompt_tokens = dict.fromkeys(self._free, 0)
         self._closed: set[int] = set()
+
+    @cached_property
+    def by_device(self) -> dict[int, InstanceView]:
+        """Instance on each device."""
+        return {device: instance for instance in self._view.instances for device in instance.devices}
 
     # Sizes of requests
 
@@ -131,7 +135,8 @@ class Room:
     @property
     def open(self) -> list[InstanceView]:
         """Open instances in device order."""
-        return [instance for instance in self._view.instances if self.is_open(instance)]
+        away = self._closed | self._unsteady_ids
+        return [instance for instance in self._view.instances if instance.id not in away]
 
     def with_room(self, request: WaitingRequest) -> list[InstanceView]:
         """Return the instances on which a request can start now (`has_room`), in device order."""

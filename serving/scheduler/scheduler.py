@@ -144,7 +144,8 @@ class Scheduler:
         if refused != view.refused or changes:
             view = dataclasses.replace(view, refused=refused, refused_changes=changes)
         actions: list[Action] = []
-        if not getattr(self.policy, "pauses", False):
+        has_paused = bool([i for i in view.instances if i.paused_degree is not None])
+        if has_paused and not getattr(self.policy, "pauses", False):
             actions += resumptions(view)
             view = without_paused(view)
         decisions = []
@@ -168,8 +169,8 @@ class Scheduler:
                 level = logging.INFO if outcome.soon else logging.WARNING
                 self._log(action, "refused", level, detail=outcome.detail, retry_s=retry_s)
         dispatched = {d.action.instance_id for d in decisions if isinstance(d.action, Dispatch) and d.outcome.accepted}
-        joined = bool(dispatched) and any(i.transition_to is not None and i.id in dispatched for i in view.instances)
-        return decisions, joined
+        joined = [i for i in view.instances if i.transition_to is not None and i.id in dispatched]
+        return decisions, bool(joined)
 
     def _count(self, action: Action) -> None:
         counters = self.counters

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 from serving.scheduler.actions import Modules
 from serving.scheduler.timing import Timing
@@ -197,7 +198,7 @@ class InstanceView:
         attention, ffn = self.placement.attention[layer], self.placement.ffn[layer]
         return {"layer": (attention, ffn), "ffn": (ffn,)}.get(modules, (attention,))
 
-    @cached_property
+    @property
     def degree(self) -> int:
         """Tensor-parallel degree: number of devices."""
         return len(self.devices)
@@ -216,7 +217,7 @@ class InstanceView:
         """Whether the instance runs a request with a priority below 0."""
         return any(request.priority < 0 for request in self.running)
 
-    @cached_property
+    @property
     def uncomputed_tokens(self) -> int:
         """Number of tokens that are still to be computed for the prompts of all running requests."""
         return sum([request.uncomputed_tokens for request in self.running])
@@ -367,22 +368,26 @@ class ClusterView:
         """Entries of `degrees` (size and limits of instances), by tensor-parallel degree."""
         return {limits.degree: limits for limits in self.degrees}
 
-    @property
+    @cached_property
     def longest(self) -> DegreeLimits:
         """Limits of the degree whose instances have the largest capacity."""
-        return max(self.degrees, key=lambda limits: limits.capacity_tokens)
+        return max(self.degrees, key=attrgetter("capacity_tokens"))
 
     def is_long(self, max_total_tokens: int) -> bool:
         """Return whether a request is long: it exceeds the capacity of an empty instance that has not merged."""
-        return max_total_tokens > self.limits[self.base_degree].capacity_tokens
+        return max_total_tokens > self._base_tokens
 
     def has_long(self, instance: InstanceView) -> bool:
         """Return whether an instance runs a long request."""
-        return self.is_long(instance.largest)
+        return instance.largest > self._base_tokens
+
+    @cached_property
+    def _base_tokens(self) -> int:
+        return self.limits[self.base_degree].capacity_tokens
 
     @cached_property
     def _waiting_sizes(self) -> list[int]:
-        return sorted([*(request.max_total_tokens for request in self.queue), *self.hidden_tokens])
+        return sorted([*[request.max_total_tokens for request in self.queue], *self.hidden_tokens])
 
     def largest_waiting(self, limit_tokens: int) -> int:
         """Return the size of the largest waiting request of at most `limit_tokens` tokens; 0 if there is none."""

@@ -7,6 +7,7 @@ decision of a scheduler.
 
 import heapq
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,10 +33,10 @@ from serving.simulator.tally import Limit, Records, Tally
 
 TICK_S = 1.0
 """Seconds from one tick to the next if no event happens, as in `EngineScheduler.interval_s`."""
-IDLE_TICK_S = 5.0
+IDLE_TICK_S = 10.0
 """Seconds between ticks of a host without waiting requests, if there are several hosts. It replaces `TICK_S`.
 
-A large cluster needs fewer ticks, but merged instances may split up to 4 s later.
+A large cluster needs fewer ticks, but merged instances may split up to 9 s later.
 """
 _AGAIN_S = 1e-3
 """Seconds from a tick that preempted, paused or resumed requests to the next tick."""
@@ -88,7 +89,7 @@ class Host:
         if executor.queue or self.idle_ticks:
             return False
         base = executor.config.base_degree
-        return all(i.degree <= base and i.change is None for i in executor.instances)
+        return not [i for i in executor.instances if i.degree > base or i.change is not None]
 
 
 class Cluster:
@@ -161,8 +162,8 @@ class Cluster:
         the run.
         """
         config = config or LoopConfig()
-        arrivals, total = self.requests.arrival_s, len(self.requests)
-        last_s = float(arrivals[-1]) if total else 0.0
+        arrivals, total = array("d", self.requests.arrival_s), len(self.requests)
+        last_s = self.requests.span_s
         end_s = last_s + config.drain_s if config.until_s is None else config.until_s
         events, dirty, since = self._events, {}, 0
         for host in self.hosts:
@@ -174,7 +175,7 @@ class Cluster:
             now_s = min(arrival_s, event_s)
             if now_s > end_s or (config.until_s is None and self._ended == total and self._next == total):
                 break
-            self.now_s = now_s = float(now_s)
+            self.now_s = now_s
             while events and events[0][0] <= now_s:
                 event = heapq.heappop(events)
                 self.tally.events += 1
@@ -276,7 +277,7 @@ class Cluster:
         for at_s, _ in executor.changes.failing[failing:]:
             self._push(at_s, _FAILED, host)
         self._plan_placements(host)
-        preempted = any(isinstance(d.action, Preempt | Offload) for d in decisions)
+        preempted = any(isinstance(d.action, (Preempt, Offload)) for d in decisions)
         host.not_before_s = now_s + _AGAIN_S if preempted else -1.0
         self._count_limit(host, now_s)
         if host.is_quiet:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from serving.scheduler import DegreeLimits, Migrate, Replicate, WaitingRequest
 from serving.simulator.pricing import Pricing
@@ -69,7 +70,7 @@ class HostConfig:
         """Maximum number of running and paused requests on the devices of one instance."""
         return max(limits.max_requests for limits in self.limits)
 
-    @property
+    @cached_property
     def base_degree(self) -> int:
         """Lowest tensor-parallel degree at the start. Merged instances split to this degree."""
         return min(self.degrees_at_start)

@@ -191,7 +191,7 @@ class SimInstance:
     @property
     def has_paused(self) -> bool:
         """Whether paused requests have pages on the devices of this instance."""
-        return any(member.runs for member in self.paused)
+        return bool(self.paused) and any(member.runs for member in self.paused)
 
     def count_room(self) -> None:
         """Update `room_tokens`, the number of tokens that running requests may use.
@@ -221,7 +221,7 @@ class SimInstance:
 
     def requests_at(self, steps: int) -> tuple[RunningRequest, ...]:
         """Return the running requests after `steps` decode steps, in the form that policies use."""
-        return tuple(run.view(steps) for run in self.runs.values())
+        return tuple([run.view(steps) for run in self.runs.values()])
 
     def add(self, run: Run) -> None:
         """Add a request. One of the next steps will begin to compute its prompt.
@@ -430,10 +430,10 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
 
     `shows_timing` says whether the result includes the time of the instance's latest decode step.
     """
-    at_rest = instance.change is None and instance.waits_for is None and instance.down_until_s < now_s
-    at_rest = at_rest and instance.spread is None and instance.batch_limit is None and not instance.changes_placement
     step_s = instance.step_s if shows_timing else None
-    if at_rest and not instance.runs and not instance.has_paused:
+    is_idle = not instance.runs and instance.change is None and instance.waits_for is None and not instance.has_paused
+    is_idle = is_idle and instance.down_until_s < now_s and instance.spread is None and instance.batch_limit is None
+    if is_idle and not instance.changes_placement:
         if (view := instance._idle_view) is None or view.step_s != step_s:
             capacity, slots = instance.limits.capacity_tokens, instance.limits.max_requests
             view = InstanceView(instance.devices[0], instance.devices, capacity, capacity, slots, step_s=step_s)
@@ -441,7 +441,8 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
         return view
     running = instance.requests_at(instance.steps_at(now_s))
     size, coming = instance.page_size, instance.waits_for if instance.change is None else instance.change.action
-    used = sum(-(-r.num_tokens // size) for r in running) * size
+    used = sum([-(-r.num_tokens // size) for r in running]) * size
+    has_paused = instance.has_paused
     kept = None
     if instance.waits_for is not None and not instance.waits_for.release_weights:
         kept = instance.capacity_tokens * (instance.waits_for.degree // instance.degree)
@@ -457,8 +458,8 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
         joinable_tokens=0 if instance.change is None else instance.change.joinable_tokens(instance, used),
         draining=now_s < instance.down_until_s,
         step_s=step_s,
-        paused=tuple(m.requests_at(m.steps) for m in instance.paused) if instance.has_paused else (),
-        paused_degree=instance.paused[0].degree if instance.has_paused else None,
+        paused=tuple(m.requests_at(m.steps) for m in instance.paused) if has_paused else (),
+        paused_degree=instance.paused[0].degree if has_paused else None,
         placement=None if instance.spread is None else instance.spread.view,
         changes_placement=instance.changes_placement,
         batch_limit=instance.batch_limit,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,7 +163,7 @@ class ModelShape:
             raise SimulationError(f"--model {path}: {file.name} must hold an object, not {type(config).__name__}")
         return cls.from_hf(file.resolve().parent.name, config)
 
-    @property
+    @cached_property
     def attention_matrices(self) -> tuple[Matrix, ...]:
         """Attention matrices of one layer: the joint projection to queries, keys and values, and the output projection.
 
@@ -201,7 +202,7 @@ class ModelShape:
             Matrix("down", width, self.hidden_size, "inputs"),
         )
 
-    @property
+    @cached_property
     def head_matrix(self) -> Matrix:
         """Output projection: the matrix that computes logits."""
         return Matrix("head", self.hidden_size, self.vocab_size, "outputs")

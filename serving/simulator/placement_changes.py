@@ -171,6 +171,8 @@ class PlacementChanges:
 
         The numbers follow from the free memory of the devices.
         """
+        if self._host.config.layers is None:
+            return
         spread = [i for i in self._host.instances if i.spread is not None]
         used = self._used_bytes() if spread else {}
         for instance in spread:

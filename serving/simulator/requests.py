@@ -98,4 +98,5 @@ class RequestTable:
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
     """Return the element `index` of a column, or None if the element is NaN or there is no column."""
-    return None if column is None or np.isnan(column[index]) else float(column[index])
+    value = math.nan if column is None else float(column[index])
+    return None if math.isnan(value) else value

@@ -27,29 +27,29 @@ class SimTimings:
 
         The time of a degree is the median over the instances of this degree.
         """
-        for degree in {len(instance.devices) for instance in instances}:
-            alike = [instance for instance in instances if len(instance.devices) == degree]
+        degrees = {instance.degree for instance in instances}
+        for degree in degrees:
+            alike = [instance for instance in instances if instance.degree == degree]
             if steps := [instance.step_s for instance in alike if instance.step_s is not None]:
                 self._steps_s[degree] = _median(steps)
             if rates := [i.prompt_tokens_per_s for i in alike if i.prompt_tokens_per_s is not None]:
                 self._prompt_tokens_per_s[degree] = _median(rates)
-        self._take_throughput(instances)
+        if len(degrees) == 1:
+            self._take_throughput(degrees.pop(), instances)
         return Timing(
             dict(self._steps_s), dict(self._prompt_tokens_per_s), self._transformations_s, dict(self._throughput)
         )
 
-    def _take_throughput(self, instances: Collection[SimInstance]) -> None:
-        """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
+    def _take_throughput(self, degree: int, instances: Collection[SimInstance]) -> None:
+        """Record the throughput of the host, whose instances have one degree, if it is the highest so far.
 
-        Record nothing if the instances have different degrees, if an instance does not decode, or if an instance merges
-        or splits.
+        Nothing is recorded if an instance does not decode or is in transformation.
         """
-        degrees = {len(instance.devices) for instance in instances}
-        if len(degrees) != 1 or any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
+        if any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return
         sequences = sum(instance.step_rows for instance in instances)
         tokens_per_s = sum(i.step_rows / i.step_s for i in instances if i.step_s)
-        before = self._throughput.get(degree := degrees.pop())
+        before = self._throughput.get(degree)
         if before is None or tokens_per_s > before.tokens_per_s:
             self._throughput[degree] = Throughput(sequences, tokens_per_s)
 

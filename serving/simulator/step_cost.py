@@ -1,6 +1,7 @@
 """Cost models of steps: how many seconds a step takes, by its sequences, prompt chunks and tensor-parallel degree."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from serving.simulator.device_spec import DeviceSpec
@@ -93,11 +94,21 @@ class ModelStepCost:
                 return max(measured - device.launch_s, 0.0) + device.kernel_s
         return device.kernel_s + roofline_s(device, inputs, outputs, tokens, item_bytes, weight_bytes)
 
+    @cached_property
+    def _layers_s(self) -> dict[tuple[int, int], float]:
+        """Results of `layer_s`."""
+        return {}
+
     def layer_s(self, degree: int, tokens: int) -> float:
         """Return the seconds of the matrix products, norms and all-reduces of a layer.
 
         The attention operator is not included. If layers differ, the result is the mean over all layers.
         """
+        if (seconds := self._layers_s.get((degree, tokens))) is None:
+            seconds = self._layers_s[degree, tokens] = self._layer_s(degree, tokens)
+        return seconds
+
+    def _layer_s(self, degree: int, tokens: int) -> float:
         model, device = self.model, self.device
         attention_bytes, ffn_bytes = model.attention_item_bytes, model.ffn_item_bytes
         seconds = sum(self.product_s(matrix, degree, tokens, attention_bytes) for matrix in model.attention_matrices)

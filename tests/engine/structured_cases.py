@@ -63,8 +63,27 @@ SCHEMAS: list[Any] = [
 ]
 
 
+FORMATS = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
+"""Formats of JSON schema 2020-12. The `time` of `FormatChecker` is that of draft 3, without fractions and offsets."""
+_TIME = r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+
+
+@FORMATS.checks("time")
+def is_time(value: object) -> bool:
+    """Return whether a text is a time of RFC 3339."""
+    return not isinstance(value, str) or re.fullmatch(_TIME, value, re.ASCII | re.IGNORECASE) is not None
+
+
+@FORMATS.checks("date-time")
+def is_date_time(value: object) -> bool:
+    """Return whether a text is a date and a time of RFC 3339."""
+    if not isinstance(value, str):
+        return True
+    return FORMATS.conforms(value[:10], "date") and value[10:11] in ("T", "t") and is_time(value[11:])
+
+
 def valid_against(schema: Any) -> Check:
-    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
     return lambda text: validator.validate(json.loads(text))
 
 

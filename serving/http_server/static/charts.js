@@ -20,7 +20,8 @@ function axisLabel(format, value) {
 const formatCount = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en", { maximumFractionDigits: 0 }));
 
 const CHARTS = [
-  { title: "Tokens/s", format: formatCount, series: [{ name: "generated", column: 1, color: "--accent", fill: true }] },
+  // The least height keeps the labels whole numbers that differ.
+  { title: "Tokens/s", format: formatCount, least: 4, series: [{ name: "generated", column: 1, color: "--accent", fill: true }] },
   {
     title: "TTFT",
     format: formatTime,
@@ -40,8 +41,9 @@ const CHARTS = [
 ];
 
 class Chart {
-  constructor(root, { title, format, series }, bands) {
+  constructor(root, { title, format, series, least = 0 }, bands) {
     this.format = format;
+    this.least = least;
     this.series = series;
     this.bands = bands;
     this.root = root.appendChild(element("div", "", "chart"));
@@ -87,7 +89,7 @@ class Chart {
         cursor: { sync: { key: "time" }, drag: { x: false, y: false }, y: false, points: { size: 5 } },
         scales: {
           x: { time: false, range: [-LENGTH_S, 0] },
-          y: { range: (_, low, high) => [0, high > 0 ? high * 1.12 : 1] },
+          y: { range: (_, low, high) => [0, Math.max(high > 0 ? high * 1.12 : 1, this.least)] },
         },
         axes: [
           {

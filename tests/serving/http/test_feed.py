@@ -1,6 +1,8 @@
 """Messages for many viewers: one producer, only while somebody watches, and no viewer delays another."""
 
 import asyncio
+import math
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,11 @@ class Producer:
 
     def tick(self) -> None:
         self._ticks.release()
+
+
+def feed_of(producer: Producer, **limits: Any) -> Feed:
+    """Return a feed without pauses between messages."""
+    return Feed(producer, 0.0, max_messages_per_s=math.inf, **limits)
 
 
 class Viewer:
@@ -57,7 +64,7 @@ class Viewer:
 def test_a_message_is_made_once_for_all_viewers():
     async def run() -> None:
         producer = Producer()
-        feed = Feed(producer, 0.0)
+        feed = feed_of(producer)
         viewers = [Viewer(feed) for _ in range(20)]
         for number in range(1, 4):
             for viewer in viewers:
@@ -76,7 +83,7 @@ def test_a_message_is_made_once_for_all_viewers():
 def test_nothing_is_made_while_nobody_watches():
     async def run() -> None:
         producer = Producer()
-        feed = Feed(producer, 0.0)
+        feed = feed_of(producer)
         for _ in range(5):
             producer.tick()
         await asyncio.sleep(0)
@@ -98,7 +105,7 @@ def test_nothing_is_made_while_nobody_watches():
 def test_slow_viewers_miss_messages_and_others_do_not():
     async def run() -> None:
         producer = Producer()
-        feed = Feed(producer, 0.0)
+        feed = feed_of(producer)
         slow, quick = Viewer(feed), Viewer(feed)
         slow.free.clear()
         await slow.have(FIRST)
@@ -117,7 +124,7 @@ def test_slow_viewers_miss_messages_and_others_do_not():
 
 def test_viewers_have_a_limit_and_places_become_free():
     async def run() -> None:
-        feed = Feed(Producer(), 0.0, max_viewers=2)
+        feed = feed_of(Producer(), max_viewers=2)
         one, two, three = (Viewer(feed) for _ in range(3))
         with pytest.raises(LimitError, match="2 pages already watch"):
             await three.task
@@ -130,9 +137,38 @@ def test_viewers_have_a_limit_and_places_become_free():
     asyncio.run(run())
 
 
+def test_many_viewers_get_messages_less_often(monkeypatch: pytest.MonkeyPatch):
+    """At most 20 messages a second for all viewers together, and at most one each half second for each viewer."""
+    pauses: list[float] = []
+
+    async def run() -> None:
+        loop, sleep = asyncio.get_running_loop(), asyncio.sleep
+        monkeypatch.setattr(loop, "time", lambda: 0.0)
+
+        async def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            await sleep(0)
+
+        monkeypatch.setattr("serving.http_server.feed.asyncio.sleep", pause)
+        for count in (1, 10, 40):
+            producer = Producer()
+            feed = Feed(producer, 0.5)
+            viewers = [Viewer(feed) for _ in range(count)]
+            for viewer in viewers:
+                await viewer.have(FIRST)
+            producer.tick()
+            for viewer in viewers:
+                await viewer.have(b"1")
+            for viewer in viewers:
+                await viewer.leave()
+
+    asyncio.run(run())
+    assert pauses == [0.5, 0.5, 2.0]
+
+
 def test_viewer_that_reads_nothing_is_cut_off():
     async def run() -> None:
-        feed = Feed(Producer(), 0.0, max_write_s=0.01)
+        feed = feed_of(Producer(), max_write_s=0.01)
         viewer = Viewer(feed)
         viewer.free.clear()
         with pytest.raises(SlowReaderError, match=r"has read nothing for 0.01 s"):
@@ -144,7 +180,7 @@ def test_viewer_that_reads_nothing_is_cut_off():
 def test_failed_message_is_logged_and_the_next_one_arrives(caplog: pytest.LogCaptureFixture):
     async def run() -> None:
         producer = Producer(fails=(1,))
-        viewer = Viewer(Feed(producer, 0.0))
+        viewer = Viewer(feed_of(producer))
         producer.tick()
         producer.tick()
         await viewer.have(b"2")

@@ -142,6 +142,7 @@ def test_page_fits_the_width(browser: Any, started: Any, width: int, scheme: str
         bright = sum(int(part) for part in ground.removeprefix("rgb(").removesuffix(")").split(",")) > 3 * 128
         assert bright == (scheme == "light")
         assert page.locator(".uplot canvas").count() == 3
+        page.screenshot(path=tmp_path / "page.png", full_page=True)  # for a person to look at
 
 
 def test_page_asks_for_the_admin_token(
