@@ -32,7 +32,6 @@ class InstanceFactory:
         allocators: page allocator of each device. It stays when instances change. Empty with a start placement.
         hidden: buffers of hidden states, and of the loads of experts, of all devices that hold modules.
         sampling_states: state of the sampler of each device that samples.
-        layer_numbers: index of each layer (`Site`), on each device that holds modules.
         begins: the values False and True of a flag (`Site`), on each device that holds modules.
         layer_numbers: the numbers of the layers whose loads of experts are counted, on each device that holds modules.
         on_result: function that other threads call after each result of a step. It must not block.
@@ -45,7 +44,6 @@ class InstanceFactory:
             (self._dims.config.hidden_size, plan.hidden_tokens), self._dims.dtype, self._dims.load_shape
         )
         self.sampling_states: dict[int, SamplingState] = {}
-        self.layer_numbers: dict[int, list[jax.Array]] = {}
         self.begins: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.layer_numbers: dict[int, list[jax.Array]] = {}
         count = len(plan.sub_meshes.devices) if plan.placement is None else 0
