@@ -1,4 +1,4 @@
-"""Full outputs of a request, built from its deltas (`RequestDelta`)."""
+"""Build the full outputs of a request from its deltas. A delta has the new tokens and text of one step."""
 
 import queue
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from amoeba_jax.request import Delivery, Request
 class OutputAccumulator:
     """Builder of the full outputs of one request from its deltas.
 
-    A full output repeats all earlier tokens, so building it takes longer as the output grows. Therefore the caller's
-    thread does it, and not the output thread, which serves all requests.
+    A full output repeats all earlier tokens, so a long output takes long to build. The caller's thread builds the
+    full output, so that the output thread is free for other requests.
     """
 
     def __init__(self, request: Request):
@@ -30,7 +30,7 @@ class OutputAccumulator:
         self._grown: list[int] = []
 
     def add(self, delta: RequestDelta) -> RequestOutput:
-        """Add the next delta and return the output so far. Its `new_text` has only the text of this delta."""
+        """Add the next delta and return the output so far. `new_text` of the result has only the text of this delta."""
         for index in self._grown:  # clear the old `new_text`
             self._outputs[index] = _with_delta(self._outputs[index], None)
         self._grown = [completion.index for completion in delta.completions]
@@ -73,9 +73,10 @@ def _with_delta(output: CompletionOutput, delta: CompletionDelta | None) -> Comp
 
 
 def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
-    """Wait until a request with `every_token=False` has ended, and return its output.
+    """Wait until a request with `every_token=False` has ended, and return its complete output.
 
-    Such a request puts its whole output into the queue `deliveries` at once. If the request fails, its error is raised.
+    Such a request puts one item into the queue `deliveries`: its complete output. If the request fails, raise its
+    error.
     """
     (output,) = wait_for_all(request, deliveries)
     return output
@@ -84,7 +85,7 @@ def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Req
 def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
     """Yield the output so far, whenever a sample has grown or ended. Stop when all samples have ended.
 
-    `deliveries` is the queue to which the request delivers. If the request fails, its error is raised.
+    The request puts its deltas into the queue `deliveries`. If the request fails, raise its error.
     """
     accumulator = OutputAccumulator(request)
     finished = False

@@ -19,7 +19,8 @@ def join_address(host: str, port: int) -> str:
 def read_host(text: str, name: str) -> str:
     """Check a host name or IP address, and return it. Brackets around an IPv6 address are removed.
 
-    Raises `ConfigError`, with the name of the setting (`name`), if the text is not a host name or IP address.
+    Raises `ConfigError` if the text is not a host name or IP address. The message contains `name`, the name of the
+    setting.
     """
     bracketed = text.startswith("[") and text.endswith("]")
     host = text[1:-1] if bracketed else text
@@ -71,7 +72,7 @@ def read_address(text: str, name: str, default_port: int | None = None) -> tuple
 def read_url(text: str, name: str) -> tuple[str, str, int]:
     """Return scheme, host and port of `http://HOST:PORT` or `https://HOST:PORT`.
 
-    Raises `ConfigError`, with the name of the setting (`name`), for any other text.
+    Raises `ConfigError` for any other text. The message contains `name`, the name of the setting.
     """
     wanted = f"{name}={text!r} must be http://HOST:PORT or https://HOST:PORT"
     scheme, separator, rest = text.partition("://")
@@ -85,10 +86,10 @@ def read_url(text: str, name: str) -> tuple[str, str, int]:
 
 
 def grpc_target(text: str, default_port: int) -> tuple[str, str]:
-    """Convert the address of a server to a gRPC target. Return the target and its host ("" if the target has no host).
+    """Convert the address of a server to a gRPC target. Return `(target, host)`.
 
-    An address without a port gets `default_port`. Targets in gRPC's own syntax, such as `dns:///host:50051` and
-    `unix:/path`, are returned unchanged.
+    The host is "" if the target has no host. An address without a port gets `default_port`. Targets in gRPC's own
+    syntax, such as `dns:///host:50051` and `unix:/path`, are returned unchanged.
 
     Raises:
         ConfigError: the text is neither an address nor a target in gRPC's own syntax.
@@ -105,7 +106,7 @@ def grpc_target(text: str, default_port: int) -> tuple[str, str]:
 
 
 def is_local(host: str) -> bool:
-    """Return whether a host always means this machine: `localhost`, a loopback address, `0.0.0.0` or `::`."""
+    """Return whether a host means the local machine everywhere: `localhost`, a loopback address, `0.0.0.0` or `::`."""
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True

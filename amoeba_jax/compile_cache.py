@@ -2,8 +2,8 @@
 
 JAX locks the directory for reads and writes. If it exceeds its size limit, JAX removes the least recently used files.
 
-`enable_compile_cache` repairs the directory. It removes files that a crash or a full disk has truncated, because JAX
-would neither use nor replace them. It also adds missing time stamps, without which JAX would stop writing.
+`enable_compile_cache` repairs the directory. It removes truncated files (after a crash or on a full disk), because JAX
+would neither use nor replace them. It adds missing time stamps, because JAX stops writing if one is missing.
 """
 
 import contextlib
@@ -37,13 +37,12 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | None:
     """Set the directory of JAX's persistent compilation cache for the whole process, and return it.
 
-    If this process cannot write to the directory, a warning is logged, and programs are only read. If `directory` is
-    None and the user has set a directory in JAX, JAX's settings stay as they are, and a warning is logged if that
-    directory is unsafe.
+    If this process cannot write to the directory, log a warning. Programs are then read from the directory, but not
+    stored there.
 
     Args:
-        directory: directory to use. "": change nothing and return None. None: the directory set in JAX, or else
-            `executables` in the project's cache directory.
+        directory: directory to use. "": change nothing and return None. None: keep the directory that the user has set
+            in JAX, with a warning if it is unsafe. If none is set, use `executables` in the project's cache directory.
         max_size: size limit, in bytes or as text such as "8GiB".
 
     Raises:
@@ -102,7 +101,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _problem(status: os.stat_result) -> str | None:
-    """Return the reason why a directory is unsafe, with a remedy; None if it is safe."""
+    """Return why a directory is unsafe and what to do about it. Return None if the directory is safe."""
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "is writable by other users: chmod 700 it or choose another directory"
     if status.st_uid not in (os.getuid(), 0):
@@ -113,8 +112,8 @@ def _problem(status: os.stat_result) -> str | None:
 def may_hold_programs(directory: str) -> bool:
     """Return whether it is safe to load programs from a directory. Loading a program runs its code.
 
-    Return False, with a warning, if another user owns the directory or can write to it. Return False if the directory
-    does not exist, and True for the URL of a storage bucket.
+    If another user owns the directory or can write to it, log a warning and return False. If the directory does not
+    exist, return False. For the URL of a storage bucket, return True.
     """
     if "://" in directory:
         return True  # a storage bucket, whose owner controls access
@@ -142,8 +141,8 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 def tidy(path: Path) -> list[str]:
     """Repair a cache directory: remove truncated files and add missing time stamps. Return the names of removed files.
 
-    A file is not read again if its size and time stamp are the same as at an earlier check. If another process holds
-    the lock for 10 s, or the directory cannot be changed, log a warning and return an empty list.
+    A file is skipped if its size and time stamp have not changed since the last check. If another process holds the
+    lock of the directory for 10 seconds, or if the directory cannot be changed, log a warning and return an empty list.
     """
     try:
         with FileLock(path / _LOCK, timeout=_LOCK_TIMEOUT_S):
@@ -184,9 +183,9 @@ def _tidy(path: Path) -> list[str]:
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Return `[bytes, mtime_ns]` of each file that was complete at the last check, by name.
+    """Return the files that were complete at the last check, as a dict from file name to `[bytes, mtime_ns]`.
 
-    {} if there was no check.
+    The two numbers are size and time stamp at that check. The dict is empty if there was no check yet.
     """
     try:
         checked = json.loads((path / _CHECKED).read_text())
@@ -196,10 +195,10 @@ def _read_checked(path: Path) -> dict[str, list[int]]:
 
 
 def _is_whole(entry: Path) -> bool:
-    """Return whether a file can be decompressed.
+    """Return whether a file of the cache is complete, that is, whether it can be decompressed.
 
     JAX compresses files with zlib or Zstandard. If Python's module for Zstandard is not installed, a Zstandard file
-    counts as whole.
+    counts as complete.
     """
     data = entry.read_bytes()
     if data.startswith(_ZSTD_MAGIC):

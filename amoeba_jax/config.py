@@ -77,27 +77,27 @@ class EngineConfig:
     Default: the context length of the model, or the capacity of an instance of the highest degree if that is less.
     """
     max_num_seqs: int = 32
-    """Limit for the running sequences of an instance, per device of the instance.
+    """Limit for the sequences that run at once, for each device of an instance.
 
     A TP4 instance runs up to 4 times as many sequences as a TP1 instance.
     """
     max_num_batched_tokens: int = 512
-    """Limit for the prompt tokens in a step. Longer prompts take several steps. Tokens of decodes are not counted."""
+    """Limit for the prompt tokens in a step. Longer prompts take several steps. Decoded tokens do not count."""
     prefix_caching: bool = True
     """Whether a request reuses the KV pages of earlier requests that began with the same tokens."""
     segment_layers: int | None = None
-    """Limit for the layers in one executable. A model with more layers takes several launches in each step.
+    """Limit for the layers in one executable. A model with more layers launches several executables in each step.
 
     Default: 8 on GPU; 4 on CPU, or 5 if that divides the number of layers. docs/startup.md has the costs of larger
     executables on CPU.
     """
     transform_attention: bool = False
-    """Whether merges turn unneeded weights of attention projections into KV cache, as they do with FFN weights."""
+    """Whether a merge turns unneeded weights of attention projections into KV cache, in addition to FFN weights."""
     phase_pages: int | None = None
-    """Pages that two devices exchange at once while instances merge or split.
+    """Number of KV pages that two devices exchange at once while instances merge or split.
 
-    The staging buffer of each device holds up to three times as many pages. Default: 16, or fewer on a device with
-    little memory.
+    The staging buffer of each device has room for up to three times this number of pages. Default: 16, or fewer on a
+    device with little memory.
     """
     overlap_exchange: bool | None = None
     """Whether step programs exchange KV pages during a transformation. Default: yes on GPU, no on CPU.
@@ -118,9 +118,9 @@ class EngineConfig:
     compile_beside: bool = True
     """Whether missing programs are compiled in the background.
 
-    If so, a request waits only for programs that it needs, and a step uses the program of a larger batch until the
-    program of its own size is compiled. If not, all requests wait for each compilation, but the same requests always
-    lead to the same steps.
+    True: a request waits only for programs that it needs. Until the program for the size of a step is compiled, the
+    step uses the program of a larger batch. False: all requests wait for each compilation, but the same requests
+    always lead to the same steps.
     """
     strict_compile: bool = False
     """Whether requests and transformations are refused if they need a program that is not compiled.
@@ -135,7 +135,7 @@ class EngineConfig:
     prepare_placements: bool = False
     """Whether warm-ups also compile the programs of replicated and migrated layers (`LLM.replicate`, `LLM.migrate`).
 
-    Otherwise they are compiled when a placement first needs them.
+    If False, a program is compiled when a placement first needs it.
     """
     seed: int = 0
     """Seed of random weights, and of requests without a seed."""
@@ -200,7 +200,7 @@ class EngineConfig:
     def from_fields(cls, values: dict[str, Any]) -> "EngineConfig":
         """Build a config from keyword arguments. `model` may be a `Path`, and `placement` a mapping.
 
-        Raises `ConfigError`, with a list of the settings, for the name of an unknown setting.
+        Raises `ConfigError` if a name is not a setting. The message lists all settings.
         """
         known = {field.name for field in fields(cls)}
         for name in values:

@@ -1,4 +1,4 @@
-"""An engine with its threads: start-up, state, transformations, warm-up and shutdown."""
+"""Engine with its threads: start-up, state, transformations, warm-up and shutdown."""
 
 import weakref
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from rich.progress import ProgressColumn
 from amoeba_jax.compile_cache import enable_compile_cache
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
-from amoeba_jax.engine.engine import Engine
+from amoeba_jax.engine.engine import Engine, SchedulerHook
 from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
-from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.warmup import count_programs, warm_up
 from amoeba_jax.errors import RequestError
+from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import model_specs
@@ -79,9 +79,10 @@ class EngineHandle:
             sizes = {name: spec.num_bytes(self.dims.dtype) for name, spec in model_specs(self.dims).items()}
             with self._bar("loading weights", sum(sizes.values()), BYTES) as advance:
                 open_weights = partial(source.weights, self.dims)
-                engine = Engine(
+                cluster = Cluster(
                     self.config, self.dims, devices, open_weights, lambda name: advance(sizes[name]), tuple(warmup)
                 )
+                engine = Engine(cluster)
         finally:
             source.close()
         self._engine = engine
@@ -97,7 +98,7 @@ class EngineHandle:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the engine, including devices without an instance."""
+        """Number of devices of the engine, including devices that serve no requests at present."""
         return self.config.num_devices
 
     @property
@@ -108,8 +109,9 @@ class EngineHandle:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        The result fills the smallest instance that leaves at least 512 tokens, so that a short prompt needs no
-        transformation.
+        The number is the room that the smallest instance has left after the prompt. An instance with room for fewer
+        than 512 tokens does not count, except the largest instance. A request with a short prompt therefore never needs
+        a merge of instances.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 
@@ -127,7 +129,7 @@ class EngineHandle:
         return self._dispatcher.call(instance_views, self._engine).result()
 
     def placement(self, instance: int = 0) -> Placement:
-        """Return the placement of an instance: the devices that compute each of its layers (docs/placement.md).
+        """Return the placement of an instance: for each layer, the devices that compute the layer (docs/placement.md).
 
         `to_dict()` of the result is a valid `EngineConfig.placement`. Raises `RequestError` if the instance does not
         exist.
@@ -143,11 +145,14 @@ class EngineHandle:
         return self._dispatcher.call(find).result()
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of weights, KV cache and other buffers on each device. Notebooks draw the report."""
+        """Return the bytes of weights, KV cache and other buffers on each device.
+
+        A notebook shows the report as a picture.
+        """
         return self._dispatcher.call(memory_report, self._engine).result()
 
     def snapshot(self) -> tuple[tuple[InstanceStatus, ...], MemoryReport, EngineStats]:
-        """Return `instances`, `memory()` and `stats` of the same moment between two steps."""
+        """Return `instances`, `memory()` and `stats`, all read at the same moment between two steps."""
 
         def read() -> tuple[tuple[InstanceStatus, ...], MemoryReport, EngineStats]:
             return instance_views(self._engine), memory_report(self._engine), engine_stats(self._engine)
@@ -174,9 +179,9 @@ class EngineHandle:
 
         With `running="pause"`, requests of instances that merge stop after the steps in flight and keep their pages.
         The merged instance serves other requests with the free pages. A transformation back to the earlier degree
-        resumes the paused requests on their devices. If the merged instance runs out of pages, it first evicts cached
-        prefixes, and then the pages of paused requests of the same or a lower priority. These requests are computed
-        again later.
+        resumes the paused requests on the devices that hold their pages. If the merged instance runs out of pages, it
+        first evicts cached prefixes. After that, it evicts pages of paused requests with the same or a lower priority.
+        The paused requests that lose pages are computed again later.
 
         Args:
             tensor_parallel_size: degree of the instances afterwards.
@@ -184,9 +189,9 @@ class EngineHandle:
                 of the new degree. Default: all devices.
             variant: name of a `TransformVariant`.
             release_weights: whether a merge turns FFN weights that a rank does not need into KV cache. If False, all
-                weights stay, and the merged instance holds as many tokens as the instances before the merge. A split
-                always restores the weights. An instance that already has the degree does not change. To release or
-                restore its weights, split and merge it.
+                weights stay, and the KV cache of the merged instance holds as many tokens as the caches before the
+                merge. A split always restores the weights. An instance that already has the degree does not change.
+                To release or restore the weights of such an instance, split and merge the instance.
             layers_per_step: number of layers to switch between two steps, rounded up to whole segments
                 (`EngineConfig.segment_layers`). `"auto"`: one segment. If no request runs, all layers switch at once.
             wait_for_programs: whether to wait for programs that `warmup(background=True)` is still compiling. Requests
@@ -207,6 +212,7 @@ class EngineHandle:
         Raises:
             LayoutError: the devices cannot form instances of this degree.
             RequestError: requests would not fit, or the devices are being transformed. Nothing was changed.
+            MemoryBudgetError: a device has too little memory. Nothing was changed.
             ProgramsNotReadyError: programs are still being compiled, and `wait_for_programs` is False. Nothing was
                 changed.
             NotCompiledError: programs are missing, and `strict_compile` is set. Nothing was changed.
@@ -237,13 +243,14 @@ class EngineHandle:
     ) -> PlacementReport:
         """Let a further device compute layers of an instance while requests run.
 
-        Return a report when the change is done. The sequences of the instance are divided into microbatches, one for
-        each device that computes a layer. A device without the weights gets a copy. A device that serves another
-        instance already has them; the KV cache of the replicated layers then takes pages of that instance. No request
-        is lost or computed again.
+        Return a report when the change is done. The sequences of the instance are divided into microbatches (shares),
+        one for each device that computes the replicated layers. No request is lost or computed again.
 
-        Only layers on one device can be replicated: split an instance of a higher degree first. An instance with
-        replicas cannot merge: `evict` them first. docs/placement.md has examples.
+        If the device has no weights of these layers, it gets a copy. If the device serves another instance, it already
+        has the weights. The KV pages of the replicated layers then come from the pages of that instance.
+
+        Only layers at tensor-parallel degree 1 can be replicated. Split an instance of a higher degree first. An
+        instance with replicas cannot merge. `evict` the replicas first. docs/placement.md has examples.
 
         Args:
             layers: layers to replicate, such as `range(5, 15)`.
@@ -263,10 +270,10 @@ class EngineHandle:
     def evict(
         self, layers: range, device: int, instance: int = 0, modules: PlacementModules = "layer"
     ) -> PlacementReport:
-        """Remove replicas of layers from a device while requests run.
+        """Remove copies of layers from a device while requests run.
 
-        This reverses `replicate` and has the same errors. The memory of the device is free afterwards, if no other
-        instance uses it.
+        This reverses `replicate`. The errors are the same. Afterwards, the memory of the copies is free, except memory
+        that another instance uses.
         """
         return self._change_placement("evict", device, instance, layers, modules)
 
@@ -280,22 +287,23 @@ class EngineHandle:
     ) -> PlacementReport:
         """Move layers of an instance to another device while requests run. Return a report when the change is done.
 
-        The first device of the layers drops their weights and KV cache. The freed memory becomes KV cache of its other
-        layers. The embedding and the head stay on the first device. Other arguments and errors are as for `replicate`.
+        The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of other layers
+        on the old device. The embedding and the output projection stay on the old device. Other arguments and errors
+        are as for `replicate`.
 
         Args:
-            modules: as for `replicate`, or `"kv"`. With `"kv"`, the KV cache and the attention over it move, and the
-                first device also keeps the attention weights.
-            move_kv: whether the KV cache moves. If False, only the FFNs move, because attention must be where its cache
-                is.
+            modules: as for `replicate`, or `"kv"`. `"kv"` moves the same as `"attention"`, but the old device keeps
+                its copy of the attention weights. A later move back then copies no weights.
+            move_kv: whether the KV cache moves. If False, only the FFNs move. The attention stays, because it must run
+                on the device that holds the KV cache.
         """
         return self._change_placement("migrate", device, instance, layers, modules, move_kv)
 
     def scale_out(self, device: int, instance: int = 0) -> PlacementReport:
         """Replicate all layers of an instance on an empty device. The copy then becomes a separate instance.
 
-        Each layer serves a share of the requests as soon as it has arrived. When all layers have arrived, the new
-        instance takes over the sequences that its device computes. Errors are as for `replicate`.
+        The device computes a share of the requests in each layer as soon as it has the layer. When it has all layers,
+        the sequences of this share move to the new instance. Errors are as for `replicate`.
         """
         return self._change_placement("scale_out", device, instance)
 
@@ -331,18 +339,18 @@ class EngineHandle:
         return self._dispatcher.call(self._engine.change_placement, options).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
-        """Transform all devices to instances of one degree while no request runs. Return the duration in seconds.
+        """Regroup all devices into instances of one tensor-parallel degree while no request runs.
 
-        Raises `RequestError` if a request is waiting or running.
+        Return the duration in seconds. Raises `RequestError` if a request is waiting or running.
         """
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
-        """Compile all programs of the given degrees and of transformations between them. Run each program once.
+        """Compile the programs of the given tensor-parallel degrees and of transformations between these degrees.
 
-        Return the number of programs that were compiled or loaded from the cache on disk. The layout does not change.
-        After a warm-up of all degrees, requests no longer wait for compilations. `stats.late_programs` counts programs
-        that the warm-up missed.
+        Return the number of programs that were compiled or loaded from the cache on disk. Each program also runs once.
+        No instance changes its degree. After a warm-up of all degrees, requests no longer wait for compilations.
+        `stats.late_programs` counts programs that the warm-up missed.
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
@@ -372,10 +380,10 @@ class EngineHandle:
         self._dispatcher.call(save, Path(directory), weights, self._hf_config, self._directory).result()
 
     def use_scheduler_hook(self, make: Callable[[Engine], P]) -> P:
-        """Install a scheduler, which decides where requests run and when instances change. Return the scheduler.
+        """Install a scheduler and return it. A scheduler decides where requests run and when instances change.
 
-        The dispatcher thread calls `make(engine)` to create the scheduler. After that, the engine also accepts requests
-        that no current instance can hold, because the scheduler can merge instances.
+        The engine's own thread calls `make(engine)` to create the scheduler. After that, the engine also accepts
+        requests that are too large for every current instance, because the scheduler can merge instances.
         """
 
         def install() -> P:
@@ -385,9 +393,10 @@ class EngineHandle:
         return self._dispatcher.call(install).result()
 
     def remove_scheduler_hook(self) -> None:
-        """Remove the scheduler of `use_scheduler_hook`.
+        """Remove the scheduler that `use_scheduler_hook` installed.
 
-        Call this only if no request is waiting: without a scheduler, a request that needs a merge may wait forever.
+        Call this only while no request is waiting. A waiting request that needs a merge of instances would wait
+        forever.
         """
 
         def remove() -> None:
@@ -414,7 +423,7 @@ class EngineHandle:
 def _load_tokenizer(directory: Path | None) -> Tokenizer | None:
     """Return the tokenizer of a model directory.
 
-    Return None if it has no tokenizer.json: prompts must then be token ids.
+    Return None if the directory has no tokenizer.json. Prompts must then be token ids.
     """
     if directory is None or not (directory / "tokenizer.json").exists():
         return None

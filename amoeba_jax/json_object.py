@@ -8,7 +8,7 @@ from amoeba_jax.errors import CheckpointError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `CheckpointError` if the file is missing or has no JSON object."""
+    """Return the JSON object in a file. Raises `CheckpointError` if the file is missing or has no JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -77,9 +77,10 @@ class LLM(EngineHandle):
         request_ids: list[str] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete a list of prompts. An invalid prompt is represented in the list by its error.
+        """Complete a list of prompts and return their outputs.
 
-        Each error becomes a failed output. If `alone` is true, the error is raised instead.
+        `prompt_list` has an error in place of each invalid prompt. A prompt that fails gets an output with the error
+        message. If `alone` is true, the list has one prompt, and its error is raised.
         """
         settings = one_each("params", params, SamplingParams, len(prompt_list))
         ids = one_each("request_ids", request_ids, str, len(prompt_list))
@@ -126,9 +127,9 @@ class LLM(EngineHandle):
     ) -> Iterator[RequestOutput]:
         """Complete one prompt and yield its growing output.
 
-        Each output has all text so far, and the added text in `new_text`. The request starts when the loop starts.
-        Leaving the loop early aborts the request. Arguments are the same as for `generate`. The call itself, before the
-        loop, raises `RequestError` if the prompt cannot be served.
+        Each output has all text so far, and in `new_text` the text since the previous output. The request starts when
+        the loop over the outputs starts. Leaving the loop early aborts the request. Arguments are the same as for
+        `generate`. `RequestError` is raised by the call, before the loop, if the prompt cannot be served.
         """
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         request = self._registry.make(prompt, params, deliveries.put, request_id, cache_salt)
@@ -179,16 +180,16 @@ class LLM(EngineHandle):
         client: str = "",
         arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
-        """Complete one prompt and yield `(request, delta)` for each addition to the output. Made for servers.
+        """Complete one prompt and yield `(request, delta)` for each addition (delta) to the output. Made for servers.
 
         The work for a token does not grow with the length of the output. Other arguments and errors are the same as for
         `astream`.
 
         Args:
-            client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache. Few
-                new grammars of a client may be compiled at the same time. "": no limit for grammars.
-            arrival: arrival of the request as a value of `time.monotonic()`. The request's times count from it. None:
-                now.
+            client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
+                Only a few grammars of a client are compiled at the same time. The client "" has no such limit.
+            arrival: time when the request arrived, as a value of `time.monotonic()`. Latencies are measured from
+                this time. None: now.
         """
         arrival = time.monotonic() if arrival is None else arrival
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -225,8 +226,10 @@ class LLM(EngineHandle):
             self._registry.end([request])
 
     def load_grammars(self) -> None:
-        """Load the vocabulary for constraints, as servers do before they are ready. Otherwise the first constrained
-        request does so, which blocks all threads for up to 1 s."""
+        """Load the vocabulary that constrained decoding needs. Servers call this before they are ready.
+
+        Without this call, the first constrained request loads the vocabulary and blocks all threads for up to 1 s.
+        """
         self._registry.load_grammars()
 
     async def agenerate(
@@ -274,7 +277,7 @@ class LLM(EngineHandle):
         return self._registry.cancel(request_id)
 
     def logits(self, token_ids: list[int], decode_from: int | None = None) -> np.ndarray:
-        """Compute the logits of every position with the paged KV cache: f32 `[len(token_ids), vocabulary]`.
+        """Return the logits of every position, f32 `[len(token_ids), vocabulary]`. Uses the paged KV cache.
 
         Args:
             token_ids: tokens of the sequence.
@@ -289,6 +292,6 @@ class LLM(EngineHandle):
 
 
 def _end_request(registry: "weakref.ref[RequestRegistry]", request: Request) -> None:
-    """Abort the request of a stream that is garbage-collected. The weak reference does not keep the engine alive."""
+    """Abort a request whose stream is garbage-collected. The weak reference `registry` keeps no engine alive."""
     if (owner := registry()) is not None:
         owner.end([request])

@@ -17,14 +17,15 @@ from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, rand
 
 
 class ModelSource:
-    """Files of a model. They are open until `close` is called or the context of `weights` ends.
+    """Files of a model. The files stay open until `close` is called or the context manager `weights` ends.
 
     The constructor raises `ModelNotFoundError` or `CheckpointError`.
 
     Attributes:
         name: name of the model for clients.
-        hf_config: content of config.json. If it names no dtype, the stored dtype of the matrices is added.
-        directory: directory of the tokenizer files; None without a tokenizer.
+        hf_config: content of config.json. If config.json has no dtype, the dtype in which the matrices are stored is
+            added.
+        directory: directory of the tokenizer files. None: there is no tokenizer.
     """
 
     def __init__(self, config: EngineConfig):
@@ -44,7 +45,7 @@ class ModelSource:
 
     @contextmanager
     def weights(self, dims: ModelDims) -> Iterator[WeightReader]:
-        """Yield a reader of the weights for an engine with these sizes. Close the files at the end of the context.
+        """Yield a reader of the weights for an engine with the sizes `dims`. Close the files at the end of the context.
 
         Raises `CheckpointError` if the tensors do not match the model.
         """

@@ -1,4 +1,4 @@
-"""Thread that converts updates from the engine to outputs, so that detokenization does not delay steps."""
+"""Thread that converts new tokens from the engine to outputs, so that detokenization does not delay steps."""
 
 import asyncio
 import contextlib
@@ -25,13 +25,15 @@ A backlog of this size takes a fraction of a second.
 
 
 class OutputThread:
-    """Thread that converts queued updates to outputs. In each turn, it takes some updates of one request.
+    """Thread that converts updates (new tokens of a request) to outputs.
+
+    In each turn, the thread processes some updates of one request.
 
     Args:
-        end_early: function `(sequence, stop string)` that asks the engine to end a sequence early. The stop string is
+        end_early: function `(sequence, stop_string)` that asks the engine to end a sequence early. `stop_string` is
             None if the request failed.
-        on_room: function that this thread calls if the backlog reached `MAX_BACKLOG` and has then fallen below half of
-            it. The function must not block.
+        on_room: function that this thread calls when a backlog of `MAX_BACKLOG` has shrunk by half. The function must
+            not block.
     """
 
     def __init__(self, end_early: EndEarly, on_room: Callable[[], None] = lambda: None):
@@ -45,7 +47,7 @@ class OutputThread:
         self._thread.start()
 
     def put(self, request: Request, update: Update) -> None:
-        """Queue an update. Never waits for the conversion. Only the dispatcher thread may call this."""
+        """Queue an update without waiting for its conversion. Only the engine's thread may call this."""
         with self._changed:
             if not request.inbox:
                 self._ready.append(request)
@@ -55,7 +57,7 @@ class OutputThread:
 
     @property
     def backlog(self) -> int:
-        """Work that is queued: the sum of the weights of all queued updates. An update of one token has weight 1."""
+        """Queued work: the sum of the weights of all queued updates. An update of one token has weight 1."""
         return self._backlog
 
     @property
@@ -73,9 +75,9 @@ class OutputThread:
     def in_loop(
         self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Delivery], None]
     ) -> Callable[[Delivery], None]:
-        """Wrap `deliver` in a function that calls it in an event loop. Pass the result to `Request(deliver=...)`.
+        """Return a function that calls `deliver` in an event loop. Use it as `Request(deliver=...)`.
 
-        The output thread collects the deliveries of several requests, and then wakes the loop only once.
+        The output thread collects the deliveries of several requests, and wakes the loop once for all of them.
         """
 
         def deliver_later(delivery: Delivery) -> None:

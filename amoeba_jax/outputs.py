@@ -83,7 +83,7 @@ class CompletionOutput(_ShortRepr):
     token_ids: tuple[int, ...]
     """All generated tokens, including the tokens of a stop string and the end-of-sequence token."""
     finish_reason: FinishReason | None = None
-    """Reason for the end of the sample. None while it grows.
+    """Reason for the end of the sample. None while the sample grows.
 
     `stop`: an end-of-sequence token, a stop token or a stop string was generated. `length`: the sample has `max_tokens`
     tokens. `abort`: the request was cancelled.
@@ -125,9 +125,9 @@ class RequestOutput(_ShortRepr):
     The field is None if log-probabilities of the prompt were not requested.
     """
     error: str | None = None
-    """Error message, if this prompt failed. `outputs` is then empty.
+    """Error message, if this prompt failed. `outputs` is then empty. None: the prompt did not fail.
 
-    Only calls with several prompts return it; a call with one prompt raises the error.
+    Only a call with several prompts returns an error message. A call with one prompt raises the error.
     """
 
     @property
@@ -143,7 +143,7 @@ class RequestOutput(_ShortRepr):
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """Addition to one sample of a request since the previous delta."""
+    """Addition to one sample since the previous delta of its request."""
 
     index: int
     text: str
@@ -158,7 +158,10 @@ class CompletionDelta:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """Addition to the output of a request since the previous delta. Its size does not depend on earlier output."""
+    """Addition to the output of a request since the previous delta.
+
+    The size of a delta does not grow with the length of the output.
+    """
 
     request_id: str
     num_prompt_tokens: int

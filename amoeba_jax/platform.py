@@ -27,8 +27,8 @@ _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
     """Start JAX and return its first `num_devices` devices. Raises `ConfigError` if JAX has fewer devices.
 
-    If JAX may start GPUs, the XLA flag `NCCL_SPLITTING` is turned off first. A value that the user has set stays. If
-    JAX has already started several GPUs without the flag, a warning is logged.
+    If JAX may start GPUs, first turn off the XLA flag `NCCL_SPLITTING`, unless the user has set it. If JAX has already
+    started several GPUs without the flag, log a warning.
     """
     num_cpu_devices = max(CPU_DEVICES, num_devices)
     os.environ.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * num_cpu_devices))
@@ -57,14 +57,15 @@ def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
 
 
 def jax_has_started() -> bool:
-    """Return whether JAX has started its devices. If so, changes of XLA_FLAGS have no effect any more."""
+    """Return whether JAX has started its devices. After that, changes of XLA_FLAGS have no effect."""
     return xla_bridge.backends_are_initialized()
 
 
 def cuda_may_start(platforms: str) -> bool:
-    """Return whether JAX would try to start NVIDIA GPUs: a plug-in is installed, and `platforms` allows NVIDIA GPUs.
+    """Return whether JAX would try to start NVIDIA GPUs.
 
-    If the result is False, do not set GPU flags: XLA reads XLA_FLAGS on every platform and exits at an unknown flag.
+    The result is True if a plug-in for NVIDIA GPUs is installed and `platforms` allows these GPUs. If the result is
+    False, set no GPU flags. XLA reads XLA_FLAGS on every platform, and exits if it does not know a flag.
 
     Args:
         platforms: value of JAX_PLATFORMS.
@@ -74,10 +75,10 @@ def cuda_may_start(platforms: str) -> bool:
 
 
 def nccl_splitting(environ: Mapping[str, str]) -> str | None:
-    """Return the value of `NCCL_SPLITTING` in XLA_FLAGS ("true" for the flag alone), or None if it is not set.
+    """Return the value of the flag `NCCL_SPLITTING` in XLA_FLAGS, or None if it is not set.
 
-    If XLA_FLAGS does not begin with a dash, it is the name of a file with flags. Raises `OSError` if the file cannot be
-    read.
+    A flag without value is "true". If XLA_FLAGS does not begin with a dash, it is the name of a file, and the flag is
+    read from this file. Raises `OSError` if the file cannot be read.
     """
     value = None
     for flag in _xla_flags(environ).split():
@@ -88,9 +89,10 @@ def nccl_splitting(environ: Mapping[str, str]) -> str | None:
 
 
 def without_nccl_splitting(environ: Mapping[str, str]) -> str:
-    """Return XLA_FLAGS with `NCCL_SPLITTING` off. A value that is already set stays.
+    """Return the flags of XLA_FLAGS with `NCCL_SPLITTING` turned off. A flag that is already set does not change.
 
-    Raises `ValueError` if XLA_FLAGS is the name of a file without this flag, and `OSError` if the file cannot be read.
+    If XLA_FLAGS is the name of a file, the name is returned, and the file must set the flag. Raises `ValueError` if the
+    file does not set the flag, and `OSError` if the file cannot be read.
     """
     flags = environ.get("XLA_FLAGS", "")
     if nccl_splitting(environ) is not None:
@@ -106,12 +108,12 @@ def _xla_flags(environ: Mapping[str, str]) -> str:
 
 
 def is_inline(flags: str) -> bool:
-    """Return whether a value of XLA_FLAGS is empty or contains flags. Other values are names of files with flags."""
+    """Return True if XLA_FLAGS contains flags or is empty. Return False if it is the name of a file with flags."""
     return not flags.strip() or flags.strip().startswith("-")
 
 
 def resolve_dtype(dtype: str, model_dtype: str, platform: str) -> str:
-    """Return the data type of an engine. "auto" is float32 on CPU and the type of the model on accelerators.
+    """Return the data type for an engine. `dtype="auto"` gives float32 on CPU, and `model_dtype` on accelerators.
 
     Raises `ConfigError` for bfloat16 on CPU before JAX 0.12, because XLA would convert whole buffers of the KV cache to
     float32 in every step.

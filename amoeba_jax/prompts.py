@@ -13,7 +13,10 @@ Prompt = str | list[int]
 
 
 def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """Return the prompts as a list, and whether the list has one prompt. Raises `RequestError` for a wrong type."""
+    """Return `(prompts, alone)`: the prompts as a list, and whether the argument was a single prompt.
+
+    Raises `RequestError` for a wrong type.
+    """
     if isinstance(prompts, str):
         return [prompts], True
     if not isinstance(prompts, list | tuple):
@@ -24,10 +27,10 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
 
 def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
-    """Return a list of `count` values. A list is returned as it is. A single value or None is repeated.
+    """Return a list with one value for each of `count` prompts. A single value or None is repeated.
 
-    Raises `RequestError`, with the argument's name (`name`), for a list of another length or for values not of type
-    `kind`.
+    Raises `RequestError` if a list does not have `count` values, or if a value is not of type `kind`. The message
+    contains `name`, the name of the argument.
     """
     if values is None or isinstance(values, kind):
         return [values] * count
@@ -39,7 +42,7 @@ def one_each(name: str, values: Any, kind: type, count: int) -> list[Any]:
 def check_tokens(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Return token ids as a tuple.
 
-    Raises `RequestError` if there are no token ids, or if one is not an integer in `[0, vocab_size)`.
+    Raises `RequestError` if there are no token ids, or if one of them is not an integer in `[0, vocab_size)`.
     """
     if not isinstance(token_ids, list | tuple | np.ndarray) or (
         isinstance(token_ids, np.ndarray) and token_ids.ndim == 0

@@ -1,4 +1,4 @@
-"""Caller's side of a request: convert updates from the engine to text, outputs and metrics."""
+"""Caller's side of a request: conversion of new tokens from the engine to text, outputs and metrics."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ EndEarly = Callable[[Sequence, str | None], None]
 
 @dataclass(eq=False)
 class _Completion:
-    """One sample of a request: its output since the last delta, and its finish reason."""
+    """One sample of a request: its output that is not delivered yet, and its finish reason."""
 
     sequence: Sequence
     text_stream: TextStream
@@ -32,7 +32,7 @@ class _Completion:
     stop_reason: int | str | None = None
 
     def take_delta(self) -> CompletionDelta:
-        """Return the output since the last call. The time depends on the new output only."""
+        """Return the output since the last call. The cost does not grow with the length of the sample."""
         wanted = self.sequence.params.logprobs is not None
         delta = CompletionDelta(
             self.sequence.index,
@@ -48,9 +48,10 @@ class _Completion:
 
 
 class Request:
-    """Samples of a request, with conversion of updates to outputs. Only the output thread calls `take`.
+    """Request with its samples. It converts updates from the engine (new tokens) to outputs.
 
-    The work for an update depends only on the tokens in the update, not on the length or number of the samples.
+    Only the output thread calls `take`. The cost of an update depends on its new tokens, not on the length or number of
+    the samples.
 
     Args:
         prompt: text of the prompt. None: the caller gave token ids.
@@ -103,10 +104,10 @@ class Request:
         return self._failed or not self._num_unfinished
 
     def take(self, updates: Iterable[Update], end_early: EndEarly) -> None:
-        """Process updates and deliver the new output.
+        """Process updates (new tokens of the samples) and deliver the new output.
 
-        If a stop string ends a sequence, call `end_early(sequence, stop string)`. If processing raises an exception,
-        deliver the exception and call `end_early(sequence, None)` for all sequences.
+        If a stop string ends a sequence, call `end_early(sequence, stop_string)`. If an exception is raised, deliver it
+        as the error of the request, and call `end_early(sequence, None)` for all sequences.
         """
         try:
             for update in updates:
@@ -128,7 +129,7 @@ class Request:
             self._deliver(error)
 
     def _deliver_grown(self) -> None:
-        """Deliver the output so far of a request that fails. Do nothing if `every_token` is false."""
+        """Deliver the output that a failed request has so far. Do nothing if `every_token` is false."""
         if self._every_token and self._grown:
             with contextlib.suppress(Exception):  # this may be the error that the request fails with
                 self._deliver(self._delta())
@@ -217,7 +218,7 @@ class Request:
     def _ended_at(self) -> float:
         """Return the time when the last sample ended.
 
-        If a stop string has ended a sample and the engine does not know it yet, return the present time.
+        If a stop string ended a sample and the engine has not recorded the end yet, return the present time.
         """
         ended = [sequence.finished_at for sequence in self.sequences if sequence.finished_at is not None]
         return max(ended) if len(ended) == len(self.sequences) else time.monotonic()

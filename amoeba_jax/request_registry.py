@@ -27,10 +27,10 @@ class RequestRegistry:
 
     Args:
         engine: engine that runs the requests.
-        dispatcher: thread of the engine.
+        dispatcher: thread that runs the engine.
         tokenizer: tokenizer. None: the model takes token ids only.
         eos_token_ids: token ids that end a generation.
-        seed: base of the seeds of requests without a seed.
+        seed: seed of the engine. A request without a seed gets a seed derived from this seed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RequestRegistry:
         client: str = "",
         arrival: float | None = None,
     ) -> Request:
-        """Check a prompt and its settings, and create a request. The request is not registered or submitted yet.
+        """Check a prompt and its settings, and return a new request. The request is neither registered nor submitted.
 
         Args:
             prompt: text or token ids.
@@ -133,16 +133,17 @@ class RequestRegistry:
         return request
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """Return a matcher at the start of its text for settings with a constraint. Raises `RequestError`.
+        """Return the state of a constrained sequence before its first token; None without a constraint.
 
-        A new grammar takes up to some seconds. The matcher of a known grammar takes microseconds.
+        A new grammar is compiled, which can take some seconds. Otherwise the call takes microseconds. Raises
+        `RequestError` if the grammar is refused.
         """
         if params.structured is None:
             return None
         return self.grammars().compile(params.structured)
 
     def grammars(self) -> GrammarCompiler:
-        """Return the compiler of grammars. Raise `RequestError` if the model has no tokenizer."""
+        """Return the compiler of grammars. Raises `RequestError` if the model has no tokenizer."""
         tokenizer = self.need_tokenizer("structured output")
         with self._lock:
             if self._grammars is None:
@@ -150,20 +151,25 @@ class RequestRegistry:
             return self._grammars
 
     def load_grammars(self) -> None:
-        """Load the vocabulary for constraints, if there is a tokenizer. Otherwise the first constrained request does
-        so, which blocks all threads for up to 1 s."""
+        """Load the vocabulary that constrained decoding needs, if there is a tokenizer.
+
+        Without this call, the first constrained request loads the vocabulary and blocks all threads for up to 1 s.
+        """
         if self._tokenizer is not None:
             self.grammars().load_vocabulary()
 
     def register(self, request: Request) -> None:
-        """Register a request by its id. Raise `RequestError` if the id is taken."""
+        """Register a request by its id. Raises `RequestError` if another unfinished request has this id."""
         with self._lock:
             if request.id in self._requests:
                 raise RequestError(f"request_id {shorten(request.id)} is taken by an unfinished request")
             self._requests[request.id] = request
 
     def submit_soon(self, requests: list[Request]) -> "Future[None]":
-        """Submit requests to the engine between two steps. The future is done when the engine has queued them."""
+        """Submit requests to the engine before its next step.
+
+        The returned future is done when the engine has queued them.
+        """
         # One call for all: with several, steps of random batch sizes would run (and compile) in between.
         return self._dispatcher.call(self._engine.submit, [request.sequences[0] for request in requests])
 

@@ -35,8 +35,8 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 class SamplingParams:
     """Sampling settings and limits of one request.
 
-    Raises `RequestError` with the value and its range if a value is out of range. Sequences are stored as tuples, and
-    numbers as Python numbers, so settings can be hashed and compared.
+    Raises `RequestError` if a value is out of range. The message has the value and its range. Lists are stored as
+    tuples, and numbers as Python numbers, so that `SamplingParams` can be hashed and compared.
     """
 
     n: int = 1
@@ -44,9 +44,9 @@ class SamplingParams:
     temperature: float = 1.0
     """Divisor of the logits before sampling, at least 0. At 0 the most probable token is chosen."""
     top_p: float = 1.0
-    """Sum of probabilities, in (0, 1].
+    """Share of the probability to sample from, in (0, 1].
 
-    Tokens are drawn from the smallest set of most probable tokens that reaches it.
+    Tokens are drawn from the smallest set of most probable tokens whose probabilities add up to at least `top_p`.
     """
     top_k: int = 0
     """Number of most probable tokens to sample from. 0 or -1: all."""
@@ -57,9 +57,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Value subtracted from the logit of a token for each time that it was generated. In [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Penalty for tokens in the prompt or output, above 0.
+    """Penalty for tokens that occur in the prompt or output, above 0. 1: no penalty.
 
-    It divides positive logits and multiplies negative logits.
+    The positive logits of these tokens are divided by the penalty. Their negative logits are multiplied by the penalty.
     """
     seed: int | None = None
     """Seed of the random numbers, in [0, 2**32). Sample `i` has the seed `(seed + i) % 2**32`.
@@ -77,7 +77,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Limit for generated tokens, 1 to 2**31 - 1."""
     min_tokens: int = 0
-    """Minimum number of tokens before a stop token or end-of-sequence token may be generated. At most `max_tokens`."""
+    """Number of tokens that must come before a stop token or end-of-sequence token. At most `max_tokens`."""
     logprobs: int | None = None
     """Number of most probable tokens to report with each generated token, 0 to 20. None: no log-probabilities."""
     prompt_logprobs: int | None = None
@@ -87,10 +87,11 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Tokens that may be generated. None: all."""
     bad_words: Sequence[str] = ()
-    """Words that must not be generated. Each word is banned in two forms: without and with a space before it.
+    """Words that must not be generated. Each word is banned in two forms: without and with a space before the word.
 
-    A token is not banned if it has more text than the end of the word, such as its last letter and a newline. At most
-    256 forms may have several tokens. Forms of one token are not limited.
+    The tokens that spell exactly the word are banned. The word can still occur if its last token has further text, such
+    as the last letter of the word and a newline. All words together may have at most 256 forms of several tokens. Forms
+    of one token are not limited.
     """
     skip_special_tokens: bool = True
     """Whether the text omits special tokens."""
@@ -102,7 +103,7 @@ class SamplingParams:
     A request that misses its target continues. docs/scheduling.md describes the effect on each policy.
     """
     tpot_slo_s: float | None = None
-    """Target for the mean time per further token, in seconds: above 0, up to 86400. None: the target of the server."""
+    """Target for the mean time per token after the first, in seconds, up to 86400. None: the target of the server."""
     structured: StructuredOutput | None = None
     """Constraint on the text, such as a JSON schema. None: free text. docs/serving.md describes the effect on other
     settings."""
@@ -157,7 +158,7 @@ class SamplingParams:
         self._normalize()
 
     def _normalize(self) -> None:
-        """Check the settings that are sequences, and convert all values to Python numbers and tuples."""
+        """Check the settings that are lists or mappings. Convert all values to Python numbers and tuples."""
         values: dict[str, Any] = {
             "stop": _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop),
             "bad_words": _strings("bad_words", self.bad_words),
@@ -197,7 +198,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a real number of Python or NumPy, or NaN. Range checks refuse NaN later."""
+    """Return whether a value is a real number of Python or NumPy. NaN counts too: range checks refuse NaN later."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -222,7 +223,10 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
-    """Check a mapping, or pairs, of token ids and biases. Return pairs sorted by id; an empty tuple for None."""
+    """Check biases and return them as pairs `(token id, bias)`, sorted by token id.
+
+    `values` is a mapping from token ids, a sequence of pairs, or None. None gives an empty tuple.
+    """
     try:
         biases = dict(values or ())
     except (TypeError, ValueError) as error:
@@ -236,5 +240,5 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _is_collection(values: Any) -> bool:
-    """Return whether a value is a collection of elements. Strings and mappings do not count."""
+    """Return whether a value is a collection, but neither a string nor a mapping."""
     return isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)

@@ -13,7 +13,7 @@ _MAX_BITS = 256
 def shorten(value: Any, max_chars: int = 100) -> str:
     """Return the `repr` of a value, cut to about `max_chars` characters.
 
-    The work is bounded by `max_chars`, however large the value is: only the first elements and characters are read.
+    Only the first elements and characters of a large value are read, so the cost depends on `max_chars` alone.
     """
     return _cut(_short(value, max_chars, depth=2), max_chars)
 
@@ -49,7 +49,7 @@ def _short(value: Any, max_chars: int, depth: int) -> str:
 
 
 def _joined(parts: Any, length: int, max_chars: int) -> str:
-    """Join parts up to `max_chars` characters, and append the number of elements that are left out."""
+    """Join parts until the text has `max_chars` characters. Append how many of `length` elements are left out."""
     taken: list[str] = []
     size = 0
     for part in parts:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from amoeba_jax.views import DegreePrograms, PlacementStatus, TransformStatus
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper limits of the classes of `EngineStats.steps_by_tokens`, in tokens. One more class has no limit."""
+"""Upper limits, in tokens, of the size classes of `EngineStats.steps_by_tokens`. One more class has no limit."""
 
 
 @dataclass
@@ -25,13 +25,13 @@ class EngineStats:
     nan_logits: int = 0
     """Sequences that failed because their logits were infinite or NaN."""
     failed_steps: int = 0
-    """Steps that failed on the devices. The requests of the instance were computed again."""
+    """Steps that failed on the devices. After each of them, the requests of the instance were computed again."""
     output_backlog: int = 0
     """Generated tokens that the output thread has not converted to output yet (current value)."""
     output_stalls: int = 0
     """Number of times that the engine launched no step because the output backlog was full."""
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    """Number of steps by number of tokens, in the classes of `STEP_TOKENS`. The last class is for more tokens."""
+    """Number of steps by tokens in the step. `STEP_TOKENS` has the size classes. The last class has no limit."""
     compiled_programs: int = 0
     """Programs that were compiled or loaded from the compilation cache."""
     late_programs: int = 0
@@ -39,7 +39,7 @@ class EngineStats:
     awaited_programs: int = 0
     """Programs that were compiled or loaded only when requests needed them."""
     degrees: tuple[DegreePrograms, ...] = ()
-    """Progress of the background warm-up, for each degree. Empty if there was none."""
+    """Progress of the background warm-up, for each degree. Empty if there was no background warm-up."""
     transformations: tuple[TransformStatus, ...] = ()
     """Transformations that have not ended."""
     placements: tuple[PlacementStatus, ...] = ()

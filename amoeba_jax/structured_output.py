@@ -10,7 +10,7 @@ from amoeba_jax.shorten import shorten
 from amoeba_jax.valid_text import check_unicode
 
 MAX_CONSTRAINT_BYTES = 128 * 1024
-"""Limit for a JSON schema, a regular expression, a grammar, or the sum of all choices, in bytes of UTF-8."""
+"""Limit in bytes of UTF-8, for a JSON schema, a regular expression, a grammar, or all choices together."""
 MAX_CHOICES = 1024
 """Limit for the number of choices."""
 
@@ -19,8 +19,8 @@ MAX_CHOICES = 1024
 class StructuredOutput:
     """Constraint on the generated text. Exactly one field must be set.
 
-    The text is complete if it matches the constraint. Then the sequence ends with the finish reason "stop". A sequence
-    that reaches `max_tokens` first ends with "length", and its text is the beginning of a match.
+    When the text matches the constraint, the sequence ends with the finish reason "stop". If the sequence reaches
+    `max_tokens` before that, it ends with "length", and its text is the beginning of a match.
 
     Raises `RequestError` if no field or several fields are set, or if a field is invalid or over its limit. The request
     is refused later if its grammar cannot be compiled.

@@ -6,18 +6,17 @@ from amoeba_jax.tokenizer import DetokenizeStream
 
 
 class TextStream:
-    """Converter of tokens to text that ends at a stop string.
+    """Converter of tokens to text. The text ends at the first stop string.
 
-    The first stop string that is complete ends the text, even inside a token. If several stop strings are complete at
-    the same character, the longest counts. The text is cut before the stop string, or after it with
-    `include_stop_str_in_output`.
+    A stop string may end inside a token. If several stop strings end at the same character, the longest counts. The
+    text is cut before the stop string. With `include_stop_str_in_output`, it is cut after the stop string.
 
-    The increments of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
-    back until later text shows whether it is one. With `include_stop_str_in_output`, no text is held back.
+    The results of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
+    back until later text decides. With `include_stop_str_in_output`, no text is held back.
 
     As in vLLM, a stop string that ends within the first `min_tokens` tokens is ignored.
 
-    Without a tokenizer all increments are "".
+    Without a tokenizer, `push` and `finish` return "".
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class TextStream:
         """Stop string that has ended the text, or None. After a stop string, tokens add no text."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` adds. It is often ""."""
+        """Return the text that `token_id` adds. The result is often ""."""
         if self._detokenizer is None or self.stopped is not None:
             return ""
         self._num_tokens += 1
@@ -73,7 +72,10 @@ class TextStream:
         return self._release(len(self._held) + len(new) - may_begin, new)
 
     def _release(self, length: int, new: str) -> str:
-        """Append `new` to the text that is held back. Remove its first `length` characters and return them."""
+        """Append `new` to the text that is held back.
+
+        Remove the first `length` characters of all this text and return them.
+        """
         if not self._held and length == len(new):
             return new
         self._held.extend(new)
@@ -81,9 +83,9 @@ class TextStream:
 
 
 class _StopString:
-    """Incremental search for one string (Knuth, Morris and Pratt).
+    """Incremental search for one string (algorithm of Knuth, Morris and Pratt).
 
-    The algorithm's table of borders grows only as far as the text has matched, so a long string costs no time at first.
+    The table of the algorithm grows only as far as the text has matched, so a long string has no cost at the start.
     """
 
     def __init__(self, text: str):
@@ -93,10 +95,11 @@ class _StopString:
         self._borders = [0]  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def read(self, new: str, counts: bool) -> int | None:
-        """Search the next text, `new`. Return the index in `new` behind the first occurrence, or None.
+        """Search the next text, `new`.
 
-        An occurrence may start in earlier text. If `counts` is false, occurrences are ignored. Do not call this again
-        after an occurrence was returned.
+        Return the index in `new` where the first occurrence has ended, or None without an occurrence. An occurrence may
+        start in earlier text. If `counts` is false, occurrences are ignored. Do not call this method again after an
+        occurrence was found.
         """
         text, borders, matched = self.text, self._borders, self.matched
         if not matched and text[0] not in new:

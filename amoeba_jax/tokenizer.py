@@ -60,8 +60,8 @@ class Tokenizer:
     def from_directory(cls, directory: Path | str) -> "Tokenizer":
         """Load the tokenizer from `tokenizer.json` in a Hugging Face model directory.
 
-        `eos_token_ids` are the ids in `generation_config.json` (or in `config.json` if that file has none), plus the
-        EOS of the tokenizer.
+        `eos_token_ids` are the ids in `generation_config.json`, plus the EOS of the tokenizer. If
+        `generation_config.json` has no ids, the ids in `config.json` are used.
 
         Raises:
             CheckpointError: `tokenizer.json` is missing or cannot be read.
@@ -106,8 +106,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        The call blocks other threads for at most 40 ms, even for 4 MB of English text (1.4 million tokens, 2 s). The
-        `encode` of the library would block other threads for 2.5 to 3.5 s.
+        Other threads are blocked for at most 40 ms, even for 4 MB of English text (1.4 million tokens). Such a text
+        takes 2 s. The `encode` of the library would block other threads for 2.5 to 3.5 s.
 
         Args:
             text: text to tokenize.
@@ -137,8 +137,8 @@ class Tokenizer:
         """Upper limit for the number of characters that one token can represent.
 
         A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens. Such a
-        text can be refused without tokenization. The number allows for normalizers that compose up to 4 characters into
-        one (NFC).
+        text can be refused without tokenization. The limit includes a factor for normalizers (NFC), which compose up to
+        4 characters into one.
 
         There is one exception. Some tokenizers drop characters, such as repeated spaces or characters outside the
         vocabulary. A text that mainly consists of dropped characters can be refused although its tokens would fit.
@@ -178,12 +178,14 @@ class Tokenizer:
         return twice[len(text) :] if twice.startswith(text) else text
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """Return the entry of a token in the vocabulary, with the tokenizer's own mark for a leading space. "": the
-        vocabulary has no such token."""
+        """Return the vocabulary entry of a token; "" if there is none.
+
+        The entry has the tokenizer's own mark for a leading space.
+        """
         return self._backend.id_to_token(token_id) or ""
 
     def has_text(self, token_id: int) -> bool:
-        """Return whether the token is in the vocabulary and not empty."""
+        """Return whether the token is in the vocabulary and its text is not empty."""
         return bool(self._backend.id_to_token(token_id))
 
     @property
@@ -201,8 +203,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation in the chat format of the model. Arguments and errors are the same as
-        for `render_chat`."""
+        """Return the token ids of a conversation in the chat format of the model.
+
+        Arguments and errors are the same as for `render_chat`.
+        """
         text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message, arguments)
         # The template itself writes BOS if the model needs it.
         return self.encode(text, add_special_tokens=False)
@@ -219,10 +223,10 @@ class Tokenizer:
 
         Args:
             messages: messages with the strings `role` and `content`. A message with `tool_calls` needs no content.
-            add_generation_prompt: whether to open the turn of the assistant.
+            add_generation_prompt: whether to append the start of an assistant message.
             tools: descriptions of functions, in OpenAI's form.
             continue_final_message: whether the last message stays open, so that the model continues its text.
-            arguments: further variables of the template.
+            arguments: additional variables for the template.
 
         Raises:
             RequestError: the model has no template, a message is malformed, or the template fails.
@@ -268,16 +272,17 @@ class Tokenizer:
 class DetokenizeStream:
     """Incremental decoder that returns only complete characters.
 
-    The increments of `push` and `flush` add up to the text of the whole sequence, minus the text of the prompt. So, as
-    in vLLM, the first word has its leading space, and a character that starts in the prompt is complete. Only the last
-    32 prompt tokens are examined, without skipped special tokens.
+    The results of `push` and `flush` add up to the decoded text of prompt and output, minus the text of the prompt. As
+    in vLLM, the first word of the output therefore keeps its leading space. A character that starts in the prompt and
+    ends in the output is returned whole. Only the last 32 prompt tokens are examined. Skipped special tokens do not
+    count.
 
-    There is one exception. If one byte token in a run of byte tokens is invalid, the byte fallback of SentencePiece
-    decodes the whole run as U+FFFD. The stream cannot correct the text of the run that it has already returned. The
+    The results can differ from that text in one case. If one byte token in a run of byte tokens is invalid,
+    SentencePiece decodes the whole run as U+FFFD. The stream cannot correct text that it has already returned. The
     invalid token affects the text of at most 25 further tokens.
 
-    `DecodeStream` of the library is not used, because it drops text that is held back at the end, and raises an error
-    after an invalid byte token.
+    `DecodeStream` of the library `tokenizers` is not used, because it drops text at the end, and raises an error after
+    an invalid byte token.
 
     `push` decodes at most 50 tokens. Text that ends in U+FFFD is held back for at most 16 tokens. After that, the text
     without its last character is returned.
@@ -298,8 +303,9 @@ class DetokenizeStream:
         self._held: list[int] = []  # tokens whose text was not returned yet
 
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
-        """Return how many of the prompt's last tokens to keep, and how many end tokens form an incomplete character.
+        """Return `(kept, cut)`, two numbers of tokens at the end of the prompt.
 
+        `kept` tokens are the context for the output. The last `cut` tokens of the prompt form an incomplete character.
         `tail` has the last tokens of the prompt.
         """
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
@@ -351,7 +357,7 @@ class DetokenizeStream:
         return self._decode(self._held)  # the exception in the class docstring: returned text has changed
 
     def _keep_context(self) -> None:
-        """Move the held tokens to the context after their text was returned."""
+        """Keep tokens as context for the next tokens. The text of these tokens has been returned."""
         self._context = (self._cut + self._held)[-_MOST_CONTEXT:]
         self._context_text = self._decode(self._context)
         self._cut, self._whole_texts, self._held = [], (), []
@@ -363,16 +369,18 @@ class DetokenizeStream:
 def _decomposed_length(text: str) -> int:
     """Return the largest number of characters that a normalizer can compose into `text`.
 
-    U+FFFD may be any part of a character, so it counts as the longest composition.
+    U+FFFD may stand for a part of any character, so it counts as the longest composition.
     """
     return len(unicodedata.normalize("NFD", text)) + (_MOST_DECOMPOSED - 1) * text.count(REPLACEMENT)
 
 
 def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the token ids that end a generation, from `generation_config.json` or else from the model's `config`.
+    """Return the token ids that end a generation.
+
+    The ids come from `generation_config.json`, or from `config` if that file has no ids.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: `generation_config.json` cannot be read.
     """
     file = None if directory is None else directory / "generation_config.json"
     generation = read_json_object(file) if file is not None and file.is_file() else {}
@@ -380,7 +388,7 @@ def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozense
 
 
 def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return `eos_token_id` as a set. Negative ids, which mean "none" in some files, are left out."""
+    """Return `eos_token_id` as a set. Some files use negative ids for "none"; these ids are left out."""
     named = config.get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return frozenset(it for it in ids if isinstance(it, int) and not isinstance(it, bool) and it >= 0)

@@ -4,9 +4,9 @@ from amoeba_jax.errors import RequestError
 
 
 def check_unicode(text: str, name: str) -> str:
-    """Return the text. Raise `RequestError` if the text has an unpaired surrogate, which UTF-8 cannot express.
+    """Return the text. Raises `RequestError` if the text has an unpaired surrogate, which UTF-8 cannot express.
 
-    JSON can contain unpaired surrogates. Python uses them for bytes of arguments and file names that are not UTF-8.
+    JSON can contain unpaired surrogates. Python also uses them for arguments and file names that are not UTF-8.
     """
     try:
         text.encode()

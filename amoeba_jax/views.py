@@ -36,7 +36,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """State of an instance when `LLM.instances` was read."""
+    """State of an instance (serving replica) when `LLM.instances` was read."""
 
     id: int
     devices: tuple[int, ...]
@@ -47,11 +47,11 @@ class InstanceStatus:
     kv_used_pages: int
     kv_total_pages: int
     num_cached_pages: int = 0
-    """Pages of cached prefixes. They are evicted if running requests need pages."""
+    """Pages of cached prefixes. These pages are evicted if running requests need pages."""
     paused: int = 0
-    """Number of paused requests on these devices. They resume after a transformation to `paused_degree`."""
+    """Number of paused requests on these devices. The requests resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
-    """Degree at which the paused requests ran; 0 if there are none."""
+    """Degree at which the paused requests ran; 0 without paused requests."""
     placement: Placement | None = None
     """Devices that compute each layer, for each microbatch."""
     phase: str = "serving"
@@ -59,7 +59,10 @@ class InstanceStatus:
 
 
 class TransformState(StrEnum):
-    """State of a transformation. `TRANSITIONS` lists the states that may follow each state."""
+    """State of a transformation (merge or split of instances).
+
+    `TRANSITIONS` lists the states that may follow each state.
+    """
 
     REQUESTED = "requested"
     AWAITING_REQUESTS = "awaiting requests"
@@ -71,12 +74,12 @@ class TransformState(StrEnum):
     SWITCHING = "switching"
     """Layers switch between steps."""
     SETTLING = "settling"
-    """All layers have switched. The last step with the old layout still runs, or weights are still being restored."""
+    """All layers have switched. The last step of a merge, or copies or restored weights, are still in flight."""
     DONE = "done"
     ABORTED = "aborted"
     """The transformation was refused, or failed before the first layer switched. Nothing has changed."""
     RECOVERED = "recovered"
-    """The transformation failed after the first layer had switched. Groups that had changed completely stay changed.
+    """The transformation failed after the first layer had switched. Device groups that had changed completely stay so.
 
     The failed group serves at the higher degree with an empty cache, and its requests are computed again. If its
     restored weights were lost, the group serves at the lower degree instead.
@@ -97,16 +100,17 @@ TRANSITIONS: dict[TransformState, set[TransformState]] = {
 
 @dataclass(frozen=True)
 class TransformStatus:
-    """Progress of a transformation that has not ended.
+    """Progress of a transformation (merge or split of instances) that has not ended.
 
     Attributes:
-        tensor_parallel_size: requested degree.
+        tensor_parallel_size: requested tensor-parallel degree.
         devices: devices of the instances that change.
         state: one of `TransformState`.
         programs_left: number of missing programs that the transformation waits for.
         estimated_s: expected seconds to compile the missing programs. None: unknown.
-        layers_switched: number of layers that have switched, over all groups that are changing now.
-        num_layers: number of layers of these groups together.
+        layers_switched: number of layers that have switched to the new degree, over all device groups that are
+            changing.
+        num_layers: number of layers of all these device groups together.
     """
 
     tensor_parallel_size: int
@@ -126,12 +130,12 @@ class TransformStatus:
 
 @dataclass(frozen=True)
 class PlacementStatus:
-    """Progress of a change of a placement that has not ended.
+    """Progress of a change of placement (layers that are copied, moved or removed) that has not ended.
 
     Attributes:
         kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
         instance: id of the instance.
-        device: device that gets or loses modules.
+        device: index of the device that gets or loses layers.
         layers: first layer, and the layer after the last; (0, 0) for all layers.
         state: one of `TransformState`.
         layers_switched: number of layers that have switched to their new devices.
@@ -157,7 +161,7 @@ class ExecutableInfo:
     compile_s: float
     """Seconds to trace and compile the program, or to load it."""
     cached: bool
-    """Whether the program was loaded from a cache or relocated, and not compiled by XLA."""
+    """Whether the program was loaded from a cache or relocated (`relocated`). False: XLA compiled the program."""
     relocated: bool
     """Whether the program was compiled for other devices and then loaded for `devices`."""
     code_bytes: int
@@ -179,19 +183,19 @@ class ExecutableInfo:
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """Bytes of one owner on one device. `layer` is None for buffers outside the layers, such as the embedding."""
+    """Bytes of one owner (such as FFN weights) on one device. `layer` is None for buffers that belong to no layer."""
 
     device: int
     layer: int | None
     owner: str
     num_bytes: int
     padding_bytes: int = 0
-    """Bytes of padding among `num_bytes`: zeros, and copies of heads, that make sizes divisible."""
+    """Bytes of padding, contained in `num_bytes`. Padding (zeros and copies of heads) makes sizes divisible."""
 
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Bytes of each owner (`sharding.owners.Owner`) on each device. Printed as a table, and drawn in notebooks."""
+    """Bytes of each owner (`sharding.owners.Owner`) on each device. Prints as a table; notebooks show a picture."""
 
     budget_bytes: int
     entries: tuple[MemoryEntry, ...]
@@ -200,7 +204,7 @@ class MemoryReport:
     reserved_bytes: tuple[int, ...]
     """Bytes reserved for temporaries of programs and transformations, by device."""
     padding: dict[str, float]
-    """Stored elements divided by model elements, by kind of parameter and for `kv cache`. 1.0: no padding."""
+    """Ratio of stored elements to elements of the model, by kind of parameter and for `kv cache`. 1.0: no padding."""
     kv_kept_bytes: tuple[int, ...] = ()
     """Bytes of the KV cache in pages of cached prefixes, by device. These pages are evicted if requests need pages."""
 
@@ -209,7 +213,7 @@ class MemoryReport:
         return sum(entry.num_bytes for entry in self.entries if entry.device == device)
 
     def by_owner(self, device: int) -> dict[str, int]:
-        """Return the bytes of each owner on a device, over all layers."""
+        """Return the bytes of each owner (such as KV cache) on a device, summed over all layers."""
         totals: dict[str, int] = {}
         for entry in self.entries:
             if entry.device == device:
@@ -217,7 +221,7 @@ class MemoryReport:
         return totals
 
     def parts(self, device: int) -> dict[int | None, dict[str, int]]:
-        """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers outside the layers.
+        """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers that belong to no layer.
 
         The uses are `weights`, `kv cache in use`, `kv cache kept`, `kv cache free`, `sampling` and `padding`. Padding
         counts only as `padding`, not as weights or KV cache. Hidden states count as `weights`.
@@ -254,8 +258,8 @@ class MemoryReport:
     def rows(self) -> list[list[str]]:
         """Return the header and the rows of the table, with one column for each device.
 
-        There is a row for each owner, then rows for used and kept KV cache, padding, reserved and unused bytes, and the
-        budget.
+        Each owner (such as KV cache) has a row. Further rows have the bytes of the KV cache in use, the kept KV cache,
+        all padding, reserved memory, unused memory and the budget.
         """
         devices = self.devices
         totals = {device: self.by_owner(device) for device in devices}
@@ -299,7 +303,10 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class _Column:
-    """Column of a device's row in the picture: a layer, buffers outside the layers, or reserved or unused bytes."""
+    """Column in the picture of a device's memory.
+
+    A column shows a layer, the buffers that belong to no layer, the reserved bytes, or the unused bytes.
+    """
 
     layer: int | None
     parts: dict[str, int]
@@ -310,9 +317,9 @@ class _Column:
 
 
 def _picture(report: MemoryReport) -> str:
-    """Return HTML with a legend and an SVG. The SVG has a row for each device and a column for each layer, to scale.
+    """Return the memory report as HTML: a legend, and an SVG with a row for each device and a column for each layer.
 
-    The HTML needs no script, style sheet or other file, so every notebook viewer shows it.
+    The widths are to scale. The HTML needs no script, style sheet or other file, so every notebook viewer shows it.
     """
     rows = {device: _columns(report, device) for device in report.devices}
     longest = max((sum(column.num_bytes for column in columns) for columns in rows.values()), default=1)
@@ -333,7 +340,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device. Their bytes add up to the budget, or to more if the budget is exceeded."""
+    """Return the columns of a device. The sum of their bytes is the budget, or more if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]
@@ -381,12 +388,12 @@ def _stack(title: str, parts: dict[str, int], x: float, width: float, height: in
 
 @dataclass(frozen=True)
 class DegreePrograms:
-    """Progress of a background warm-up for one degree.
+    """Progress of the background compilation for one tensor-parallel degree.
 
     Attributes:
-        degree: tensor-parallel size.
-        num_programs: number of programs of this degree, plus the programs of transitions between this degree and the
-            degrees that were prepared before.
+        degree: tensor-parallel degree.
+        num_programs: number of programs of this degree, including the programs that change instances between this
+            degree and the degrees prepared before.
         num_ready: number of programs that are compiled.
     """
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import platform
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from amoeba_jax import LLM
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.models.decoder import num_parameters
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.batch import StepBatch
@@ -57,9 +59,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedPlan(StepPlan):
+    """Step with given inputs."""
+
+    step: StepBatch
+
+    def batch(self, *_: object) -> StepBatch:
+        return self.step
+
+
 def launch(instance: Instance, step: StepBatch) -> HeadOutput:
     """Launch a prepared step of an instance without waiting."""
-    return instance.launcher.launch_batch(step.shape, None, lambda *_: step)
+    plan = PreparedPlan(step.shape, (), step=step)
+    return instance.runner.run(instance.runner.prepare(plan, instance.lanes))
 
 
 def read_elements(dims: ModelDims) -> int:

@@ -38,6 +38,7 @@ from server_process import bench
 from transformation import Running
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.json_object import read_json_object
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
@@ -294,7 +295,7 @@ def compile_steps(llm: LLM) -> None:
         cluster = llm._engine.cluster
         for instance in llm._engine.instances:
             shapes = instance.buckets.all()
-            specs = [spec for shape in shapes for spec in instance.runner.specs(shape, "last", None)]
+            specs = [spec for shape in shapes for spec in instance.runner.specs(StepPlan(shape, ()))]
             for executable in cluster.executables.prepare(specs):
                 cluster.reserve_temporaries(executable)
 

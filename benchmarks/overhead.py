@@ -44,14 +44,14 @@ def serving_s(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
     with ExitStack() as restored:
         for instance, own in zip(instances, launches, strict=True):
 
-            def timed(plan: StepPlan, lanes: list[Lane], launch=instance.launcher.launch, own=own) -> PendingStep:
+            def timed(plan: StepPlan, lanes: list[Lane], launch=instance.runner.launch, own=own) -> PendingStep:
                 step = launch(plan, lanes)
                 decodes = len(plan.rows) if plan.shape.num_tokens == plan.shape.num_rows else 0
                 own.append((decodes, time.perf_counter()))
                 return step
 
-            instance.launcher.launch = timed
-            restored.callback(delattr, instance.launcher, "launch")
+            instance.runner.launch = timed
+            restored.callback(delattr, instance.runner, "launch")
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
     pairs = [pair for own in launches for pair in itertools.pairwise(own)]
     return median(stop - start for (first, start), (rows, stop) in pairs if first == rows == batch)

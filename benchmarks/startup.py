@@ -12,7 +12,6 @@ There are two parts:
 """
 
 import argparse
-import inspect
 import json
 import os
 import subprocess
@@ -104,6 +103,7 @@ def ready(options: argparse.Namespace, checkout: Path) -> list[dict[str, float]]
 def segments(options: argparse.Namespace) -> dict[str, Any]:
     """Return compile times and decode step times in seconds, by number of layers in a segment."""
     import jax
+    from decode import launch
 
     from amoeba_jax import LLM
     from amoeba_jax.instances.instance import Instance
@@ -113,7 +113,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
     def compile_s(instance: Instance) -> float:
         buckets = instance.buckets
         shapes = buckets.step(options.batch), buckets.step(0, 1, buckets.chunk_sizes[-1])
-        wanted = {request.key: request for shape in shapes for request in instance.launcher.specs(StepPlan(shape, ()))}
+        wanted = {request.key: request for shape in shapes for request in instance.runner.specs(StepPlan(shape, ()))}
         start = time.perf_counter()
         made = list(compile_programs(wanted.values(), jobs=1))
         assert not any(executable.info.cached for executable in made), "the cache must be off"
@@ -145,21 +145,13 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
         for turn in range(options.repeats + 2):
             for length, llm in engines.items():
                 began = time.perf_counter()
-                np.asarray(launch_step(llm, steps[length]).argmax_ids)
+                np.asarray(launch(llm._engine.instances[0], steps[length]).argmax_ids)
                 if turn >= 2:
                     times[length].append(time.perf_counter() - began)
         for llm in engines.values():
             llm.close()
     result |= {f"step_s_{length}": samples for length, samples in times.items()}
     return result
-
-
-def launch_step(llm, step):
-    """Launch a step. In versions of this project without start placements, the call has no further arguments."""
-    launch = llm._engine.instances[0].launcher.launch_batch
-    if len(inspect.signature(launch).parameters) == 1:
-        return launch(step)
-    return launch(step.shape, None, lambda *_: step)
 
 
 def decode_step(llm, batch: int, context: int):

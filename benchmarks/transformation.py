@@ -43,10 +43,10 @@ from transformation_report import print_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.step import PendingStep, StepPlan
-from amoeba_jax.instances.step_launcher import StepLauncher
+from amoeba_jax.transform.relayout import Relayout
 from amoeba_jax.transform.report import TransformReport
-from amoeba_jax.transform.transition import Transition
 
 NEW_TOKENS = 192
 STEADY_STEPS = 6
@@ -73,7 +73,7 @@ class Step:
         arrived: time at which the result arrived, by `time.perf_counter()`.
         device: first device of the instance that ran the step.
         degree: degree of this instance.
-        boundary: first layer in the new layout (`Transition.boundary`); None if no transformation runs.
+        boundary: first layer in the new layout (`Relayout.boundary`); None if no transformation runs.
         switched: whether layers switched just before the step.
     """
 
@@ -94,16 +94,16 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         direction: "up" for merges, "down" for splits.
     """
     found: list[Step] = []
-    launch_step, switch_layers = StepLauncher.launch, Transition.switch_layers
-    turns: dict[Transition, Iterator[int]] = defaultdict(itertools.count)
-    switched: dict[Transition, bool] = {}
+    launch_step, switch_layers = Runner.launch, Relayout.switch_layers
+    turns: dict[Relayout, Iterator[int]] = defaultdict(itertools.count)
+    switched: dict[Relayout, bool] = {}
 
-    def launch(launcher: StepLauncher, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
-        group = launcher.group
-        transition = next((it for it in turns if it.instance.launcher is launcher and not it.done), None)
+    def launch(runner: Runner, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
+        group = runner.group
+        transition = next((it for it in turns if it.instance.runner is runner and not it.done), None)
         boundary = None if transition is None else transition.boundary
         did = transition is not None and switched.get(transition, False)
-        step = launch_step(launcher, plan, lanes)
+        step = launch_step(runner, plan, lanes)
 
         def arrived(_: Any) -> None:
             found.append(Step(time.perf_counter(), group.start, group.tp, boundary, did))
@@ -111,18 +111,18 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
         step.result.add_done_callback(arrived)
         return step
 
-    def switch(transition: Transition, step: StepPlan | None = None) -> None:
+    def switch(transition: Relayout, step: StepPlan | None = None) -> None:
         # The last switch ends the transition, and plain steps run before it too.
         extra = plain_steps if transition.up == (direction == "up") else 0
         switched[transition] = next(turns[transition]) % (extra + 1) == 0
         if switched[transition] or not any(s.num_uncomputed_tokens for s in transition.instance.running):
             switch_layers(transition, step)
 
-    StepLauncher.launch, Transition.switch_layers = launch, switch
+    Runner.launch, Relayout.switch_layers = launch, switch
     try:
         yield found
     finally:
-        StepLauncher.launch, Transition.switch_layers = launch_step, switch_layers
+        Runner.launch, Relayout.switch_layers = launch_step, switch_layers
 
 
 class Running:

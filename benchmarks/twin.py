@@ -81,7 +81,7 @@ def run_engine(llm: LLM, workload: WorkloadConfig, policy: str, config: AmoebaCo
     finally:
         counters = hook.scheduler.counters
         llm.remove_scheduler_hook()
-        while llm._engine.transformations.busy:
+        while llm._engine.changes.busy:
             time.sleep(0.05)
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)

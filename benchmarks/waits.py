@@ -32,7 +32,7 @@ from transformation import RANDOM_MODELS, REAL_MODEL
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.instances.step import StepPlan
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.relayout import Relayout
 
 MAX_NUM_SEQS = 8
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -118,21 +118,21 @@ def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: 
     late: list[Watched] = [] if prompt is None else [Watched(llm, [prompt], SHORT)]
     num_layers = llm._engine.dims.config.num_layers
     wanted = {"start": 0, "middle": num_layers // 2, "end": num_layers - 1}[place]
-    real, sent = Transition.switch_layers, threading.Event()
+    real, sent = Relayout.switch_layers, threading.Event()
 
-    def switch(self: Transition, step: StepPlan | None = None) -> None:
+    def switch(self: Relayout, step: StepPlan | None = None) -> None:
         before = self.num_switched
         real(self, step)
         if late and not sent.is_set() and (not before if place == "start" else self.num_switched >= wanted):
             sent.set()
             late[0].submit()
 
-    Transition.switch_layers = switch
+    Relayout.switch_layers = switch
     begin = time.perf_counter()
     try:
         llm.transform(degree, layers_per_step=layers)  # pyright: ignore[reportArgumentType]
     finally:
-        Transition.switch_layers = real
+        Relayout.switch_layers = real
     end = time.perf_counter()
     for each in late:
         each.ended.wait()

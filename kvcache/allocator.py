@@ -1,7 +1,7 @@
 """Buddy allocator for the KV pages of one device.
 
-A *unit* is one of the `max_tp` equal pieces of a TP1 page (`kvcache.geometry`). The allocator counts in units. A block
-of order `k` has `2**k` units, and its first unit is a multiple of `2**k`.
+The allocator counts in units. A *unit* is one of the `max_tp` equal pieces of a page at TP1 (`kvcache.geometry`). A
+block of order `k` has `2**k` units, and its first unit is a multiple of `2**k`.
 
 With `max_tp` 4, a TP1 page is a block of order 2, and a TP4 page is a block of order 0. Pages of all degrees therefore
 come from one pool of units. A paused TP1 request can keep its pages while a TP4 request runs.
@@ -16,7 +16,7 @@ class OutOfPagesError(RuntimeError):
 
 
 class Block(NamedTuple):
-    """Allocated block: its first unit, its order (`2**order` units) and its number of references."""
+    """Allocated block of KV cache: its first unit, its order (`2**order` units) and its number of references."""
 
     unit: int
     order: int
@@ -26,8 +26,9 @@ class Block(NamedTuple):
 class _FreeBlocks:
     """Free blocks of one order: a set, and a heap that finds the lowest block in O(log n).
 
-    A removed block leaves the set at once. Its heap entry stays until it reaches the top. If the block becomes
-    free again before that, the entry is reused. The heap therefore has at most one entry for each block.
+    A removed block leaves the set at once. The block's heap entry stays until it reaches the top of the heap. If the
+    block becomes free again before that, the entry is valid again. The heap therefore has at most one entry for each
+    block.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class _FreeBlocks:
         return unit in self._free
 
     def append(self, units: range) -> None:
-        """Add blocks whose ids are higher than the ids of all earlier blocks."""
+        """Add free blocks. Their units must be higher than the units of all blocks so far."""
         self._free.update(units)
         self._queued.update(units)
         self._heap.extend(units)
@@ -66,16 +67,17 @@ class _FreeBlocks:
 
 
 class BuddyAllocator:
-    """Allocator of reference-counted blocks of units on one device.
+    """Allocator of reference-counted blocks of units (equal pieces of pages) on one device.
 
     `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of
-    equal size, it takes the block with the lowest id.
+    equal size, it takes the block with the lowest unit.
 
-    The units are in the extents of the device (`kvcache.extents`). Extents of released weights are added later and have
-    higher ids, so they are filled last. They are therefore likely to be free when their weights must be restored.
+    The units are in the KV buffers (extents, see `kvcache.extents`) of the device. Extents made from weights are added
+    later and have higher units, so they are filled last. Such an extent is therefore likely to be free when it must
+    hold weights again.
 
     Methods that take the first unit of an allocated block raise `ValueError` if no allocated block starts there. Not
-    thread-safe: only the engine's dispatcher thread calls it.
+    thread-safe: only the engine's thread calls them.
     """
 
     def __init__(self, max_tp: int) -> None:
@@ -91,7 +93,7 @@ class BuddyAllocator:
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """`(start unit, number of units)` of each extent, in ascending order."""
+        """`(first unit, number of units)` of each KV buffer (extent), in ascending order."""
         return tuple(self._extents)
 
     @property
@@ -103,7 +105,7 @@ class BuddyAllocator:
         return self.num_free(0)
 
     def num_free(self, order: int) -> int:
-        """Return the number of blocks of `order` that can be allocated now.
+        """Return how many blocks of `2**order` units can be allocated now.
 
         A larger free block counts as several blocks.
         """
@@ -111,7 +113,7 @@ class BuddyAllocator:
         return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
 
     def add_extent(self, num_pages: int) -> int:
-        """Add an extent of `num_pages` TP1 pages after the existing extents. Return its first unit."""
+        """Add a KV buffer (extent) of `num_pages` TP1 pages after the existing extents. Return its first unit."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; an extent has at least one page")
         start, num_units = self.total_units, num_pages * self.max_tp
@@ -150,7 +152,7 @@ class BuddyAllocator:
         return [self.allocate(order) for _ in range(n)]
 
     def claim(self, unit: int, order: int) -> None:
-        """Allocate the block of `order` that starts at `unit`, with one reference.
+        """Allocate a given free block: the block of `2**order` units that starts at `unit`. It gets one reference.
 
         Raises `ValueError`, and changes nothing, if `unit` is not aligned or a unit of the block is not free.
         """
@@ -172,12 +174,15 @@ class BuddyAllocator:
         self._references[unit] = 1
 
     def share(self, unit: int) -> None:
-        """Add a reference to the allocated block at `unit`."""
+        """Add a reference to the allocated block that starts at `unit`."""
         self._check_live(unit)
         self._references[unit] += 1
 
     def free(self, unit: int) -> None:
-        """Drop a reference to the allocated block at `unit`. If it was the last reference, the block becomes free."""
+        """Drop a reference to the allocated block that starts at `unit`.
+
+        If this was the last reference, the block becomes free.
+        """
         self._check_live(unit)
         self._references[unit] -= 1
         if self._references[unit]:
@@ -194,8 +199,7 @@ class BuddyAllocator:
     def become(self, other: "BuddyAllocator") -> None:
         """Replace the extents and blocks of this allocator by the extents and blocks of `other`.
 
-        When a device gets a new layout, all objects that hold this allocator then see the new state. Do not use `other`
-        afterwards.
+        All objects that hold this allocator then see the new state of the device. Do not use `other` afterwards.
         """
         if other.max_tp != self.max_tp:
             raise ValueError(f"an allocator of pages split {self.max_tp} ways cannot become one of {other.max_tp}")

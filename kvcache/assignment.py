@@ -1,4 +1,4 @@
-"""Assignment of sequences to instances when a group of devices splits."""
+"""Assignment of sequences to the instances that result when a group of devices splits."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,23 +16,23 @@ def assign_down(
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " sequences"]:
-    """Choose an instance for each sequence of a group of devices that splits.
+    """Choose an instance for each sequence when a group of devices splits into several instances.
 
     Return the index of an instance for each sequence.
 
     The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. Sequences that
     share a page may get different instances, and each of these instances then needs a copy of the page.
 
-    If the sequences do not fit this way, a second attempt keeps sequences that share pages together. It is not the
-    first attempt: if all prompts begin with the same system prompt, it would leave instances idle.
+    If the sequences do not fit this way, a second attempt puts sequences that share pages on the same instance. This
+    attempt is not the first, because it leaves instances idle if all prompts begin with the same system prompt.
 
-    Cached pages without a sequence are not part of the input. The caller drops them.
+    The input does not include cached pages that no sequence uses. The caller drops these pages.
 
     Args:
         pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
             same page.
         room: free pages of each instance, in pages of the lower degree.
-        staying: for each sequence, the number of its pieces that could stay in place on each instance
+        staying: for each sequence, the number of its page pieces that could stay in place on each instance
             (`relayout.staying_pieces`). If given, each sequence is first assigned to the instance with the highest
             number. Sequences are then moved until the free pages of the instances differ by at most the pages of the
             longest sequence, or until no move helps. If the result does not fit, `staying` is ignored.
@@ -66,10 +66,10 @@ def assign_down(
 
 
 _Preference = Callable[[int, int], tuple[int, int]]
-"""Cost of an instance for a group of sequences: a function `(free, need) -> cost`.
+"""Function `(free, need) -> cost`: the cost of an instance for a group of sequences.
 
-`free` is the number of free pages of the instance. `need` is the number of new pages that the group needs there. A
-group of sequences goes to the instance with the lowest cost.
+`free` is the number of free pages of the instance. `need` is the number of new pages that the group needs on this
+instance. A group of sequences goes to the instance with the lowest cost.
 """
 
 
@@ -126,9 +126,10 @@ def _assign_staying(
     staying: Sequence[Int[np.ndarray, " _"]],
     limit: list[int],
 ) -> Int32[np.ndarray, " sequences"] | None:
-    """Assign each sequence to the instance on which most of its pieces stay, then balance the free pages.
+    """Assign each sequence to the instance on which most pieces of its pages stay in place.
 
-    The arguments are as in `_assign` and `assign_down`. Return None if the balanced assignment does not fit.
+    Then move sequences to balance the free pages of the instances. The arguments are as in `_assign` and `assign_down`.
+    Return None if the balanced assignment does not fit.
     """
     if not pages:
         return np.zeros(0, np.int32)
@@ -141,12 +142,12 @@ def _assign_staying(
 class _Staying:
     """Assignment of sequences to instances, improved by moving one sequence at a time.
 
-    At first, every sequence is on the instance where most of its pieces stay. A move goes to the instance with the most
-    free pages, among the instances with fewer sequences than their limit.
+    At first, every sequence is on the instance where most pieces of its pages stay in place. A move goes to the
+    instance with the most free pages, among the instances with fewer sequences than their limit.
 
-    The number of moves is finite, for two reasons. First, no move brings an instance above its limit, so an instance
-    above its limit only loses sequences. Second, any other move leaves both instances with more free pages than the
-    fuller of the two had before, so no earlier assignment returns.
+    The moves come to an end. An instance above its limit only loses sequences. Any other move leaves each of the two
+    instances with more free pages than the fuller of the two had before. An earlier assignment therefore cannot
+    return.
     """
 
     def __init__(
@@ -210,13 +211,13 @@ class _Staying:
         return None
 
     def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " sequences"]:
-        """Return for each sequence how many of its pages have a set flag. `flags` is indexed by page number."""
+        """Return the number of pages with a set flag, for each sequence. `flags` is indexed by page number."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 
 
 def _sharing(pages: Sequence[Int[np.ndarray, " _"]]) -> list[list[int]]:
-    """Group the sequences that share pages, directly or through other sequences. No two groups share a page."""
+    """Group the sequences so that no two groups share a page. Return the indices of the sequences of each group."""
     leader = list(range(len(pages)))
 
     def find(sequence: int) -> int:

@@ -1,6 +1,7 @@
-"""Programs that run the phases of a migration plan (`kvcache.migration`) on the devices of a group.
+"""Programs that move pieces of KV pages between the devices of a group, as planned by `kvcache.migration`.
 
-A phase gathers the pieces of pages that each rank sends, exchanges them, and scatters the received pieces in place.
+A plan has phases. In a phase, each rank gathers the pieces that it sends, exchanges them with the other ranks, and
+scatters the received pieces in place.
 """
 
 import functools
@@ -21,10 +22,10 @@ from sharding.errors import LayoutError
 from sharding.mesh import TP_AXIS, SubMesh
 
 PHASES_AT_ONCE = 3
-"""Number of phases of one distance that a program without a loop can run in a row.
+"""Number of phases of one distance that a program without a loop can run in a row (`migration.Phase`).
 
-Launching a program on four devices takes 0.3 ms of CPU time. Most plans have at least three phases of each distance
-that they use.
+The number is above 1 to save launches. A launch on four devices takes 0.3 ms of CPU time. Most plans have at least
+three phases of each distance that occurs.
 """
 
 PHASES_OF_LOOP = 16
@@ -32,13 +33,15 @@ PHASES_OF_LOOP = 16
 
 
 class ExchangeKind(NamedTuple):
-    """Shape of an exchange program: the number of phases that it runs one after another, and their distance.
+    """Kind of an exchange program: the phases that one launch of the program runs.
 
-    `migration.Phase` defines phases and distances. `distance` is None for a program of general phases.
+    In a phase, ranks exchange pieces of KV pages. `migration.Phase` defines phases and distances.
 
-    A program with `loop` runs up to `num_phases` phases of any distance: each iteration branches on the distance, and
-    `distance` is None. It replaces the programs of all distances and needs one launch for each layer. It is for CPU
-    only: on a GPU, the host would have to wait in each phase to learn the branch.
+    A program without `loop` runs `num_phases` phases of the given distance. `distance` is None for general phases.
+
+    A program with `loop` runs up to `num_phases` phases of any distances, and `distance` is None. One such program
+    replaces the programs of all distances, and one launch is enough for a layer. A program with `loop` is for CPU only.
+    On a GPU, the host would have to wait in each phase to learn the distance of the phase.
     """
 
     distance: int | None
@@ -50,10 +53,10 @@ class Exchange(NamedTuple):
     """Inputs of one launch of an exchange program. `migration.Phase` defines ids, `p` and `phase_pieces`.
 
     Attributes:
-        kind: shape of the program.
+        kind: kind of the program.
         send: `Phase.send` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
-            `[p, num_phases, p * phase_pieces + 1]`. The last entry is then the branch of the phase: 0 for a general
-            phase, `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
+            `[p, num_phases, p * phase_pieces + 1]`. The last entry then selects the branch: 0 for a general phase,
+            `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
         receive: `Phase.receive` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
             `[p, num_phases, p * phase_pieces]`.
     """
@@ -64,10 +67,10 @@ class Exchange(NamedTuple):
 
 
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
-    """Return the kinds of all programs that the results of `join_phases` can need for `p` ranks.
+    """Return the kinds of all programs that an instance of `p` ranks can need for the exchanges of `join_phases`.
 
-    If `loop`, there is only one kind. Without a loop, there is a kind for one general phase, a kind for one phase of
-    each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0.
+    With `loop`, there is only one kind. Without `loop`, there is one kind for a general phase. For each distance, there
+    is a kind for one phase, and above distance 0 also a kind for `PHASES_AT_ONCE` phases.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -76,9 +79,9 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """Group the phases of a plan into exchanges, in the same order.
+    """Group the phases of a plan into exchanges (launches of a program), in the same order.
 
-    If `loop`, each exchange is for a program with a loop (`ExchangeKind`) and has up to `PHASES_OF_LOOP` phases.
+    With `loop`, each exchange is for a program with a loop (`ExchangeKind`) and has up to `PHASES_OF_LOOP` phases.
     """
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
@@ -118,12 +121,12 @@ def exchange_pieces(
     Runs on one rank, inside `shard_map` over `p` ranks. Temporary memory: all sent and all received pieces.
 
     Args:
-        extents: extents of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements, and ids count
-            over all extents.
+        extents: KV buffers of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements. Ids of
+            pieces count through all extents.
         num_read: number of extents to read from, beginning with the first extent.
         num_written: number of extents to write to, beginning with the first extent.
-        send: ids of the pieces that this rank sends, `Phase.send` of the rank. Its shape is `[p, phase_pieces]` if
-            `distance` is None, else `[p * phase_pieces]`. A negative id sends garbage (padding).
+        send: ids of the pieces that this rank sends (`Phase.send` of the rank), `[p, phase_pieces]` if `distance` is
+            None, else `[p * phase_pieces]`. For a negative id, arbitrary data are sent (padding).
         receive: target ids of the pieces that this rank receives, with the shape of `send`. A negative id writes
             nothing.
         distance: distance of the phase, or None for a general phase. In a program with a loop, an int32 scalar array
@@ -146,14 +149,14 @@ def exchange_pieces(
 
 
 def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
-    """Reshape the extents of one rank to arrays with one piece in each row. XLA needs no copy for it."""
+    """Reshape the KV buffers of one rank so that each row is one piece of a page. Copies nothing."""
     return [extent.reshape(extent.shape[0] * p, -1) for extent in extents]
 
 
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Float[Array, "pieces elems"]:
-    """Return the pieces with the given ids. A negative id returns garbage.
+    """Return the pieces of KV pages with the given ids. The result for a negative id is arbitrary.
 
-    `rows` is the result of `as_pieces`. Ids count over all its arrays.
+    `rows` is the result of `as_pieces`. Ids count through all arrays of `rows`.
     """
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
@@ -164,7 +167,9 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Fl
 
 
 def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array, "pieces elems"]:
-    """Send `pieces` from this rank `r` to rank `r ^ distance`, and return the pieces that arrive from that rank.
+    """Send `pieces` to the rank at `distance`, and return the pieces that arrive from that rank.
+
+    From rank `r`, the rank at `distance` is `r ^ distance`.
 
     `pieces` must be a result of `as_bits`.
     """
@@ -175,7 +180,7 @@ def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array,
 
 
 def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array, "pieces elems"]:
-    """Run a general phase: send block `i` to the rank at distance `i`, for every `i`.
+    """Exchange blocks of pieces between all ranks: send block `i` to the rank at distance `i`, for every `i`.
 
     Block `i` has the pieces `Phase.send[rank, i]`. Return the received blocks, concatenated in the order of the
     distances.
@@ -184,10 +189,10 @@ def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """Reinterpret elements as unsigned integers of the same size. Elements of 32 bits are returned unchanged.
+    """Reinterpret elements as unsigned integers of the same size, to send them. 32-bit elements are returned unchanged.
 
-    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. It sends 32-bit elements as they
-    are. Reinterpreting them would add a copy that takes a fifth of the time of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. 32-bit elements are sent
+    unchanged anyway. To reinterpret them would cost a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
@@ -203,8 +208,8 @@ def scatter_pieces(
 ) -> list[jax.Array]:
     """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays.
 
-    `rows` is the result of `as_pieces`. Ids count over all its arrays. A negative id writes nothing. The other ids must
-    differ from each other.
+    `rows` is the result of `as_pieces`. Ids count through all arrays of `rows`. A negative id writes nothing. All ids
+    that are not negative must differ.
     """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
@@ -225,19 +230,19 @@ def compile_exchange(
     phase_pieces: int,
     kind: ExchangeKind,
 ) -> jax.stages.Compiled:
-    """Compile a program `(extents, send, receive) -> extents` that runs an `Exchange` in one layer.
+    """Compile a program `(extents, send, receive) -> extents` that runs an `Exchange` on the KV buffers of one layer.
 
-    `extents` are all extents of the layer, each `[tp * pages, page_elems]` over the ranks of the group. They are
+    `extents` are all buffers of the layer, each `[tp * pages, page_elems]` over the ranks of the group. The extents are
     donated. `send` and `receive` are the arrays of the exchange, sharded over the ranks. Temporary memory on each rank:
-    at most `2 * tp * phase_pieces` pieces, or `3 * tp * phase_pieces` for a program with a loop.
+    at most `2 * tp * phase_pieces` pieces, or `3 * tp * phase_pieces` pieces for a program with a loop.
 
     Args:
-        geometry: geometry of the pages.
+        geometry: sizes of the pages.
         dtype: dtype of the extents.
-        group: devices of the instance with the higher degree, for a merge and for a split.
-        old_extent_pages: number of pages of each extent that exists in the old layout.
-        new_extent_pages: number of pages of each extent that exists in the new layout. The shorter of the two lists
-            must be a prefix of the longer list.
+        group: devices of the merged instance, for a merge and for a split.
+        old_extent_pages: number of pages of each extent before the change of degree.
+        new_extent_pages: number of pages of each extent after the change. The shorter of the two lists must be a prefix
+            of the longer list.
         phase_pieces: argument `phase_pieces` of `migration.plan_phases`.
         kind: kind of the exchange.
 

@@ -1,4 +1,4 @@
-"""Extents: the buffers that hold the KV cache of a layer, and the page ids that count over them."""
+"""Extents: the device buffers with the KV cache of a layer. Page ids run over all extents of a layer."""
 
 import itertools
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ LayerKV = list[Extent]
 
 
 def extent_starts(num_pages: Iterable[int]) -> tuple[int, ...]:
-    """Return the first page id of each extent, followed by the end of the last extent. Ids count over all extents.
+    """Return the first page id of each extent (KV buffer), followed by the end of the last extent.
 
     Args:
-        num_pages: number of pages of each extent. For ids at a degree above 1, the number of sub-pages.
+        num_pages: number of pages of each extent. For ids at a tensor-parallel degree above 1, the number of sub-pages.
     """
     return tuple(itertools.accumulate(num_pages, initial=0))

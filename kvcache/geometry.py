@@ -8,10 +8,10 @@ from sharding.errors import LayoutError
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """Shape of one page: keys and values of `page_size` tokens for all KV heads of one layer.
+    """Shape of one KV cache page: keys and values of `page_size` tokens for all KV heads of one layer.
 
-    A page is stored as `[kv_heads, 2, page_size, head_dim]` (header-centric). Its `tp` sub-pages at degree `tp` are
-    therefore contiguous, and splitting a page is a reshape.
+    A page is stored as `[kv_heads, 2, page_size, head_dim]`, heads first. At tensor-parallel degree `tp`, each rank has
+    one of `tp` contiguous sub-pages, so splitting a page is a reshape.
 
     Raises `LayoutError` if a size is not supported.
     """
@@ -40,11 +40,11 @@ class PageGeometry:
 
     @property
     def page_elems(self) -> int:
-        """Elements of a whole page: the row length of an extent."""
+        """Number of elements of a whole page. It is the row length of a KV buffer (extent)."""
         return self.kv_heads * 2 * self.page_size * self.head_dim
 
     def sub_pages(self, tp: int) -> int:
-        """Return the number of sub-pages of a page at degree `tp`, which is `tp`.
+        """Return the number of sub-pages of a page at tensor-parallel degree `tp`: `tp` itself, if it is valid.
 
         Raises `LayoutError` if `tp` is not a power of two from 1 to `max_tp`.
         """
@@ -61,11 +61,14 @@ class PageGeometry:
         return self.max_tp // self.sub_pages(tp)
 
     def order(self, tp: int) -> int:
-        """Return the order of the allocator block of a sub-page at degree `tp`: log2 of its units."""
+        """Return the order of the allocator block for a sub-page at degree `tp`: log2 of its number of units."""
         return self.units_per_page(tp).bit_length() - 1
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages for `num_tokens` tokens of one sequence. The number is the same at all degrees."""
+        """Return the number of pages for `num_tokens` tokens of one sequence.
+
+        The number of pages does not depend on the tensor-parallel degree.
+        """
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; it must not be negative")
         return -(-num_tokens // self.page_size)

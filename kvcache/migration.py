@@ -1,19 +1,22 @@
-"""Plan of the phases in which pieces of pages move between ranks. No piece is overwritten before it is read.
+"""Plan that moves pieces of KV pages between ranks in phases. No piece is overwritten before it is read.
 
 One compiled program runs a phase, and all phases have the same size. In a phase, all ranks gather the pieces that they
-send, exchange them, and then write the received pieces. A *slot* is the memory of one piece on one rank. A slot may be
-written in the phase in which its old piece leaves. So a move waits for the moves that vacate its target, and may run in
-the same phase as the last such move.
+send, exchange them, and then write the received pieces.
 
-Each slot is the target of at most one move. The moves therefore form trees, whose leaves are free slots, and cycles.
+A *slot* is the memory of one piece on one rank. A slot may be written in the phase in which its old piece leaves. A
+move therefore waits for all moves that read its target slot. The waiting move may run in the same phase as the last of
+these moves.
+
+Draw each slot as a point, and each move as an arrow from its source slot to its target slot. Each slot is the target of
+at most one move. The arrows therefore form trees and cycles. The leaves of the trees are free slots.
 
 A tree is scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that
 they vacate.
 
 All moves of a cycle must run in one phase. A cycle that is too long for a phase is cut into arcs: runs of consecutive
 slots. A phase rotates the pieces of an arc: every piece moves to the next slot, and the last piece moves to the first
-slot. After that, only the first slots of the arcs have wrong pieces. The moves that correct them form a shorter cycle,
-which is scheduled the same way. A plan therefore never needs a free slot, even if all ranks are full.
+slot. After that, only the first slots of the arcs have wrong pieces. The moves that correct these slots form a shorter
+cycle, which is scheduled the same way. A plan therefore never needs a free slot, even if all ranks are full.
 """
 
 import heapq
@@ -30,16 +33,17 @@ PADDING = -1
 GENERAL_COST = 1.2
 """Time of a general phase, divided by the time of a phase with a distance.
 
-In a general phase, each rank trades with all ranks; in a phase with a distance, with one rank. Measured on CPU, where
-a general phase waits for other ranks several times.
+In a general phase, each rank trades pieces with all ranks. In a phase with a distance, each rank trades with one rank.
+The value was measured on CPU, where a general phase waits for other ranks several times.
 """
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Pieces that the ranks exchange at once: between all ranks (a *general* phase), or between pairs of ranks.
+    """Pieces of KV pages that the ranks exchange at once.
 
-    The distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `phase_pieces` is the argument of
+    A phase runs either between all ranks (a *general* phase), or between pairs of ranks with the same distance. The
+    distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `phase_pieces` is the argument of
     `plan_phases`, equal in all phases of a plan. Unused entries of `send` and `receive` are `PADDING`.
     """
 
@@ -61,7 +65,7 @@ class Phase:
 def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tuple[int, ...]:
     """Return the shape of `Phase.send` for one rank.
 
-    It is `(num_ranks, phase_pieces)` in a general phase, else `(num_ranks * phase_pieces,)`.
+    The shape is `(num_ranks, phase_pieces)` in a general phase, else `(num_ranks * phase_pieces,)`.
     """
     return (num_ranks, phase_pieces) if distance is None else (num_ranks * phase_pieces,)
 
@@ -69,21 +73,21 @@ def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tupl
 def plan_phases(
     source: Int[np.ndarray, "M 2"], target: Int[np.ndarray, "M 2"], num_ranks: int, phase_pieces: int
 ) -> list[Phase]:
-    """Plan phases that copy each piece from its source to its target, if they run in order.
+    """Plan the phases that copy each piece of a KV page from its source to its target. The phases must run in order.
 
     A piece that moves from rank `r` to rank `s` has the distance `r ^ s`. If many pieces have the same distance, they
-    move in phases of this distance. The remaining pieces move in general phases, and so do pieces that wait for each
-    other.
+    move in phases of this distance. All other pieces, and pieces that wait for each other, move in general phases.
 
-    A source may have several targets, and may be the target of another piece. Slots that are not a target keep their
-    piece. A slot that is both source and target may hold other pieces between phases. All other targets are written
-    once. Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` pieces, for sending and receiving together.
+    A slot is the memory of one piece on one rank. A source slot may have several targets, and may also be the target of
+    another piece. A slot that is no target keeps its piece. A slot that is both source and target may hold any piece
+    until the last phase has run. All other targets are written once. Temporary memory of a rank: at most
+    `2 * num_ranks * phase_pieces` pieces, for sending and receiving together.
 
     Args:
         source: (rank, piece id) of the source slot of each piece.
         target: (rank, piece id) of the target slot of each piece. All targets differ. A target may equal its source.
         num_ranks: number of ranks (`p` of `Phase`).
-        phase_pieces: number of pieces that a rank can send to each rank, itself included, in a general phase. In a
+        phase_pieces: number of pieces that a rank can send to each rank, including itself, in a general phase. In a
             phase with a distance, a rank can send `num_ranks` times as many pieces. At least 2, so that two pieces of
             one rank can trade slots.
 
@@ -137,11 +141,11 @@ def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces:
 def _dependencies(
     sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], num_slots: int
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
-    """Return three arrays with a value for each move: `refill`, `depth` and `cyclic`.
+    """Find which moves wait for which other moves. Return three arrays `(refill, depth, cyclic)`, indexed by move.
 
-    `refill` is the index of the move that fills the source slot of this move, or -1 if no move does. That move waits
-    for this move. `depth` is the length of this chain of waiting moves: the refill, the refill of the refill, and so
-    on. `cyclic` is True if the move is on a cycle. `depth` has no meaning if the chain ends in a cycle.
+    `refill` is the index of the move that will fill the source slot of this move, or -1 if there is no such move. The
+    refill waits for this move. `depth` is the length of the chain of waiting moves: the refill, the refill of the
+    refill, and so on. `depth` has no meaning if the chain ends in a cycle. `cyclic` is True if the move is on a cycle.
 
     Args:
         sources: slot number of the source of each move (`_Timetable` defines slot numbers).
@@ -164,10 +168,10 @@ def _dependencies(
 
 
 class _Timetable:
-    """Phases planned so far, and the free entries of each phase for each pair of ranks.
+    """Phases planned so far, with their remaining capacity for each pair of ranks.
 
-    Slots, pairs of ranks and phases are numbers. The number of a slot is `rank * num_ids + piece id`. The number of a
-    pair is `sending rank * num_ranks + receiving rank`. The number of a phase is its index in the plan.
+    Slots, pairs of ranks and phases are represented by numbers. The number of a slot is `rank * num_ids + piece id`.
+    The number of a pair is `sending rank * num_ranks + receiving rank`. The number of a phase is its index in the plan.
     """
 
     def __init__(self, num_ranks: int, num_ids: int, phase_pieces: int) -> None:
@@ -191,9 +195,10 @@ class _Timetable:
         return free
 
     def _best_distance(self, queues: list[list[int]]) -> int | None:
-        """Return the distance whose next phase moves the most pieces per unit of time, or None if a general phase does.
+        """Return the distance for the next phase: the distance that moves the most pieces per unit of time.
 
-        `queues[pair]` has the moves of a pair of ranks that wait for no other move.
+        Return None if a general phase (between all ranks) moves more. `queues[pair]` has the moves of a pair of ranks
+        that wait for no other move.
         """
         p, most = self._num_ranks, self._phase_pieces
         # Below this number a general phase is better: chains of waiting moves need fewer general phases.
@@ -213,9 +218,10 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """Plan the moves that are not on a cycle. Return the phase of each such move, and 0 for each move on a cycle.
+        """Choose the phase (round of the plan) of each move that is not on a cycle.
 
-        Moves with lower indices have priority. `refill` and `cyclic` come from `_dependencies`.
+        Return the phase of each move; 0 for a move on a cycle. Moves with lower indices have priority. `refill` and
+        `cyclic` come from `_dependencies`.
         """
         refills = refill.tolist()
         on_cycle = cyclic.tolist()
@@ -251,9 +257,9 @@ class _Timetable:
     ) -> tuple[Int64[np.ndarray, "rows 3"], Bool[np.ndarray, " M"]]:
         """Choose the phases of swaps: pairs of moves that trade slots. Only moves in the mask `which` are considered.
 
-        Merges and splits in place consist mostly of swaps. The last swaps of a distance get no phase if they are too
-        few to fill it. Return the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`,
-        and as a mask over all moves.
+        Merges and splits in place consist mostly of swaps. Swaps that would fill only part of a phase get no phase
+        here. Return the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`, and as a
+        mask over all moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -286,12 +292,12 @@ class _Timetable:
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "rows 3"]:
         """Choose the phases of the moves on cycles. Return rows `[source slot, target slot, phase]`.
 
-        A cycle that is cut into arcs (see the module) has more rows than moves.
+        A long cycle is cut into arcs (see the module). The result then has more rows than the cycle has moves.
 
         Args:
             following: next slot on the cycle, for each slot on a cycle. This method empties the dict.
-            ready: first phase in which a slot may be written, by slot. A missing slot has 0. This method updates the
-                dict.
+            ready: first phase in which a slot may be written, by slot. A slot that is missing may be written from phase
+                0 on. This method updates the dict.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -314,10 +320,12 @@ class _Timetable:
         return np.array(moves, np.int64).reshape(-1, 3)
 
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Cut a cycle into arcs. Each pair of ranks has at most `limit` moves in an arc.
+        """Cut a cycle of slots into arcs (runs of slots). Each pair of ranks has at most `limit` moves in an arc.
 
-        Yield the slots of each arc, and its number of moves by pair of ranks. The move from the last slot of an arc to
-        its first slot counts too. Each arc but the last has at least two slots.
+        Yield `(slots, counts)` for each arc: its slots, and its number of moves by pair of ranks.
+
+        The move from the last slot of an arc to its first slot counts too. Each arc except the last has at least two
+        slots.
         """
         ranks = [slot // self._num_ids for slot in cycle]
         arc, counts = [cycle[0]], Counter[int]()
@@ -340,9 +348,10 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Reserve `counts[pair]` entries for each pair of ranks in one phase. Return the number of this phase.
+        """Reserve `counts[pair]` moves for each pair of ranks, all in the same phase. Return the number of that phase.
 
-        The phase is the first phase with enough free entries, from number `phase` on. If there is none, add phases.
+        A phase is a round of the plan. Phases are tried in order, starting with number `phase`. The first phase with
+        enough free capacity is used. If none has enough, a new phase is added.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)
@@ -383,7 +392,7 @@ def _phases(
         moves: rows `[source slot, target slot, phase]`. The number of a slot is `rank * num_ids + piece id`, and
             `phase` is an index in `distances`.
         num_ranks: number of ranks.
-        num_ids: factor of the rank in the number of a slot. All piece ids are smaller.
+        num_ids: factor of the rank in the number of a slot. All piece ids are below this factor.
         phase_pieces: argument of `plan_phases`.
         distances: distance of each phase; None for a general phase.
     """

@@ -1,4 +1,4 @@
-"""Reads, writes and copies of whole pages in the extents of a layer."""
+"""Reads, writes and copies of whole pages in the KV buffers (extents) of a layer."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from kvcache.extents import Extent, extent_starts
 def read_pages(
     extents: Sequence[Extent], first_ids: tuple[int, ...], tp: int, ids: Int32[Array, " pages"]
 ) -> Float[Array, "pages elems"]:
-    """Return the contents of pages: `page_elems / tp` elements of each. A negative id returns garbage.
+    """Return the contents of pages: `page_elems / tp` elements for each page. A negative id gives arbitrary contents.
 
     Runs on one rank, inside `shard_map`. Arguments are as in `copy_pages`.
     """
@@ -50,13 +50,13 @@ def copy_pages(
     source of one copy and the target of another. Temporary memory: one sub-page for each copy.
 
     Args:
-        extents: extents of one layer, each `[pages, page_elems]`.
+        extents: KV buffers of one layer, each `[pages, page_elems]`.
         first_ids: first page id of each extent, and the end of the last extent (`extent_starts`).
-        tp: degree of the page ids: an extent of `pages` pages has `pages * tp` ids, each for `page_elems / tp`
-            elements.
-        source_ids: local page id of the source of each copy. Ids count over all extents.
-        target_ids: local page id of the target of each copy; all differ. A negative source or target copies nothing
-            (padding).
+        tp: tensor-parallel degree of the page ids. An extent of `pages` pages has `pages * tp` ids, each for
+            `page_elems / tp` elements.
+        source_ids: local page id of the source of each copy. Ids run over all extents.
+        target_ids: local page id of the target of each copy. All targets differ. If the source id or the target id is
+            negative (padding), nothing is copied.
     """
     rows = as_pieces(extents, tp)
     source_ids, target_ids = _rows_of(rows, first_ids, source_ids), _rows_of(rows, first_ids, target_ids)
@@ -74,7 +74,10 @@ def copy_pages(
 def _rows_of(
     rows: Sequence[jax.Array], first_ids: tuple[int, ...], ids: Int32[Array, " pages"]
 ) -> Int32[Array, " pages"]:
-    """Return the row index of each page id, counted over all arrays of `rows`; -1 for an id that is in no extent."""
+    """Convert page ids to row indices that count through all arrays of `rows`.
+
+    The row index is -1 for an id that is in no KV buffer.
+    """
     found = jnp.full_like(ids, -1)
     for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))

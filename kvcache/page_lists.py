@@ -1,7 +1,7 @@
-"""Block tables that are split by extent, as inputs of paged attention.
+"""Block tables that are split by KV buffer (extent), as inputs of paged attention.
 
-Attention reads each extent, which is a separate device buffer, and merges the partial results. For each extent, it
-needs the ids of the pages and the positions of these pages in the sequence.
+The KV cache of a layer is in several device buffers (extents). Attention reads the extents one by one, and merges the
+partial results. For each extent, attention needs the ids of the pages and their positions in the sequence.
 """
 
 import itertools
@@ -16,9 +16,10 @@ from sharding.errors import LayoutError
 def split_by_extent(
     table: Int32[Array, "B W"], num_pages: Int32[Array, "B"], extent_starts: tuple[int, ...]
 ) -> tuple[PageTable, ...]:
-    """Split block tables into one `PageTable` for each extent, with entries packed to the left in logical order.
+    """Split block tables into one `PageTable` for each KV buffer (extent).
 
-    If there are several extents, unused entries are 0. If there is one extent, its page ids are `table` unchanged.
+    Entries are in logical order, packed to the left. If there are several extents, unused entries are 0. If there is
+    one extent, its page ids are `table` unchanged.
 
     Args:
         table: `[B, W]` local page ids in logical order.

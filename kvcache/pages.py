@@ -1,4 +1,4 @@
-"""Page pool of an instance, and block table of a sequence."""
+"""Page pool of an instance, and block table (pages) of a sequence."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from sharding.errors import LayoutError
 
 
 class PagePool:
-    """Pool of pages for the sequences of one instance. A page has an allocator block on every rank.
+    """Pool of KV pages for the sequences of one instance. A page has an allocator block on every rank.
 
-    A table `[tp, pages]` holds the id of each page on each rank. The id is the first unit of the block, divided by
-    `units_per_page(tp)`. A page may have different ids on different ranks. Pools of different degrees may share
-    allocators (`BuddyAllocator`).
+    A table `[tp, pages]` holds the id of each page on each rank. The id is the first unit of the page's allocator
+    block, divided by `units_per_page(tp)`. A page may have different ids on different ranks. Pools of different
+    tensor-parallel degrees may share allocators (`BuddyAllocator`).
 
     Raises `LayoutError` if the allocators do not match the geometry or the degree.
     """
@@ -37,11 +37,11 @@ class PagePool:
 
     @classmethod
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
-        """Return a pool whose pages have blocks on all ranks of all given pools.
+        """Join several pools into one. A page of the result has blocks on all ranks of all given pools.
 
-        While layers change one after another, each page needs blocks in the old and in the new layout. A table of the
-        joined pool has the rows of the first pool, then the rows of the second pool, and so on. Its attribute `tp` is
-        the number of rows: the sum of the degrees.
+        Layers change their tensor-parallel degree one after another. In the meantime, each page needs blocks for the
+        old degree and for the new degree. A table of the joined pool has the rows of the first pool, then the rows of
+        the second pool, and so on. `tp` of the joined pool is the number of these rows: the sum of the degrees.
 
         Raises `LayoutError` if two pools share an allocator.
         """
@@ -61,20 +61,23 @@ class PagePool:
 
     @property
     def ranks(self) -> list[tuple[BuddyAllocator, int]]:
-        """Allocator and block order of each rank. Two pools with an equal entry take pages from the same memory."""
+        """`(allocator, block order)` of each rank.
+
+        If two pools have an entry in common, both pools take pages from the same memory.
+        """
         return list(zip(self._allocators, self._orders, strict=True))
 
     @property
     def num_free_pages(self) -> int:
-        """Number of pages that can be allocated now: the free pages of the rank with the fewest free pages."""
+        """Number of pages that can be allocated now: the smallest number of free pages on any rank."""
         return min(self.free_by_rank())
 
     def total_by_rank(self) -> list[int]:
-        """Return the number of pages of each rank, free or in use."""
+        """Return the number of pages on each rank, free or in use."""
         return [a.total_units >> order for a, order in zip(self._allocators, self._orders, strict=True)]
 
     def free_by_rank(self) -> list[int]:
-        """Return the number of free pages of each rank."""
+        """Return the number of free pages on each rank."""
         return [a.num_free(order) for a, order in zip(self._allocators, self._orders, strict=True)]
 
     @property
@@ -106,7 +109,7 @@ class PagePool:
                 allocator.free(unit)
 
     def references(self, table: Int32[np.ndarray, "tp pages"]) -> Int32[np.ndarray, " pages"]:
-        """Return the number of references to each page. If the ranks differ, the maximum counts.
+        """Return the number of references to each page. If the ranks disagree, return the largest number.
 
         Raises `ValueError` if an id is not an allocated page of this degree.
         """
@@ -117,7 +120,10 @@ class PagePool:
         return np.max(np.array(ranks, np.int32), axis=0)
 
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
-        """Return the first units of all pages of a table on each rank. Raise `ValueError` for a page that is free."""
+        """Return the first allocator units of all pages of a table, for each rank.
+
+        Raises `ValueError` if a page is free.
+        """
         if table.ndim != 2 or len(table) != self.tp:
             raise ValueError(f"a table of shape {table.shape} is not [{self.tp}, pages], a row for each rank")
         ranks = (table * self._units_per_page).tolist()
@@ -155,7 +161,10 @@ class SequencePages:
         return view
 
     def num_lacking(self, num_tokens: int) -> int:
-        """Return how many pages the sequence lacks for `num_tokens` tokens. Negative if it has more than enough."""
+        """Return how many more pages the sequence needs for `num_tokens` tokens.
+
+        The number is negative if the sequence has more pages than it needs.
+        """
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:
@@ -188,8 +197,8 @@ class SequencePages:
     def copy_on_write(self, index: int) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
         """Replace page `index` by a new page if it is shared.
 
-        Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
-        copy the contents to the new page (`page_copy.copy_pages`). It must launch this copy before any other program
+        Return `(old, new)`, the ids `[tp]` of both pages, or None if the page is not shared. The caller must copy the
+        contents to the new page (`page_copy.copy_pages`). The caller must launch this copy before any other program
         that writes to newly allocated pages.
 
         This sequence's reference to the old page is dropped at once. No program can overwrite the old page before the

@@ -1,4 +1,4 @@
-"""Prefix cache. It keeps full pages after their sequences have ended, and finds them by the tokens of later prompts.
+"""Prefix cache: keeps full KV pages of ended sequences, and finds these pages by the tokens of later prompts.
 
 The key of a page is a hash of all tokens of its sequence up to the end of the page. Two sequences with an equal prefix
 therefore have equal keys for the pages of this prefix.
@@ -35,8 +35,8 @@ class CachedPage(NamedTuple):
 class PageKeys:
     """Keys of the full pages of a growing token sequence.
 
-    Each key is a hash of the previous key and the tokens of the page. For the first page, a hash of `salt` takes the
-    place of the previous key. Sequences with different salts (tenants) therefore never share a key.
+    Each key is a hash of the previous key and the tokens of the page. For the first page, the previous key is a hash of
+    `salt`. Sequences with different salts (tenants) therefore never share a key.
     """
 
     def __init__(self, page_size: int, salt: str = "") -> None:
@@ -53,7 +53,7 @@ class PageKeys:
         return len(self.keys) * self._page_size + len(self._tail)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens, and the keys of the pages that become full. Earlier tokens are not hashed again."""
+        """Append tokens, and add the keys of the pages that become full. Earlier tokens are not hashed again."""
         self._tail.extend(tokens)
         size = self._page_size
         num_full = len(self._tail) // size * size
@@ -65,10 +65,10 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Interface to pages that other objects hold in the same allocators, and that can be freed for a prefix cache.
+    """Object that can free pages for a prefix cache. The pages belong to others, such as paused instances.
 
-    These pages are cached prefixes of paused instances. In the methods, "the pool" is the pool of the prefix cache that
-    calls the method.
+    These pages are in the same allocators as the pages of the cache. In the methods, "the pool" is the pool of the
+    prefix cache that calls the method.
     """
 
     def num_free_pages(self) -> int:
@@ -81,11 +81,11 @@ class PageLender(Protocol):
 
 
 class PrefixCache:
-    """Cache of computed pages of one pool. Sequences share them, and unused pages stay until their memory is needed.
+    """Cache of computed pages of one pool. Sequences share these pages. Unused pages stay until their memory is needed.
 
-    The cache holds one reference to each cached page. Every sequence that uses the page holds another. A page to which
-    only the cache has a reference is evictable: it counts as available, and `reserve` evicts it if no page is free.
-    All sequences of the pool must therefore reserve, copy and release their pages through the cache. Only
+    The cache holds one reference to each cached page. Every sequence that uses the page holds another reference. A page
+    to which only the cache has a reference is *evictable*: the page counts as available, and `reserve` evicts it if no
+    page is free. All sequences of the pool must therefore reserve, copy and release their pages through the cache. Only
     `PagePool.share` may be called directly, because it needs no new page.
 
     A page is identified by its id on rank 0. Not thread-safe, like the pool.
@@ -95,8 +95,8 @@ class PrefixCache:
         enabled: whether `insert` caches pages. If False, all other methods work the same.
 
     Attributes:
-        lender: object that can release pages of other holders, or None. If pages are short, `reserve` calls the lender
-            before it evicts cached pages.
+        lender: object that can release pages outside this cache, or None. If pages are short, `reserve` calls the
+            lender before it evicts cached pages.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -129,7 +129,10 @@ class PrefixCache:
     # Prefixes
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return the number of pages, from the first key on, that are cached without a gap. Changes nothing."""
+        """Return the length of the longest cached prefix in pages: how many of the first `keys` are cached.
+
+        Changes nothing.
+        """
         for index, key in enumerate(keys):
             if key not in self._columns:
                 return index
@@ -138,17 +141,18 @@ class PrefixCache:
     def fits(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         """Return whether `match(keys)` and then `reserve(..., num_tokens)` would succeed. Changes nothing.
 
-        A comparison with `num_available_pages` would not suffice, because matched pages are no longer evictable.
+        Do not use `num_available_pages` for this. It also counts the evictable pages that `match` would return. Such a
+        page is not evictable any more after `match`.
         """
         num_cached = self.num_cached(keys)
         revived = sum(key in self._evictable for key in keys[:num_cached])
         return self.pool.geometry.pages_for(num_tokens) - num_cached <= self.num_available_pages - revived
 
     def match(self, keys: Sequence[bytes]) -> SequencePages:
-        """Return a block table for a new sequence: the pages of the longest cached prefix, with a reference to each.
+        """Return the block table of a new sequence with the pages of the longest cached prefix.
 
-        `keys` must not cover the last token of the prompt. A step must compute at least this token to predict the next
-        token.
+        The sequence gets a reference to each of these pages. `keys` must not cover the last token of the prompt. A step
+        must compute at least this token to predict the next token.
         """
         hits = keys[: self.num_cached(keys)]
         for key in hits:
@@ -163,11 +167,11 @@ class PrefixCache:
         `keys` has the keys of all pages from the first page of the sequence on (`PageKeys.keys`). Does nothing if the
         cache is disabled.
 
-        If a key is cached already, the cached page stays, and the page of this sequence is not cached. After the cached
-        page is evicted, an `insert` with `start` 0 caches the sequence's page.
+        If a key is cached already, its cached page stays, and the page of this sequence is not cached. After the cached
+        page has been evicted, a call with `start=0` caches the page of this sequence.
 
-        The programs that compute the pages may still be running, but must be launched before any program that reads
-        the pages. The pages must not be written again.
+        The programs that compute the pages may still be running, but must be launched before any program that reads the
+        pages. The pages must not be written again.
 
         Raises `ValueError` if the sequence has fewer pages than keys, or if a page is cached under another key.
         """
@@ -198,11 +202,11 @@ class PrefixCache:
         return [CachedPage(key, self._parents[key], self._columns[key]) for key in (*used, *self._evictable)]
 
     def adopt(self, pages: Iterable[CachedPage]) -> None:
-        """Add pages that the prefix cache of another pool had. `CachedPage.column` must hold their ids in this pool.
+        """Add pages that the prefix cache of another pool had. `CachedPage.column` must hold the ids in this pool.
 
-        The caller must hold a reference to each page. The cache takes over this reference, or drops it if the key is
-        cached already. New pages that no sequence uses are evicted after all earlier evictable pages, in the given
-        order.
+        The caller must hold a reference to each page. The cache takes over this reference. If the key is cached
+        already, the cache drops the reference and does not add the page. Adopted pages that no sequence uses are
+        evicted last, in the given order.
         """
         adopted = []
         for page in pages:
@@ -224,7 +228,7 @@ class PrefixCache:
         """Add pages to a sequence until it holds `num_tokens` tokens. Return the number of new pages.
 
         If too few pages are free, first release pages of the lender, and then evict cached pages. Raises
-        `OutOfPagesError`, and changes nothing, if all these pages do not suffice.
+        `OutOfPagesError`, and changes nothing, if all these pages are still too few.
         """
         self._make_free(self.pool.geometry.pages_for(num_tokens) - pages.num_pages)
         return pages.reserve(num_tokens)
@@ -232,13 +236,13 @@ class PrefixCache:
     def make_private(
         self, pages: SequencePages, index: int
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Replace page `index` of a sequence by a new page if it is shared, so that the sequence may write to it.
+        """Make sure that a sequence may write to its page `index`: if the page is shared, replace it by a new page.
 
-        A cached page counts as shared. If no page is free, first release pages of the lender; if that does not suffice,
-        evict a cached page.
+        A cached page counts as shared. If no page is free, first ask `lender` to release pages. If still no page is
+        free, evict a cached page.
 
-        Return the ids `[tp]` of the old page and of the new page, or None if the page is not shared. The caller must
-        copy the contents to the new page, in the launch order that `SequencePages.copy_on_write` requires.
+        Return `(old, new)`, the ids `[tp]` of both pages, or None if the page is not shared. The caller must copy the
+        contents to the new page, in the launch order that `SequencePages.copy_on_write` requires.
 
         Raises `OutOfPagesError`, and changes nothing, if no page is available. Raises `IndexError` if page `index` does
         not exist.
@@ -303,7 +307,7 @@ class PrefixCache:
         self.evict(max(num_pages - free, 0))
 
     def _make_evictable(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Mark the cached pages of a table as evictable, in this order, if only the cache has a reference to them."""
+        """Mark the cached pages of a table as evictable, in order. Skip pages that a sequence uses."""
         if not self._keys:
             return
         table = table[:, [page in self._keys for page in table[0].tolist()]]

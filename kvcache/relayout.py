@@ -1,4 +1,4 @@
-"""Placement of pages when the TP degree of a group of devices changes: new page ids, and the moves of pieces.
+"""New page ids and moves of page pieces for a change of the tensor-parallel degree of a group of devices.
 
 A group of `b` devices holds either one instance of degree `b`, or `k = b / a` instances of degree `a`. Instance `i` of
 degree `a` has the devices `range(i*a, (i+1)*a)` of the group.
@@ -30,17 +30,17 @@ def place_up(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "b _"]]:
-    """Allocate the pages of `k` instances of degree `a` at degree `b`. Return their new tables, in the same order.
+    """Allocate pages for a merge of `k` instances of degree `a` to degree `b`.
 
-    Every piece that can stay in place stays. If one piece moves from device d to device e and another piece moves from
-    e to d, the two pieces trade slots. The remaining pieces get slots from `BuddyAllocator.allocate_many`, so new
-    extents are filled last.
+    Return the new tables, in the same order. Every piece that can stay in place stays. If one piece moves from device d
+    to device e and another piece moves from e to d, the two pieces trade slots. The remaining pieces get slots from
+    `BuddyAllocator.allocate_many`, so new extents (KV buffers) are filled last.
 
     Args:
         tables: `[a, P_i]` page ids on each rank, for the distinct pages of instance `i`.
         references: `[P_i]` number of references that each page gets.
-        geometry: geometry of the pages.
-        allocators: empty allocators of the new layout, one for each of the `b` devices. They have all extents of the
+        geometry: sizes of the pages.
+        allocators: empty allocators for the new degree, one for each of the `b` devices. They have all extents of the
             old layout, and maybe more.
 
     Raises `OutOfPagesError`, and changes nothing, if the pages do not fit. Raises `LayoutError` if the degrees do not
@@ -72,9 +72,9 @@ def place_up(
 
 
 def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
-    """Return for each of the `k` instances of a split how many pieces of one sequence could stay in place on it.
+    """Count the page pieces of one sequence that could stay in place, for each of the `k` instances of a split.
 
-    `table` has the pages of the sequence in the old layout, at degree `b`.
+    `table` has the pages of the sequence before the split, at degree `b`.
     """
     a = len(table) // k
     counts = np.zeros(k, np.int64)
@@ -91,19 +91,20 @@ def place_down(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "a _"]]:
-    """Allocate pages of degree `b` on `k` instances of degree `a`. Return their new tables, in the same order.
+    """Allocate pages for a split of degree `b` to `k` instances of degree `a`.
 
-    On each device, at most one piece of a page is needed at both degrees. This piece stays in its slot if two
-    conditions hold. First, the block of degree `a` around the slot is free in the new layout. Second, the slot has the
-    piece's position in this block. The page then gets this block. Other pages get the free blocks that contain the
-    fewest pieces of the old layout, so that few moves wait for other moves.
+    Return the new tables, in the same order. For each page, a device needs at most one piece both before and after the
+    split. This piece stays in its slot if two conditions hold. First, the allocator block around the slot is free in
+    the new layout. Second, the slot is at the right position in this block for the piece. The page then gets this
+    block. Other pages get the free blocks that contain the fewest pieces of the old layout, so that few moves wait
+    for other moves.
 
     Args:
         tables: `[b, P_i]` page ids on each rank, for the distinct pages that instance `i` gets (`kvcache.assignment`).
             A page may go to several instances.
         references: `[P_i]` number of references that each page gets.
-        geometry: geometry of the pages.
-        allocators: allocators of the new layout, one for each of the `b` devices. Their extents are the first extents
+        geometry: sizes of the pages.
+        allocators: allocators for the new degree, one for each of the `b` devices. Their extents are the first extents
             of the old layout.
 
     Raises `OutOfPagesError`, and changes nothing, if the pages do not fit. Raises `LayoutError` if the degrees do not
@@ -147,14 +148,15 @@ def moves(
     old_tables: Sequence[Int32[np.ndarray, "_ _"]],
     new_tables: Sequence[Int32[np.ndarray, "_ _"]],
 ) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
-    """Return the sources and the targets of all pieces that move, each as rows (rank, piece id), for `plan_phases`.
+    """Return `(sources, targets)` of all pieces that move. These arrays are the inputs of `plan_phases`.
 
-    Ranks are devices of the group. If a page goes to several instances, its sources occur several times.
+    Each row is (rank, piece id). Ranks are devices of the group. If a page goes to several instances, its sources occur
+    several times.
 
     Args:
-        old_tables: `[tp, P_i]` pages of instance `i` of the lower degree in the old layout.
-        new_tables: tables of the same pages in the new layout, with the same order of columns. They come from
-            `place_up` or `place_down`, plus pages reserved since, minus pages released since.
+        old_tables: `[tp, P_i]` pages before the change, for each instance `i` of the lower degree.
+        new_tables: tables of the same pages after the change, with the same order of columns. The tables come from
+            `place_up` or `place_down`. Pages that were reserved later are included, and released pages are left out.
 
     Raises `LayoutError` if the layouts have different numbers of pages.
     """
@@ -176,7 +178,7 @@ def moves(
 
 
 def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "pieces 2"]:
-    """Return (device, piece id) of all pieces of the pages of an instance, ordered by head and then by page.
+    """Return `(device, piece id)` of all pieces in the table of an instance, ordered by head and then by page.
 
     `degree` is the higher degree, `b`. If the table has this degree, `instance` is ignored, because the instance then
     has all devices of the group.
@@ -195,16 +197,16 @@ def _check_degrees(a: int, b: int, k: int) -> None:
 
 
 def _staying_piece(device: int, a: int, k: int) -> int | None:
-    """Return the index of the piece that a device needs at both degrees, within its page of degree `a`.
+    """Return the index, in a page of degree `a`, of the piece that a device needs at both degrees.
 
-    Return None if the device has no such piece.
+    Return None if the device needs no piece of a page at both degrees.
     """
     piece = device - device % a * k
     return piece if 0 <= piece < k else None
 
 
 def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
-    """Return the piece ids of the slots on `device` that pieces from `instance` can take over in a trade.
+    """Return the piece ids of slots on `device` that pieces of `instance` can take over in a trade.
 
     All pieces that move from `instance` to `device` come from one device, the sender. The result has the slots of all
     pieces that move from `device` to the sender. If the sender is `device` itself, these pieces stay in their slots.
@@ -235,7 +237,7 @@ def _add_references(allocator: BuddyAllocator, units: Iterable[int], references:
 
 
 def _free_blocks(allocator: BuddyAllocator, block_units: int) -> Bool[np.ndarray, " _"]:
-    """Return for each aligned block of `block_units` units, in ascending order, whether all its units are free."""
+    """Return a mask with an entry for each aligned block of `block_units` units: whether the block is free."""
     end = max((start + units for start, units in allocator.extents), default=0)
     free = np.zeros(end, bool)
     for start, units in allocator.extents:

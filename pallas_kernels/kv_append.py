@@ -15,17 +15,17 @@ def append_kv(
     page_ids: Int32[Array, " N"],
     slots: Int32[Array, " N"],
 ) -> list[jax.Array]:
-    """Write the key and value of token n to slot `slots[n]` of page `page_ids[n]`.
+    """Write the key and value of each token n to slot `slots[n]` of page `page_ids[n]`.
 
-    Returns the extents, which are updated in place if they are donated.
+    A slot is the place of a token in its page. Returns the extents, updated in place if they are donated.
 
     Args:
-        extents: header-centric pages, one array for each extent.
-        extent_starts: first page id of each extent, and the end of the last extent. Ids count over all extents.
+        extents: KV pages of one layer, heads first, one array for each buffer (extent).
+        extent_starts: first page id of each extent, and the end of the last extent. Ids run over all extents.
         keys: keys after rotary embedding.
         values: projected values.
         page_ids: page of each token. A negative id writes nothing (padding).
-        slots: index of the token in its page. All pairs of page and slot differ.
+        slots: index of each token in its page. All pairs of page and slot differ.
     """
     update = jnp.stack([keys, values], axis=2).reshape(-1, keys.shape[-1])  # [N*K*2, h]
     kv_heads = keys.shape[1]

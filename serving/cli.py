@@ -57,8 +57,11 @@ _NOT_COMPILED_FOR = (
 
 
 class WaitFor(StrEnum):
-    """Programs that must be compiled before a server is ready. `start`: the programs of its first layout. `all`: the
-    programs of all layouts."""
+    """Programs that must be compiled before a server is ready.
+
+    `start` means the programs of the instances with which the server starts. `all` means the programs of all
+    tensor-parallel degrees, and of changes from one degree to another.
+    """
 
     START = "start"
     ALL = "all"
@@ -183,7 +186,7 @@ def warmup(
 ) -> None:
     """Compile all programs of a server into the compile cache.
 
-    Takes the options of `amoeba serve` that affect programs. Loads no weights: the config.json of a model is enough.
+    Takes the options of `amoeba serve` that affect programs. Loads no weights: a model's config.json is enough.
     """
     with clean_exit():
         from serving.commands.serve_config import merge_settings, serve_settings
@@ -357,7 +360,7 @@ def demo(
 ) -> None:
     """Watch instances merge for a long prompt and split again.
 
-    Serves short requests at the same time, on virtual CPU devices, and prints a report.
+    The demo serves short requests at the same time, on virtual CPU devices, and prints a report.
     """
     with clean_exit():
         from serving.commands.demo import run_demo
@@ -374,7 +377,7 @@ def gateway(
     metrics_port: Annotated[int, typer.Option(help="Port of its Prometheus metrics, on 127.0.0.1.")] = 29000,
     prints: Annotated[bool, typer.Option("--print", help="Command line of smg: print it and exit.")] = False,
 ) -> None:
-    """Start the gateway smg in front of several servers. Needs the extra gateway."""
+    """Start the gateway smg in front of several servers. Needs the extra `gateway` of this package."""
     with clean_exit():
         from serving.commands.gateway import gateway_command, run_gateway
 
@@ -401,7 +404,7 @@ for _command in ("placement", "replicate", "evict", "migrate", "scale_out", "sca
 
 
 def main() -> None:
-    """Entry point of the `amoeba` command."""
+    """Run the `amoeba` command."""
     atexit.register(lambda: flush_or_discard(sys.stderr))
     app()
 

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line on stderr and an exit code."""
+"""Error handling of the command line: one line on stderr, and an exit code."""
 
 import os
 import sys
@@ -38,7 +38,7 @@ def clean_exit() -> Iterator[None]:
 
     Exit codes: 2 for an invalid setting, model name or request; 1 for a damaged checkpoint or a closed stdout; 130 for
     Ctrl-C. Other errors are bugs and keep their traceback. Import the modules of a command inside the `with` block, so
-    that Ctrl-C also works during the imports.
+    that Ctrl-C during the imports is handled too.
     """
     try:
         yield

@@ -24,12 +24,12 @@ class Flags:
 
     Attributes:
         heading: title of the group in the help.
-        settings: dataclass. A field with an option has a docstring. Its type is `str | int`, or one of bool, int,
-            float, str and Path, possibly with `| None`.
-        only: names of the fields with an option. Empty: all fields except the fields in `without`.
-        without: names of the fields without an option.
-        spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. The default is `--` and the
-            name of the field with hyphens.
+        settings: dataclass. A field that becomes an option needs a docstring. The type of the field is `str | int`, or
+            one of bool, int, float, str and Path, possibly with `| None`.
+        only: names of the fields that become options. Empty: all fields except the fields in `without`.
+        without: names of the fields that do not become options.
+        spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. Other options are named like
+            their fields, with hyphens.
         defaults: default values by field name, which replace the defaults of the dataclass.
     """
 
@@ -41,7 +41,10 @@ class Flags:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return a keyword-only parameter for each option. Its value is None if the option was not given."""
+        """Return a keyword-only parameter for each option.
+
+        The value of a parameter is None if the user does not give its option.
+        """
         docs = field_docs(self.settings)
         parameters = []
         for it in fields(self.settings):
@@ -61,12 +64,14 @@ class Flags:
         return parameters
 
     def spelling(self, name: str) -> tuple[str, ...]:
-        """Return the option strings of a field in `spellings`; an empty tuple if the field is not in `spellings`."""
+        """Return the option strings that `spellings` has for a field, or an empty tuple."""
         return self.spellings.get(name, ())
 
     def _help(self, name: str, docs: Mapping[str, str], default: Any) -> tuple[str, str | bool]:
-        """Return the help text of an option, and the default that the help displays (False: no default is
-        displayed)."""
+        """Return the help text of an option, and the default value to display in it.
+
+        If no default is displayed, the second result is False.
+        """
         text, without_value = docs[name], ""
         if match := _WITHOUT.search(text):
             without_value = match[1]
@@ -89,9 +94,9 @@ class Flags:
 def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Add the options of `groups` to a typer command.
 
-    The first parameter of the command receives a dict of values by field name. It has the options that the user gave.
-    An option that the user did not give has the value in `Flags.defaults`, or is missing. Two groups must not have
-    fields of the same name.
+    The first parameter of the command receives a dict with the values of the options by field name. If the user did not
+    give an option, its value is the value in `Flags.defaults`. If `Flags.defaults` has no value for
+    the field, the dict lacks the field. Two groups must not have fields of the same name.
     """
     generated = [parameter for group in groups for parameter in group.parameters()]
     defaults = {name: value for group in groups for name, value in group.defaults.items()}
@@ -117,7 +122,7 @@ def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]
 
 
 def fields_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values whose names are fields of a dataclass."""
+    """Return those values whose names are fields of a dataclass."""
     names = {it.name for it in fields(settings)}
     return {name: value for name, value in values.items() if name in names}
 
@@ -138,8 +143,10 @@ def field_docs(settings: type) -> dict[str, str]:
 
 
 def _option_type(settings: type, name: str, hint: Any) -> Any:
-    """Return the type of an option. For a field of the type `str | int`, this is str. Raises `TypeError` if the type of
-    a field cannot be an option."""
+    """Return the type of the option for a field. A field of the type `str | int` becomes a str.
+
+    Raises `TypeError` if a field of this type cannot be an option.
+    """
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
     kinds.discard(NoneType)
     if str in kinds and kinds <= {str, int}:

@@ -6,8 +6,10 @@ from amoeba_jax.errors import ConfigError
 
 
 def read_token(token_file: Path | None, token: str | None) -> str | None:
-    """Return the token in the file `token_file`, or `token` if no file is given. Raises `ConfigError` if the file
-    cannot be read."""
+    """Return the access token in the file `token_file`, or `token` if no file is given.
+
+    Raises `ConfigError` if the file cannot be read.
+    """
     if token_file is None:
         return token
     try:

@@ -1,7 +1,7 @@
 """Tensor-parallel degrees: powers of two. Imports no JAX."""
 
 MAX_DEVICES = 64
-"""Most devices of one engine."""
+"""Largest number of devices of one engine."""
 
 
 def is_degree(value: object) -> bool:

@@ -1,9 +1,9 @@
-"""Errors about layouts and device memory, raised during start-up."""
+"""Errors about layouts and device memory."""
 
 
 class LayoutError(ValueError):
-    """Error: unsupported device group, tensor-parallel degree, placement or page geometry."""
+    """A device group, tensor-parallel degree, placement or page geometry is not supported."""
 
 
 class MemoryBudgetError(ValueError):
-    """Error: buffers or temporary memory exceed the memory budget of a device, or the budget cannot be parsed."""
+    """Buffers or temporary memory exceed the memory budget of a device, or the budget cannot be parsed."""

@@ -1,4 +1,4 @@
-"""Stored attention heads: the heads of the model, extended so that every degree up to `max_tp` divides them."""
+"""Stored attention heads: the heads of the model, extended so that every tensor-parallel degree divides them."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from sharding.errors import LayoutError
 class HeadLayout:
     """Stored heads of one attention layer: the heads of the model, plus copies or zero padding.
 
-    A page holds `kv_heads` KV heads and splits into `max_tp` equal sub-pages, so `kv_heads` must be a multiple of
-    `max_tp`. There are three cases for the number of KV heads of the model:
+    A page of the KV cache holds `kv_heads` KV heads and splits into `max_tp` equal sub-pages, so `kv_heads` must be a
+    multiple of `max_tp`. There are three cases for the number of KV heads of the model:
 
     * A multiple of `max_tp`: all heads are stored once.
     * A divisor of `max_tp` (2 KV heads with `max_tp` 4): each KV head is stored `kv_copies` times. Its query heads are
@@ -25,7 +25,7 @@ class HeadLayout:
     Attributes:
         model_heads: number of query heads of the model.
         model_kv_heads: number of KV heads of the model.
-        max_tp: largest TP degree.
+        max_tp: largest tensor-parallel degree.
         kv_copies: number of stored copies of each KV head.
         kv_heads: number of stored KV heads, a multiple of `max_tp`.
         group: number of stored query heads for each stored KV head.
@@ -40,7 +40,7 @@ class HeadLayout:
 
     @classmethod
     def plan(cls, num_heads: int, num_kv_heads: int, max_tp: int) -> "HeadLayout":
-        """Choose the layout of a model with `num_heads` query heads and `num_kv_heads` KV heads.
+        """Choose the stored heads for a model with `num_heads` query heads and `num_kv_heads` KV heads.
 
         Raises `LayoutError` if `num_heads` is not a multiple of `num_kv_heads`, or `num_kv_heads` is below 1.
         """
@@ -57,12 +57,15 @@ class HeadLayout:
         return cls(num_heads, num_kv_heads, max_tp, 1, kv_heads, group)
 
     def kv_rows(self) -> Int32[np.ndarray, " kv_heads"]:
-        """Return for each stored KV head the index of the model's KV head, or -1 for a zero head."""
+        """Return the index of a KV head of the model for each stored KV head; -1 for a zero head."""
         stored = np.arange(self.kv_heads) // self.kv_copies
         return np.where(stored < self.model_kv_heads, stored, -1).astype(np.int32)
 
     def q_rows(self) -> Int32[np.ndarray, " heads"]:
-        """Return for each of the `kv_heads * group` stored query heads the model's query head, or -1 for padding."""
+        """Return the index of a query head of the model for each stored query head; -1 for padding.
+
+        There are `kv_heads * group` stored query heads.
+        """
         model_group = self.model_heads // self.model_kv_heads
         kv = self.kv_rows()[:, None]
         copy = (np.arange(self.kv_heads) % self.kv_copies)[:, None]
@@ -72,5 +75,5 @@ class HeadLayout:
 
     @property
     def kv_padding(self) -> float:
-        """Stored KV heads divided by the KV heads of the model. The KV cache is larger by this factor."""
+        """Ratio of stored KV heads to KV heads of the model. The KV cache is larger by this factor."""
         return self.kv_heads / self.model_kv_heads

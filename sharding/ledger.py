@@ -1,4 +1,4 @@
-"""Ledger of a device: the bytes of each owner, within a budget."""
+"""Memory ledger of a device: the bytes of each owner (such as KV cache), within a budget."""
 
 import re
 from collections import defaultdict
@@ -20,7 +20,7 @@ _UNITS = {
 
 
 def parse_bytes(size: str | int) -> int:
-    """Return the number of bytes of a size such as `"2GiB"`, `"512 MiB"`, `"1.5GB"` or a plain number of bytes.
+    """Parse a size such as `"2GiB"`, `"512 MiB"`, `"1.5GB"` or a plain number of bytes. Return bytes.
 
     Raises `MemoryBudgetError` if the size cannot be parsed.
     """
@@ -42,7 +42,7 @@ def format_bytes(size: int) -> str:
 
 @dataclass
 class Ledger:
-    """Bytes by owner on one device. The sum of all entries and reservations never exceeds the budget.
+    """Bytes of each owner (such as KV cache) on one device. Entries and reservations together never exceed the budget.
 
     Attributes:
         budget_bytes: limit for the sum of all entries and reservations.
@@ -62,13 +62,14 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int:
-        """Budget minus live buffers and reservations."""
+        """Bytes of the budget that neither live buffers nor reservations use."""
         return self.budget_bytes - self.live_bytes - sum(self.reserved.values())
 
     def add(self, what: str, num_bytes: int, layer: int | None = None) -> None:
-        """Add bytes to the entry of owner `what` in `layer`.
+        """Record the bytes of new buffers under the name `what`, and under the layer to which the buffers belong.
 
-        Raises `MemoryBudgetError` if fewer than `num_bytes` bytes are free.
+        `layer` is None for buffers that belong to no single layer. Raises `MemoryBudgetError` if fewer than `num_bytes`
+        bytes are free.
         """
         if num_bytes > self.free_bytes:
             raise MemoryBudgetError(
@@ -78,9 +79,9 @@ class Ledger:
         self.entries[(layer, what)] += num_bytes
 
     def remove(self, what: str, num_bytes: int, layer: int | None = None) -> None:
-        """Remove bytes of freed buffers from the entry of owner `what` in `layer`.
+        """Remove bytes of freed buffers from the owner `what` in `layer`.
 
-        Raises `MemoryBudgetError` if the entry has too few.
+        Raises `MemoryBudgetError` if the owner has fewer bytes.
         """
         held = self.entries[(layer, what)]
         if num_bytes > held:
@@ -90,9 +91,9 @@ class Ledger:
         self.entries[(layer, what)] = held - num_bytes
 
     def transfer(self, what: str, to: str, num_bytes: int, layer: int | None = None) -> None:
-        """Move bytes in `layer` from owner `what` to owner `to`.
+        """Move bytes in `layer` from the owner `what` to the owner `to`.
 
-        Raises `MemoryBudgetError` if the entry of `what` has fewer bytes.
+        Raises `MemoryBudgetError` if the owner `what` has fewer bytes.
         """
         entries, owner = self.entries, (layer, what)
         held = entries[owner]
@@ -104,9 +105,11 @@ class Ledger:
         entries[(layer, to)] += num_bytes
 
     def reserve(self, what: str, num_bytes: int) -> None:
-        """Reserve temporary memory of programs under the name `what`. Replaces the earlier reservation of this name.
+        """Reserve temporary memory of programs under the name `what`.
 
-        Raises `MemoryBudgetError`, and changes nothing, if fewer bytes are free.
+        This replaces an earlier reservation with this name.
+
+        Raises `MemoryBudgetError`, and changes nothing, if fewer than `num_bytes` bytes are free.
         """
         available = self.free_bytes + self.reserved.get(what, 0)
         if num_bytes > available:

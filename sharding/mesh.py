@@ -1,4 +1,4 @@
-"""Aligned device groups, their meshes, and arrays over them."""
+"""Aligned groups of devices, their meshes, and arrays over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ TP_AXIS = "tp"
 
 @dataclass(frozen=True)
 class SubMesh:
-    """Aligned, contiguous group of devices that compute together. `SubMeshPool` creates it.
+    """Aligned, contiguous group of devices that compute together. Created by `SubMeshPool`.
 
     Attributes:
-        start: index of the first device in the pool, a multiple of the number of devices.
-        devices: devices in rank order. Their number is a power of two.
+        start: index in the pool of the first device of the group, a multiple of the number of devices in the group.
+        devices: devices in rank order. The number of devices is a power of two.
     """
 
     start: int
@@ -40,12 +40,12 @@ class SubMesh:
 
     @property
     def first(self) -> "SubMesh":
-        """Group of the same degree that starts at device 0 of the pool."""
+        """Group with the same number of devices that starts at device 0 of the pool."""
         return self._first or self
 
     @cached_property
     def home(self) -> Home:
-        """`Home` with the devices of this group, for placements (`sharding.placement`)."""
+        """The devices of this group as a `Home`, for placements (`sharding.placement`)."""
         return Home(self.start, self.tp)
 
     @cached_property
@@ -55,7 +55,7 @@ class SubMesh:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """One-dimensional mesh over the group with axis `tp`."""
+        """One-dimensional mesh over the group, with the axis `tp`."""
         return Mesh(np.array(self.devices), (TP_AXIS,), axis_types=(AxisType.Auto,))
 
     @cached_property
@@ -74,13 +74,13 @@ class SubMesh:
 
 @dataclass(frozen=True)
 class SubMeshPool:
-    """Pool of devices, with all groups of these devices. Each group is created once and has only one `Mesh` object.
+    """Pool of devices, with all aligned groups of these devices. Each group is created once, with one `Mesh` object.
 
     Attributes:
         devices: all devices of the engine.
-        max_tp: largest degree of a group.
+        max_tp: largest number of devices in a group.
 
-    Raises `LayoutError` for an unsupported number of devices or largest degree.
+    Raises `LayoutError` for an unsupported number of devices or `max_tp`.
     """
 
     devices: tuple[jax.Device, ...]
@@ -102,7 +102,7 @@ class SubMeshPool:
         """Return the group of `tp` devices from index `start`.
 
         Raises `LayoutError` if `tp` is not a degree of this pool, `start` is not a multiple of `tp`, or the group ends
-        behind the last device.
+        after the last device.
         """
         self.check_degree(tp)
         if start % tp or not 0 <= start <= len(self.devices) - tp:
@@ -117,12 +117,12 @@ class SubMeshPool:
         return self._cache[key]
 
     def groups(self, tp: int) -> tuple[SubMesh, ...]:
-        """Return the groups of degree `tp` that together cover all devices."""
+        """Return the groups of `tp` devices that together cover all devices."""
         self.check_degree(tp)
         return tuple(self.group(start, tp) for start in range(0, len(self.devices), tp))
 
     def degrees(self) -> tuple[int, ...]:
-        """Return the degrees that instances of this pool can have."""
+        """Return the tensor-parallel degrees that instances of this pool can have."""
         return degrees_up_to(self.max_tp)
 
     def check_degree(self, tp: int) -> None:
@@ -134,16 +134,16 @@ class SubMeshPool:
 def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool = False) -> jax.Array:
     """Combine single-device buffers of equal shape, one for each rank, into one array. Copies nothing.
 
-    At TP1, return the only buffer: JAX accepts its sharding for a mesh of one device.
+    At TP1, return the only buffer. JAX accepts its sharding where the sharding of a mesh of one device is expected.
 
-    JAX's check of the shapes and dtypes of all buffers takes 80% of the time of a call. Therefore only the first array
-    of each kind is checked. Arrays with equal `replicated`, shape and dtype are of one kind.
+    JAX's check of all shapes and dtypes would take 80% of the time of a call. Therefore only the first array of each
+    kind is checked. Arrays with equal `replicated`, shape and dtype are of one kind.
 
     Args:
         group: devices of the array.
         buffers: buffers `[n, ...]` in rank order.
-        replicated: True if all buffers are equal copies: the array has shape `[n, ...]`. If False, the array has shape
-            `[tp * n, ...]`, and rank r has rows `range(r*n, (r+1)*n)`.
+        replicated: whether all buffers are equal copies. If True, the array has shape `[n, ...]`. If False, the array
+            has shape `[tp * n, ...]`, and rank r has rows `range(r*n, (r+1)*n)`.
     """
     tp = len(group.devices)
     if tp == 1:
@@ -179,7 +179,7 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
 
 
 def is_lost(array: jax.Array) -> bool:
-    """Wait for an array and return whether its contents are lost.
+    """Wait for an array. Return whether its contents are lost.
 
     The contents are lost if the array was donated or deleted, or if the program that should compute it failed.
     """
@@ -193,10 +193,11 @@ def is_lost(array: jax.Array) -> bool:
 
 
 def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
-    """Wait for all arrays. Return the arrays, with zeros in place of each lost array (`is_lost`).
+    """Wait for all arrays, and return them. Zeros replace each array whose contents are lost (`is_lost`).
 
-    The zeros are sharded over the ranks of `group` along the leading axis, as the lost array was. Call this function
-    before the buffers become part of other arrays (`assemble`): if a program fails, JAX reports the failure only for
-    the buffer of the first rank of such an array.
+    The zeros are sharded over the ranks of `group` along the leading axis, as the lost array was.
+
+    Call this function before the buffers of the arrays become part of other arrays (`assemble`). For an assembled
+    array, JAX reports a failed program only in the buffer of the first rank.
     """
     return [jnp.zeros(a.shape, a.dtype, device=group.sharded) if is_lost(a) else a for a in arrays]

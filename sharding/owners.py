@@ -1,4 +1,4 @@
-"""Owners of device buffers in a ledger."""
+"""Owners of device buffers in a memory ledger. An owner is the use of a buffer, such as KV cache."""
 
 from enum import StrEnum
 

@@ -1,10 +1,10 @@
-"""Number of pages of the FFN tensors of a model, and the padding of their TP4 shards to whole pages.
+"""Program that prints the sizes of FFN tensors in pages, and the padding of their TP4 shards to whole pages.
 
     python -m sharding.page_table                                  # four well-known models, pages of 2 MiB
     python -m sharding.page_table --page-size 16 DIR/config.json   # KV pages of 16 tokens, as in the engine
 
-GPUs map memory in pages of 2 MiB, so a system that releases weights by unmapping them needs shards of whole pages
-(Gyges). In this engine a page is the KV of `page_size` tokens of one layer, and shards are whole pages too.
+GPUs map memory in pages of 2 MiB. A system that frees weights by unmapping them therefore needs shards of whole pages
+(Gyges). In this engine, a page is the KV cache of `page_size` tokens in one layer, and shards are whole pages too.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class FfnShape:
-    """Sizes of a model that determine the table."""
+    """Sizes of a model that determine its rows in the table."""
 
     name: str
     hidden_size: int
@@ -63,14 +63,20 @@ class FfnShape:
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Elements of each FFN tensor of a layer, summed over experts. MoE models store gate and up as one tensor."""
+        """Number of elements of each FFN tensor of a layer, summed over experts.
+
+        MoE models store gate and up as one tensor.
+        """
         matrix = self.hidden_size * self.ffn_size * self.num_experts
         if self.num_experts > 1:
             return {"down": matrix, "gate_up": 2 * matrix}
         return {"down": matrix, "gate": matrix, "up": matrix}
 
     def kv_page_elems(self, page_size: int) -> int:
-        """Return the elements of a KV page of the engine. The KV heads include copies and padding for `TP` ranks."""
+        """Return the number of elements of a KV page in the engine.
+
+        KV heads include copies and padding for `TP` ranks.
+        """
         kv_heads = HeadLayout.plan(self.num_heads, self.num_kv_heads, TP).kv_heads
         return kv_heads * 2 * page_size * self.head_dim
 
@@ -106,7 +112,7 @@ class Row:
 
     @property
     def alone_padding(self) -> float | None:
-        """Padding of a TP4 shard if each expert is padded alone, as a fraction. None: the model has no experts."""
+        """Padding of a TP4 shard if each expert is padded separately, as a fraction. None: the model has no experts."""
         return None if self.alone_pages is None else self.alone_pages / self.shard_pages - 1
 
 
@@ -129,7 +135,7 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
 def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
     """Return the size of each FFN tensor of a model in KV pages of `page_size` tokens, padded as in the engine.
 
-    The inner features of a shard are rounded up until its gate-up tensor and its down tensor are whole pages. If the
+    The inner features of a shard are rounded up until its gate-up tensor and its down tensor fill whole pages. If the
     model has experts, they are distributed over `TP` ranks, and the experts of a rank are one tensor.
 
     Raises `ValueError` if the number of experts is not a multiple of `TP`.

@@ -1,4 +1,4 @@
-"""Descriptions of parameters. Loading, initialization and all tensor-parallel layouts derive from them."""
+"""Descriptions of model parameters. Loading, initialization and sharding are based on them."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ ReadTensor = Callable[[str], np.ndarray]
 
 
 def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray, "..."]:
-    """Expand indices of blocks (heads) to indices of rows along the last axis.
+    """Convert indices of blocks (such as heads) to indices of their rows, along the last axis.
 
     Block `b` becomes the rows `range(b * size, (b + 1) * size)`. A block -1 becomes `size` rows -1.
     """
@@ -29,7 +29,7 @@ def expand_rows(blocks: Int32[np.ndarray, "..."], size: int) -> Int32[np.ndarray
 def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray, "shards rows"]:
     """Distribute `total` rows evenly and in order over shards with `shard_rows` positions each.
 
-    Returns the row at each position of each shard. Positions without a row are -1 (zero padding).
+    Return the index of the row at each position of each shard, or -1 for a position without a row (zero padding).
 
     Raises `LayoutError` if the rows do not fit.
     """
@@ -42,7 +42,10 @@ def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray,
 
 
 def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) -> int:
-    """Return the smallest `n >= size` such that `n * r` is a multiple of `page_elems` for every `r` in `row_elems`."""
+    """Return the smallest number of rows, at least `size`, that fills whole pages of `page_elems` elements.
+
+    `row_elems` has the elements of a row in each of several tensors. The rows must fill whole pages in every tensor.
+    """
     step = math.lcm(*(page_elems // math.gcd(r, page_elems) for r in row_elems))
     return -(-size // step) * step
 
@@ -54,12 +57,14 @@ class Source:
     Attributes:
         name: name in the checkpoint.
         shape: shape in the checkpoint; matrices are `[out, in]`.
-        rows: `rows[c, i]` is the index along `axis` of the checkpoint tensor that becomes position i of shard c. An
-            index -1 means zeros. None: every shard has the whole tensor.
+        rows: for each shard, the rows of the tensor that the shard gets. A row is a slice at one index along `axis`.
+            Position i of shard c gets row `rows[c, i]`, or zeros if `rows[c, i]` is -1. None: every shard has the whole
+            tensor.
         axis: axis of the tensor that is split over the shards.
-        blocks: index of the tensor along the first axis of each shard, if a shard is a stack of tensors; None for a
-            shard without the tensor. Default: shards are not stacks.
-        start: position of the first row along `axis` in a shard. None: after the rows of the previous source.
+        blocks: for shards that are stacks of tensors (such as experts). `blocks[c]` is the index of this tensor in the
+            stack of shard c, or None if shard c does not have this tensor. Default: shards are not stacks.
+        start: position along `axis` in a shard at which the rows of this tensor begin. None: after the rows of the
+            previous source.
     """
 
     name: str
@@ -71,7 +76,7 @@ class Source:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a shard along `axis`, with padding."""
+        """Number of rows along `axis` that this tensor has in a shard, including padding."""
         return self.shape[self.axis] if self.rows is None else self.rows.shape[1]
 
 
@@ -79,30 +84,35 @@ class Source:
 class ParamSpec:
     """Description of a parameter: its checkpoint tensors, its shards, and its storage on devices.
 
-    At degree p, rank r computes with `max_tp / p` consecutive shards: `range(r * max_tp // p, (r + 1) * max_tp // p)`.
-    If `strided`, rank r computes with every p-th shard: `range(r, max_tp, p)`. A device then needs, at a higher degree,
-    a subset of the shards that it needs at a lower degree, so a merge moves no weights. If `replicated`, each rank
-    computes with all shards.
+    The tensor-parallel degree p decides with which shards rank r computes (`shard_indices`):
 
-    A device loads all shards, because it must be able to serve alone at TP1. With a start placement, a device loads
-    only the shards that its modules use. If the embedding is tied to the head, each device that computes the head loads
-    all shards of the head, to use them as the embedding (`weights.layout.WeightLayout.shards_at`).
+    * `replicated` parameter: every rank computes with all shards.
+    * `sharded` parameter: rank r computes with `max_tp / p` consecutive shards,
+      `range(r * max_tp // p, (r + 1) * max_tp // p)`.
+    * `sharded` parameter with `strided`: rank r computes with every p-th shard, `range(r, max_tp, p)`. The shards that
+      a device needs at a higher degree are then a subset of the shards that it needs at a lower degree. A merge
+      therefore moves no weights.
+
+    At start-up, a device loads all shards, because it must be able to serve alone at degree 1. There is one exception:
+    with a start placement (devices for each layer), a device loads only the shards that its layers use
+    (`weights.layout.WeightLayout.shards_at`). If the embedding is tied to the output projection, a device that computes
+    the projection loads all shards of the projection, and looks up embeddings in these shards.
 
     Attributes:
-        kind: name within the layer, such as `mlp.gate_up`; unique in the layer.
+        kind: name of the parameter, such as `mlp.gate_up`. It is unique in a layer.
         sources: checkpoint tensors, concatenated along the sharded axis, or stacked (`Source.blocks`).
-        shard_shape: shape of one shard in computations; matrices are `[out, in]`, as in checkpoints.
+        shard_shape: shape of one shard in computations. Matrices are `[out, in]`, as in checkpoints.
         num_shards: `max_tp` for sharded parameters, 1 for replicated parameters.
-        placement: `sharded`: each rank computes with its own shards. `replicated`: each rank computes with all shards.
-        page_elems: elements of a KV page. If set, a shard is stored as an extent `[pages, page_elems]`, which a
-            transformation may release to the KV cache.
-        min_pages: smallest number of pages of a stored shard, so that shards of layers of several kinds become extents
-            of the same size. Pages after the shard are zero.
+        placement: `sharded` or `replicated`, see above.
+        page_elems: elements of a KV page. If set, a shard is stored as `[pages, page_elems]`, so that its buffer can
+            become KV cache.
+        min_pages: smallest number of pages of a stored shard. It gives the buffers in all kinds of layers the same
+            size. Pages after the shard are zero.
         init: distribution of random weights.
-        strided: True if a rank computes with every p-th shard at degree p, see above. Requires that the results of all
-            shards are added, so that the order of the shards does not matter.
-        owner: owner of the bytes in the ledger.
-        layer: index of the layer; None for embedding, final norm and head.
+        strided: whether a rank computes with every p-th shard, see above. Allowed only if the results of all shards are
+            added, because then the order of the shards does not matter.
+        owner: use of the bytes in the memory ledger, such as FFN weights.
+        layer: index of the layer; None for the embedding, the final norm and the output projection.
     """
 
     kind: str
@@ -134,20 +144,20 @@ class ParamSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all shards together, with padding."""
+        """Number of elements of all shards together, including padding."""
         return self.num_shards * math.prod(self.stored_shape)
 
     def num_bytes(self, dtype: jax.typing.DTypeLike) -> int:
-        """Return the bytes of all shards together, with padding."""
+        """Return the bytes of all shards together, including padding."""
         return self.num_elements * jax.numpy.dtype(dtype).itemsize
 
     @property
     def model_elements(self) -> int:
-        """Elements of the checkpoint tensors, without padding and copies."""
+        """Number of elements of the checkpoint tensors, without padding and copies."""
         return sum(math.prod(source.shape) for source in self.sources)
 
     def shard_indices(self, tp: int, rank: int) -> range:
-        """Return the shards that `rank` computes with at degree `tp`."""
+        """Return the indices of the shards that `rank` computes with at tensor-parallel degree `tp`."""
         if self.placement == "replicated":
             return range(self.num_shards)
         if self.strided:
@@ -156,19 +166,19 @@ class ParamSpec:
         return range(rank * per_rank, (rank + 1) * per_rank)
 
     def local_shards(self, tp: int) -> int:
-        """Return the number of shards that each rank computes with at degree `tp`."""
+        """Return the number of shards that each rank computes with at tensor-parallel degree `tp`."""
         return len(self.shard_indices(tp, 0))
 
     def abstract(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of one shard in computations."""
+        """Return shape and dtype of one shard in computations, as a `jax.ShapeDtypeStruct`."""
         return jax.ShapeDtypeStruct(self.shard_shape, dtype)
 
     def fill_shards(self, read: ReadTensor, shards: list[np.ndarray]) -> None:
-        """Fill all shards of this parameter from checkpoint tensors. Fill the padding with zeros.
+        """Fill all shards of this parameter from checkpoint tensors, and the padding with zeros.
 
         Args:
             read: function that returns the checkpoint tensor with a given name.
-            shards: output: one contiguous array of `stored_shape` for each shard.
+            shards: arrays to fill: one contiguous array of `stored_shape` for each shard.
         """
         outs = [self._computed(shard) for shard in shards]
         for shard in shards:  # pages after the shard
@@ -188,9 +198,9 @@ class ParamSpec:
                 out[(slice(None),) * axis + (slice(end, None),)] = 0
 
     def restore_tensor(self, source: Source, shards: list[np.ndarray]) -> np.ndarray:
-        """Rebuild the checkpoint tensor of `source` from all shards of this parameter: the inverse of `fill_shards`.
+        """Rebuild the checkpoint tensor of `source` from all shards of this parameter.
 
-        Each shard has the shape `stored_shape`.
+        This is the inverse of `fill_shards`. Each shard has the shape `stored_shape`.
         """
         start = next(start for other, start in self._placed_sources() if other is source)
         out = np.zeros(source.shape, shards[0].dtype)
@@ -204,11 +214,11 @@ class ParamSpec:
         return out
 
     def _computed(self, shard: np.ndarray) -> np.ndarray:
-        """Return the view of a stored shard in the shape for computations."""
+        """Return a view of a stored shard, in the shape that computations use."""
         return shard.reshape(-1)[: math.prod(self.shard_shape)].reshape(self.shard_shape)
 
     def _placed_sources(self) -> list[tuple[Source, int]]:
-        """Return each source with the position of its first row in a shard."""
+        """Return `(source, position)` for each checkpoint tensor: the position in a shard of its first row."""
         placed, position = [], 0
         for source in self.sources:
             position = position if source.start is None else source.start
@@ -218,7 +228,7 @@ class ParamSpec:
 
     @staticmethod
     def _part(source: Source, index: int, shard: np.ndarray) -> np.ndarray | None:
-        """Return the part of a shard that `source` fills, or None."""
+        """Return the part of a shard that a checkpoint tensor fills, or None if it fills no part."""
         if source.blocks is None:
             return shard
         return None if (block := source.blocks[index]) is None else shard[block]
@@ -238,9 +248,10 @@ class ParamSpec:
 
 
 def _runs(rows: Int32[np.ndarray, " rows"]) -> list[tuple[int, int]]:
-    """Split an array of row indices into ranges of positions, each with consecutive rows or with padding only.
+    """Split an array of row indices into ranges of positions, so that one slice can copy each range.
 
-    A slice copies such a range faster than a gather. The ranges are half-open: `(start, stop)`.
+    The rows of a range are consecutive, or all of them are padding. A range is `(start, stop)`, without position
+    `stop`. Copies by slices are faster than a gather.
     """
     step = np.diff(rows)
     both_padding = (rows[1:] < 0) & (rows[:-1] < 0)

@@ -1,6 +1,7 @@
-"""Parts of the pictures that reports and placements draw in notebooks.
+"""Helpers for the pictures of reports and placements in notebooks.
 
-A picture is HTML with an SVG. It needs no script, style sheet or other file, so that every notebook viewer shows it.
+A picture is HTML with an SVG. The HTML needs no script, style sheet or other file, so that every notebook viewer shows
+it.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ DEGREE_COLORS = ("#7b8a9a", "#2a9d8f", "#c2548a", "#b8860b", "#5b6fd9", "#a0623d
 
 
 def frame(label: str, caption: str, drawn: str, height: float) -> str:
-    """Return the HTML of a picture.
+    """Return the HTML of a picture, which contains an SVG.
 
     Args:
         label: name of the picture for screen readers.
@@ -47,10 +48,10 @@ def rectangle(x: float, y: float, width: float, height: float, color: str, opaci
 
 
 def number_step(width: float) -> int:
-    """Return the distance between numbered layers: every layer, or every 2nd, 5th, ... layer if numbers would touch.
+    """Return the distance between layers whose number is shown: 1, 2, 5 or more, so that the numbers do not touch.
 
     Args:
-        width: width of the narrowest layer.
+        width: width of the narrowest layer, in units of the SVG.
     """
     return next((step for step in (1, 2, 5, 10, 20, 50) if step * width >= 20), 100)
 

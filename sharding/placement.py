@@ -1,9 +1,9 @@
-"""Placements: the devices that compute each module of a model, for each microbatch. Pure data, without JAX.
+"""Placements: the devices that compute each part of a model, for each microbatch. Pure data, without JAX.
 
-A *module* is the attention of a layer, with its KV cache, or the FFN of a layer. A *home* is an aligned group of
+A *module* is the attention of a layer (with its KV cache) or the FFN of a layer. A *home* is an aligned group of
 devices that compute modules together. A *replica* is one serving instance. A *microbatch* is a share of its sequences
-that travels through the layers together. A placement has a home for each module and each microbatch, and a home for
-the embedding and the head. Examples, as `str(placement)` prints them:
+that travels through the layers together. A placement has a home for each module and each microbatch, and a home for the
+head: the embedding and the output projection. Examples, as `str(placement)` prints them:
 
     a TP1 replica on device 0             0-29: TP1[0]
     a TP4 replica                         0-29: TP4[0-3]
@@ -31,7 +31,7 @@ MAX_MICROBATCHES = 64
 
 @dataclass(frozen=True, order=True)
 class Home:
-    """Devices `range(start, start + degree)` of the pool, which compute modules together.
+    """Aligned group of devices that compute modules together: `range(start, start + degree)` of the pool.
 
     Raises `LayoutError` if `degree` is not a power of two, or `start` is negative or not a multiple of `degree`.
     """
@@ -61,7 +61,10 @@ class Home:
         return range(self.start, self.start + self.degree)
 
     def overlaps(self, other: "Home") -> bool:
-        """Return whether the two homes share a device. If so, one contains the other, because both are aligned."""
+        """Return whether the two homes share a device.
+
+        If the homes share a device, one home contains the other, because both are aligned.
+        """
         return self.start < other.devices.stop and other.start < self.devices.stop
 
     def contains(self, other: "Home") -> bool:
@@ -78,11 +81,12 @@ Homes = tuple[Home, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive layers whose modules have the same homes.
+    """Consecutive layers whose modules (attention, FFN) have the same homes.
 
     Attributes:
-        layers: the consecutive layers.
-        module: modules of these layers that belong to the run: both, or only attention or FFN.
+        layers: indices of the layers.
+        module: modules of these layers that belong to the run: attention and FFN (`layer`), only attention, or only
+            FFN.
         homes: homes of the modules, one for each microbatch.
     """
 
@@ -98,10 +102,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes of all modules of a replica.
+    """Homes (groups of devices) of all modules of one serving instance. A module is the attention or FFN of a layer.
 
     Attributes:
-        head: home of the embedding, the head and the sampling state.
+        head: home of the embedding, the output projection and the sampling state.
         attention: for each layer, the homes of its attention: one for each microbatch.
         ffn: for each layer, the homes of its FFN: one for each microbatch.
 
@@ -133,7 +137,7 @@ class Placement:
 
     @classmethod
     def uniform(cls, home: Home, num_layers: int, num_microbatches: int = 1) -> "Placement":
-        """Return a placement of all modules, the embedding and the head at one home."""
+        """Return a placement in which one home (group of devices) computes the whole model."""
         homes = ((home,) * num_microbatches,) * num_layers
         return cls(home, homes, homes)
 
@@ -142,7 +146,7 @@ class Placement:
         """Return a placement with data-parallel attention.
 
         Parts of `group` with `degree` devices each compute the attention of one microbatch. The whole group computes
-        all FFNs, the embedding and the head.
+        all FFNs, the embedding and the output projection.
 
         Raises `LayoutError` if the parts are not equal.
         """
@@ -161,19 +165,25 @@ class Placement:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """Devices that hold a module, the embedding or the head, in ascending order."""
+        """Devices that compute any part of the model, in ascending order."""
         homes = {self.head, *(home for homes in (*self.attention, *self.ffn) for home in homes)}
         return tuple(sorted({device for home in homes for device in home.devices}))
 
     @cached_property
     def home(self) -> Home | None:
-        """Home of all modules, the embedding and the head. None if there are several homes or several microbatches."""
+        """The home (group of devices) that computes the whole model.
+
+        None if there are several homes or several microbatches.
+        """
         only = {self.head, *(home for homes in (*self.attention, *self.ffn) for home in homes)}
         return self.head if len(only) == 1 and self.num_microbatches == 1 else None
 
     @cached_property
     def attention_degree(self) -> int | None:
-        """Degree of the attention if the placement has data-parallel attention (`parallel_attention`); else None."""
+        """Tensor-parallel degree of data-parallel attention (`parallel_attention`).
+
+        None: attention is not data-parallel.
+        """
         degree = self.attention[0][0].degree
         if degree >= self.head.degree or self.num_microbatches * degree != self.head.degree:
             return None
@@ -203,9 +213,9 @@ class Placement:
         return tuple(found)
 
     def layers_by_home(self, microbatch: int) -> dict[Home, tuple[int, ...]]:
-        """Return the layers whose attention a microbatch computes at each home.
+        """Return the layers whose attention each home (group of devices) computes for a microbatch.
 
-        A page of a sequence has the same id in all layers of a home.
+        A KV page of a sequence has the same id in all layers of a home.
         """
         layers: dict[Home, list[int]] = {}
         for layer, homes in enumerate(self.attention):
@@ -213,13 +223,15 @@ class Placement:
         return {home: tuple(of) for home, of in layers.items()}
 
     def parallelism(self) -> list[int]:
-        """Return the number of different homes of the attention of each layer. This is the vector P of CoCoServe."""
+        """Return how many different homes compute the attention of each layer. This is the vector P of CoCoServe."""
         return [len({*a, *f}) if a == f else len(set(a)) for a, f in zip(self.attention, self.ffn, strict=True)]
 
     # Changes
 
     def with_modules(self, layers: range, module: ModuleKind, homes: Homes) -> "Placement":
-        """Return a copy of the placement in which the chosen modules of `layers` are at `homes`.
+        """Return a copy of the placement in which `homes` compute some modules of `layers`.
+
+        `module` selects attention, FFN or both.
 
         Raises `LayoutError` if a layer does not exist, or if the result is not a valid placement.
         """
@@ -227,13 +239,13 @@ class Placement:
         return self._replaced(layers, {name: [homes] * len(layers) for name in names})
 
     def with_head(self, head: Home) -> "Placement":
-        """Return a copy of the placement with the embedding and the head at `head`."""
+        """Return a copy of the placement with the embedding and the output projection at `head`."""
         return Placement(head, self.attention, self.ffn)
 
     def with_microbatches(self, count: int) -> "Placement":
-        """Return a copy with `count` microbatches.
+        """Return a copy of the placement with `count` microbatches.
 
-        Microbatch `i` gets the homes of the present microbatch `i * old // count`. `old` is the present number of
+        Microbatch `i` gets the homes of the present microbatch `i * old // count`, where `old` is the present number of
         microbatches.
         """
         old = [number * self.num_microbatches // count for number in range(count)]
@@ -241,18 +253,20 @@ class Placement:
         return Placement(self.head, attention, ffn)
 
     def with_layers(self, layers: range, other: "Placement") -> "Placement":
-        """Return a copy in which all modules of `layers` have their homes in the placement `other`."""
+        """Return a copy of the placement in which `layers` have the homes that they have in the placement `other`."""
         homes = {"attention": list(other.attention), "FFN": list(other.ffn)}
         return self._replaced(layers, {name: of[layers.start : layers.stop] for name, of in homes.items()})
 
     def replicated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy in which `home` becomes a further home of the chosen modules of `layers`.
+        """Return a copy of the placement in which `home` also computes some modules of `layers`.
+
+        `module` selects attention, FFN or both.
 
         A module with several homes divides its microbatches among them as evenly as possible, in the order of the
         homes. The number of microbatches never shrinks. It grows if a module now has more homes than there are
         microbatches.
 
-        Raises `LayoutError` if a layer does not exist, or if `home` shares a device with a home of a chosen module.
+        Raises `LayoutError` if a layer does not exist, or if `home` shares a device with a home of such a module.
         """
         modules = self._chosen(layers, module)
         for name, homes in modules.items():
@@ -263,11 +277,11 @@ class Placement:
         return self.with_microbatches(count)._replaced(layers, changed)
 
     def evicted(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy without the home `home` of the chosen modules of `layers`.
+        """Return a copy of the placement in which `home` no longer computes some modules of `layers`.
 
-        The other homes of a module take over its microbatches.
+        `module` selects attention, FFN or both. The other homes of a module take over the microbatches of `home`.
 
-        Raises `LayoutError` if a layer does not exist, or if `home` is not one of several homes of a chosen module.
+        Raises `LayoutError` if a layer does not exist, or if `home` is not one of several homes of such a module.
         """
 
         def without(name: str, homes: Homes) -> Homes:
@@ -284,9 +298,9 @@ class Placement:
         return self._replaced(layers, {name: [without(name, h) for h in of] for name, of in modules.items()})
 
     def migrated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
-        """Return a copy in which `home` replaces the first home of each chosen module of `layers`.
+        """Return a copy of the placement in which `home` replaces the first home of some modules of `layers`.
 
-        Raises `LayoutError` if a layer does not exist, or if nothing changes.
+        `module` selects attention, FFN or both. Raises `LayoutError` if a layer does not exist, or if nothing changes.
         """
         modules = self._chosen(layers, module)
         changed = {name: [tuple(home if h == of[0] else h for h in of) for of in o] for name, o in modules.items()}
@@ -295,9 +309,10 @@ class Placement:
         return self._replaced(layers, changed)
 
     def joined(self) -> tuple["Placement", tuple[int, ...]]:
-        """Merge microbatches that have the same homes. Return the placement, and the new number of each old microbatch.
+        """Merge microbatches that have the same homes.
 
-        If this would change the share of the rows of a home, nothing is merged.
+        Return `(placement, indices)`: the new placement, and for each old microbatch the index of its new microbatch.
+        If a merge would change the share of the sequences that a home computes, nothing is merged.
         """
         columns = list(zip(*self.attention, *self.ffn, strict=True))
         kinds = list(dict.fromkeys(columns))
@@ -308,7 +323,7 @@ class Placement:
         return Placement(self.head, attention, ffn), tuple(kinds.index(column) for column in columns)
 
     def _chosen(self, layers: range, module: ModuleKind) -> dict[str, list[Homes]]:
-        """Return the homes of the chosen modules of `layers`, by the name of the module."""
+        """Return the homes of attention, FFN or both (`module`), as lists with an entry for each layer of `layers`."""
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
         every = {"attention": self.attention, "FFN": self.ffn}
@@ -335,7 +350,7 @@ class Placement:
             num_devices: devices of the pool.
             max_degree: largest number of devices of a home.
 
-        Raises `LayoutError`, with the value and the limit, if `data` has another form or exceeds a limit.
+        Raises `LayoutError` if `data` has another form or exceeds a limit. The message has the value and the limit.
         """
         _check_keys("placement", data, required={"head", "stages"})
         stages = data["stages"]
@@ -384,7 +399,7 @@ class Placement:
 
 
 def _picture(placement: Placement) -> str:
-    """Return a picture with a row for each device and a column for each layer, and a last column for the head."""
+    """Return a picture as HTML: a row for each device, a column for each layer, and a last column for the head."""
     left, head_width, top, height, pitch = 72, 28, 6, 26, 34
     width = (PICTURE_WIDTH - left - head_width - 8) / placement.num_layers
     shapes, texts, homes = [], [], {placement.head}

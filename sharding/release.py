@@ -1,4 +1,4 @@
-"""Order in which devices release weight shards to the KV cache as the TP degree grows."""
+"""Order of the release of weight shards: the buffers of shards become KV cache as the tensor-parallel degree grows."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,12 +9,15 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Buffer of a layer that exists on every device. It holds a weight shard, and KV pages after the shard is released.
+    """Buffer of a layer that can become KV cache. Every device has this buffer.
+
+    The buffer holds a weight shard first, and KV pages after its release.
 
     Attributes:
         spec: parameter of the shards.
-        shards: index of the shard in this buffer, for each device of an aligned group of `max_tp` devices.
-        degree: lowest degree at which the shards are released.
+        shards: index of the shard in this buffer, for each device of an aligned group of `max_tp` devices. Devices may
+            hold different shards.
+        degree: lowest tensor-parallel degree at which the buffer is KV cache.
     """
 
     spec: ParamSpec
@@ -29,14 +32,16 @@ class ReleasedShard:
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
     """Return the weight buffers of a layer that can become KV cache, in the order of their release.
 
-    A device can release a shard at a degree if it needs the shard neither at this degree nor at a higher degree.
+    A device can release a shard at a tensor-parallel degree if it needs the shard neither at this degree nor at a
+    higher degree.
 
     All devices release equally many shards at a degree, so that one program suits all devices. The device that needs
     the most shards therefore decides how many shards every device keeps. For example, with `max_tp` 4, a device needs
-    two shards at TP2. If its TP4 shard is not one of the two, it needs a third shard, and every device keeps three.
+    two shards at degree 2. If its shard of degree 4 is not one of the two, it needs a third shard, and every device
+    keeps three.
 
     Args:
-        specs: parameters of the layer that are stored as extents.
+        specs: parameters of the layer that are stored as KV pages.
         max_tp: largest degree.
     """
     released: list[ReleasedShard] = []
@@ -56,7 +61,10 @@ def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[Released
 
 @lru_cache(maxsize=1024)
 def holder(spec: ParamSpec, tp: int, shard: int) -> tuple[int, int]:
-    """Return the first rank that computes with `shard` at degree `tp`, and the shard's index among this rank's shards.
+    """Return `(rank, index)` of a shard at tensor-parallel degree `tp`.
+
+    `rank` is the first rank that computes with the shard. `index` is the index of the shard among the shards of this
+    rank.
 
     Raises `ValueError` if the parameter has no such shard.
     """

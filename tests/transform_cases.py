@@ -15,7 +15,7 @@ from serving_checks import TIMEOUT_S
 from amoeba_jax import LLM, RequestOutput, SamplingParams
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.prompts import Prompt
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.relayout import Relayout
 
 SETTINGS: dict[str, Any] = {
     "device_memory": "4MiB",
@@ -152,18 +152,18 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
     return in_dispatcher(llm, read)
 
 
-def transition_of(llm: LLM, runner: Runner) -> Transition | None:
+def transition_of(llm: LLM, runner: Runner) -> Relayout | None:
     """The transition whose steps a runner runs, if there is one."""
     present = [instance for instance in llm._engine.instances if instance.transition is not None]
     return next((instance.transition for instance in present if instance.runner is runner), None)
 
 
-def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Transition], None]) -> None:
+def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Relayout], None]) -> None:
     """Call in the dispatcher thread after every layer's switch."""
-    switch = Transition._switch_layer
+    switch = Relayout._switch_layer
 
-    def wrapped(transition: Transition, *arguments: Any) -> None:
+    def wrapped(transition: Relayout, *arguments: Any) -> None:
         switch(transition, *arguments)
         call(transition)
 
-    monkeypatch.setattr(Transition, "_switch_layer", wrapped)
+    monkeypatch.setattr(Relayout, "_switch_layer", wrapped)

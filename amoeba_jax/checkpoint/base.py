@@ -17,7 +17,7 @@ FillShards = Callable[[ParamSpec, list[np.ndarray]], None]
 
 @runtime_checkable
 class Checkpoint(Protocol):
-    """Weights of one model, with Hugging Face names and orientation (`[out, in]`)."""
+    """Weights of one model. Tensors have Hugging Face's names, and matrices have the shape `[out, in]`."""
 
     config: dict[str, Any]
     """Content of the model's `config.json`."""
@@ -43,11 +43,14 @@ class Checkpoint(Protocol):
         ...
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of a tensor (None: of all tensors). Arrays stay valid, and tensors can be read again."""
+        """Free the host memory of a tensor (None: of all tensors).
+
+        Arrays that were returned earlier stay valid, and the tensors can be read again.
+        """
         ...
 
     def close(self) -> None:
-        """Close the files. Arrays stay valid. Further reads raise `CheckpointError`."""
+        """Close the files. Arrays that were returned earlier stay valid. Further reads raise `CheckpointError`."""
         ...
 
 
@@ -64,9 +67,11 @@ class MappedFile:
             self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def view(self, name: str, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
-        """Return the array at byte `offset`: a read-only view, or a copy if the bytes are not aligned.
+        """Return the array of `dtype` and `shape` that starts at byte `offset`.
 
-        Raises `CheckpointError` with `name` if the file is closed or too short.
+        The array is a read-only view of the file, or a copy if the bytes are not aligned.
+
+        Raises `CheckpointError` if the file is closed or too short. `name` is the tensor's name for the message.
         """
         if self._map is None:
             raise CheckpointError(f"{self.path} was closed: open the checkpoint again to read it")
@@ -80,9 +85,10 @@ class MappedFile:
         return array if array.flags.aligned else array.copy()
 
     def release(self, offset: int = 0, num_bytes: int | None = None) -> None:
-        """Free the resident memory of `num_bytes` bytes from `offset` on (None: to the end of the file).
+        """Free the resident memory of `num_bytes` bytes of the file, starting at byte `offset`.
 
-        Views stay valid: an access reads the file again.
+        If `num_bytes` is None, free the memory up to the end of the file. Views stay valid: an access to a view reads
+        the file again.
         """
         if self._map is not None:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -90,5 +96,5 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
-        """Close the file for new views. The memory stays mapped until the last view is deleted."""
+        """Close the file, so that `view` raises an error. The memory stays mapped until the last view is deleted."""
         self._map = None

@@ -95,7 +95,10 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 class _Reader(GGUFReader):
-    """Reader of GGUF metadata from a plain array. Slices of a memmap would take three times as long."""
+    """Reader of GGUF metadata from a NumPy array in memory.
+
+    Reading from a memory map would take three times as long.
+    """
 
     @property
     def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -107,7 +110,7 @@ class _Reader(GGUFReader):
 
 
 class Entry(NamedTuple):
-    """Position, kind and shape of one tensor in the file."""
+    """Position, storage type and shape of one tensor in a GGUF file."""
 
     stored_name: str
     kind: GGMLQuantizationType
@@ -226,7 +229,11 @@ class GGUFCheckpoint:
             ) from error
 
     def _named(self, entry: Entry) -> dict[str, Entry]:
-        """Return a stored tensor by its Hugging Face name, or the tensor of each expert if it holds all experts."""
+        """Return the entries of the tensors that a stored tensor contains, by Hugging Face name.
+
+        A stored tensor with all experts of a layer contains one tensor for each expert. Any other stored tensor
+        contains only itself.
+        """
         name = self._hf_name(entry.stored_name)
         prefix, experts, part = name.partition(".experts.")
         if not experts or len(entry.shape) < 2:
@@ -381,9 +388,10 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open a GGUF file. Write its tokenizer files to the cache if the cache does not have them.
+    """Open a GGUF file as a checkpoint.
 
-    The cache key is the path, size and modification time of the GGUF file.
+    Tokenizer files are built from the vocabulary in the GGUF file, and are cached. The cache key is the path, size and
+    modification time of the GGUF file.
     """
     checkpoint = GGUFCheckpoint(path)
     status = path.stat()
@@ -395,9 +403,10 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
 
 
 def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Convert the rows of a query or key projection (or bias) from llama.cpp's rotary order to Hugging Face's order.
+    """Convert the rows of a query or key projection from llama.cpp's rotary order to Hugging Face's order.
 
-    llama.cpp rotates pairs of neighboring rows of a head. Hugging Face rotates row i with row i + h/2, for head size h.
+    `array` is the matrix or the bias of the projection. llama.cpp rotates neighboring rows of a head in pairs. Hugging
+    Face rotates row i with row i + h/2, where h is the head size.
     This function is the inverse of `LlamaModel.permute` in llama.cpp's `convert_hf_to_gguf.py`.
     """
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
@@ -405,7 +414,10 @@ def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> np.ndarray:
-    """Return the divisor of each rotary frequency in Llama 3.1, f32 `[head_dim / 2]` (Meta's `apply_scaling`)."""
+    """Return the divisor of each rotary frequency in Llama 3.1, f32 `[head_dim / 2]`.
+
+    The formula is that of Meta's `apply_scaling`.
+    """
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / wavelength
@@ -414,5 +426,8 @@ def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> n
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal number with the same float32 value, such as 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal number that is the same float32 number as `value`.
+
+    For example, 9.999999747378752e-06 becomes 1e-05.
+    """
     return float(str(np.float32(value)))

@@ -122,7 +122,7 @@ class Vocabulary:
         self.add_eos: bool = self._get("add_eos_token", False)
 
     def special_id(self, role: str) -> int | None:
-        """Return the token id for a role such as "bos", or None if there is none.
+        """Return the id of the token with a role such as "bos", or None if no token has the role.
 
         Raises `CheckpointError` if the id in the metadata is outside the vocabulary.
         """
@@ -135,14 +135,15 @@ class Vocabulary:
         return token_id
 
     def special(self, role: str) -> str | None:
-        """Return the token for a role such as "bos", or None if there is none."""
+        """Return the token with a role such as "bos", or None if no token has the role."""
         token_id = self.special_id(role)
         return None if token_id is None else self.tokens[token_id]
 
     def end_ids(self) -> list[int]:
         """Return the ids of the tokens that end a generation: end of text, end of turn and end of message.
 
-        Many files of chat models declare only `eos`. All control tokens with a name in `ENDS` are therefore added.
+        Many files of chat models declare only the end of text. All control tokens with a name in `ENDS` are therefore
+        added.
         """
         named = [self.special_id(role) for role in ("eos", "eot", "eom")]
         known = [
@@ -236,7 +237,7 @@ class Vocabulary:
 
 
 def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Convert SentencePiece's scores to equivalent merge rules. A rule is a pair of the left and the right piece.
+    """Convert SentencePiece's scores to equivalent BPE merge rules: pairs of a left and a right piece.
 
     Each way to split a piece into two known pieces is a rule. Rules for pieces with higher scores come first. Rules
     with equal scores are in the order of `generate_merges` in transformers' `convert_slow_tokenizer.py`.

@@ -1,4 +1,7 @@
-"""MXFP4 weights: blocks of 32 numbers of 4 bits with a common power of two. They are expanded when they are read."""
+"""MXFP4 weights, expanded to bfloat16 when they are read.
+
+MXFP4 stores blocks of 32 numbers. Each number has 4 bits, and all numbers of a block share a power of two.
+"""
 
 import threading
 from pathlib import Path
@@ -15,10 +18,11 @@ _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 
 class Mxfp4Checkpoint:
-    """View of a checkpoint with expanded weights in bfloat16, which holds all their values.
+    """View of a checkpoint that expands MXFP4 weights to bfloat16, without loss.
 
-    The tensors `experts.X_blocks [E, out, in / 32, 16]` and `experts.X_scales [E, out, in / 32]` become one tensor
-    `experts.E.X_rows [out, in]` for each expert.
+    For a projection X, the stored tensors `experts.X_blocks [E, out, in / 32, 16]` and `experts.X_scales
+    [E, out, in / 32]` hold all `E` experts. The view has one tensor for each expert instead, such as
+    `experts.0.X_rows [out, in]` for expert 0.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint):
@@ -49,7 +53,7 @@ class Mxfp4Checkpoint:
         return out, blocks * 32
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor: expanded weights of one expert, or a plain tensor as it is stored."""
+        """Return a tensor: the expanded weights of one expert, or any other tensor as it is stored."""
         if name not in self._places:
             return self._stored.read(name)
         if getattr(self._last, "name", None) == name:
@@ -61,7 +65,7 @@ class Mxfp4Checkpoint:
         return self._last.tensor
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of the stored tensor (None: of all tensors)."""
+        """Free the host memory of a tensor (None: of all tensors)."""
         vars(self._last).clear()
         if name not in self._places:
             self._stored.release(name)
@@ -71,16 +75,18 @@ class Mxfp4Checkpoint:
             self._stored.release(stored)
 
     def close(self) -> None:
-        """Close the stored checkpoint."""
+        """Close the checkpoint that this view reads."""
         self._stored.close()
 
 
 def expand(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the numbers of MXFP4 blocks, bfloat16 `[..., 32]`.
+    """Return the weights that MXFP4 blocks encode, as bfloat16 `[..., 32]`.
+
+    A block has 32 numbers of 4 bits, and one scale. A weight is its number times `2 ** (scale - 127)`.
 
     Args:
-        blocks: uint8 `[..., 16]`; the lower 4 bits of a byte are the first number.
-        scales: uint8 `[...]`: exponents of 2, with a bias of 127.
+        blocks: uint8 `[..., 16]`. Each byte has two numbers. The first number is in the lower 4 bits.
+        scales: uint8 `[...]`, one scale for each block.
     """
     values = np.empty((*blocks.shape[:-1], 32), np.float32)
     values[..., 0::2], values[..., 1::2] = _VALUES[blocks & 15], _VALUES[blocks >> 4]

@@ -1,4 +1,4 @@
-"""Checkpoints that `LLM.save` writes: weight shards in their layout on devices, in orbax's format."""
+"""Checkpoints written by `LLM.save`: the weight shards of the devices, in orbax's format."""
 
 import dataclasses
 import json
@@ -24,9 +24,9 @@ SHARDS = "shards"
 
 
 class OrbaxCheckpoint:
-    """Checkpoint that `weights.saving.save` has written. Its shards have the sizes of the engine that saved them.
+    """Checkpoint written by `LLM.save`. Its weight shards have the sizes that the saving engine used.
 
-    For an engine with other sizes (`ModelDims`), `reader` converts the shards while it reads them.
+    If the loading engine uses other sizes (`ModelDims`), `reader` converts the shards.
 
     Raises `CheckpointError` if the directory has another format, is damaged, or has a changed `config.json`.
     """
@@ -59,10 +59,10 @@ class OrbaxCheckpoint:
         self._context = ts.Context({"file_io_mode": {"mode": "memmap"}})
 
     def reader(self, dims: ModelDims) -> FillShards:
-        """Return a function that fills shards for an engine with the sizes `dims`.
+        """Return a function that fills the weight shards of an engine whose sizes are `dims`.
 
         If `dims` equals the saved sizes, the function copies the stored shards. If not, the function rebuilds each
-        checkpoint tensor from the stored shards and divides the tensor into new shards.
+        checkpoint tensor from the stored shards, and divides the tensor into new shards.
         """
         if dims == self.saved_dims:
             return self._read_shards
@@ -115,16 +115,16 @@ class OrbaxCheckpoint:
 
 
 def _with_defaults(saved: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return the saved fields of a dataclass. Fields that an earlier version did not have get their defaults."""
+    """Return the saved fields of the dataclass `kind`. Fields that were not saved get their defaults."""
     defaults = {it.name: it.default for it in dataclasses.fields(kind) if it.default is not dataclasses.MISSING}
     return _plain(defaults) | saved
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields as JSON gives them back: with lists in place of tuples."""
+    """Return the fields with lists instead of tuples, as JSON would return them."""
     return json.loads(json.dumps(fields))
 
 
 def shard_name(name: str, index: int) -> str:
-    """Return the file name of a shard."""
+    """Return the file name of shard number `index` of the parameter `name`."""
     return f"{name}.{index}"

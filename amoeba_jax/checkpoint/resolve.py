@@ -29,7 +29,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Files of a model on this machine."""
+    """Files of a model that was found on this machine."""
 
     name: str
     """Name of the model for clients: the last part of the path or hub name."""
@@ -40,10 +40,12 @@ class ResolvedModel:
 
 
 def resolve_model(model: str, *, revision: str | None = None) -> ResolvedModel:
-    """Find a model by the name of the default model, by a path or by a hub name. Download it from the hub if needed.
+    """Find a model by its name or path. Download the model from the hub if needed.
 
-    If `model` is both an existing path and a hub name, the path is used. Raises `ModelNotFoundError`, with a list of
-    the accepted forms, if no model is found.
+    `model` is the name of the default model, a path or a hub name. If `model` is both an existing path and a hub name,
+    the path is used.
+
+    Raises `ModelNotFoundError`, with a list of the accepted forms, if no model is found.
     """
     if model == DEFAULT_MODEL:
         return ResolvedModel(DEFAULT_MODEL, ensure_default_model(), "safetensors")

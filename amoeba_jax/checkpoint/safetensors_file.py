@@ -24,7 +24,7 @@ DTYPES = {
 
 
 class Entry(NamedTuple):
-    """Position, dtype and shape of one tensor.
+    """Position, dtype and shape of one stored tensor.
 
     Attributes:
         shard: name of the file that holds the tensor.
@@ -119,7 +119,7 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
     """Return the dtype that all matrices in the safetensors files of a directory have.
 
     Return None if the matrices have different or unsupported dtypes, or if there are no readable files. Vectors are
-    ignored, because norms and tables of angles are often kept in float32. Bytes of MXFP4 are ignored too.
+    ignored, because models often keep norms and tables of angles in float32. Packed MXFP4 weights are ignored too.
     """
     found: set[str] = set()
     try:
@@ -132,11 +132,12 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _weights_file(directory: Path, config: dict[str, Any]) -> str:
-    """Return the name of the weights file or of the index to load. The choice is the same as in `transformers`.
+    """Return the name of the file to load: a single weights file, or the index of several weights files.
 
-    The first choice is the file that `transformers_weights` in config.json names, the second `model.safetensors`, and
-    the third the index. An old index beside a newer single file is therefore ignored. Raises `CheckpointError` if no
-    such file exists.
+    The order of preference is the same as in `transformers`: the file that config.json names in `transformers_weights`,
+    `model.safetensors`, the index.
+
+    Raises `CheckpointError` if the named file is missing, or if there is no file to load.
     """
     named = config.get("transformers_weights")
     if named is not None:
@@ -161,10 +162,10 @@ def _weights_file(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _shards(directory: Path, source: str) -> dict[str, set[str]]:
-    """Return the names of the tensors in each shard, by file name, as the index `source` lists them.
+    """Return the weights files that the index `source` lists, with the names of the tensors in each file.
 
-    If `source` is a single file, return this file with an empty set. Raises `CheckpointError` if the index is damaged
-    or a shard is missing.
+    If `source` is a weights file itself, return only this file, with an empty set. Raises `CheckpointError` if the
+    index is damaged or a weights file is missing.
     """
     if not source.endswith(INDEX_SUFFIX):
         return {source: set()}
@@ -207,7 +208,10 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 def _describe_damage(path: Path, actual: int, reason: str) -> str:
-    """Return an error message about a file that `safe_open` refuses, with the file's correct size if it is known."""
+    """Return an error message about a damaged file of `actual` bytes.
+
+    The message names the correct size of the file if the size is known.
+    """
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")

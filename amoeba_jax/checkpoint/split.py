@@ -1,4 +1,4 @@
-"""Checkpoints that store tensors under other names, or several tensors of the model together."""
+"""Checkpoints whose tensors have other names than in the model, or hold several tensors of the model."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from amoeba_jax.models.families.fields import Split
 
 
 class SplitCheckpoint:
-    """View of a `Checkpoint` that has the tensors of the model under their names.
+    """View of a checkpoint that renames stored tensors, or splits them into several tensors.
 
     Args:
-        stored: checkpoint with the stored tensors. `close` closes it.
-        split: function that names the tensors within a stored tensor.
+        stored: checkpoint with the stored tensors. Closing the view closes this checkpoint.
+        split: function that divides a stored tensor into named tensors. It returns None for a tensor that stays whole.
     """
 
     def __init__(self, stored: Checkpoint, split: Split):
@@ -37,7 +37,7 @@ class SplitCheckpoint:
         return self._places[name][1] if name in self._places else self._stored.shape(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor: a part of a stored tensor, without a copy."""
+        """Return a tensor. A part of a stored tensor is returned without a copy."""
         if name not in self._places:
             return self._stored.read(name)  # raises
         stored = self._places[name][0]
@@ -46,9 +46,9 @@ class SplitCheckpoint:
         return tensor if parts is None else parts[name]
 
     def release(self, name: str | None = None) -> None:
-        """Free the memory of the stored tensor that has a tensor (None: of all tensors)."""
+        """Free the host memory of the stored tensor that contains the tensor `name`. None: of all stored tensors."""
         self._stored.release(None if name is None else self._places[name][0])
 
     def close(self) -> None:
-        """Close the stored checkpoint."""
+        """Close the checkpoint that this view reads."""
         self._stored.close()

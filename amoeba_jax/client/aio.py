@@ -28,7 +28,7 @@ _END: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AsyncClient:
-    """Asynchronous client. It has the methods of `Client` as coroutines. Create and use it in one event loop."""
+    """Client with the methods of `Client` as coroutines. Create and use it in one event loop."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class AsyncClient:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[results.Chunk, None]:
-        """Yield the generated text of a prompt as it arrives. Leaving the loop aborts the request."""
+        """Yield the generated text of a prompt in chunks, as the chunks arrive. Leaving the loop aborts the request."""
         message = requests.generate_request(prompt, params, request_id, cache_salt)
         deadline = Deadline(timeout_s)
         call, response = await self._retried(lambda: self._start(message, deadline), deadline)
@@ -103,7 +103,7 @@ class AsyncClient:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> list[results.Generation]:
-        """Return all samples of a prompt when they are finished. Use `asyncio.gather` for many prompts."""
+        """Return all samples of a prompt when all of them are finished. Use `asyncio.gather` for many prompts."""
         stream = self.stream(prompt, params, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s)
         async with aclosing(stream):
             return results.collect([chunk async for chunk in stream])
@@ -119,25 +119,25 @@ class AsyncClient:
         return (await self._call(self._inference.Detokenize, message, timeout_s)).text
 
     async def model_info(self, *, timeout_s: float | None = None) -> results.ModelInfo:
-        """Return the model of the server, its sizes and the limits of requests."""
+        """Return the name and sizes of the server's model, and the limits of requests."""
         message = pb.GetModelInfoRequest()
         return results.read_model_info(await self._call(self._inference.GetModelInfo, message, timeout_s))
 
     async def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End a request of this or another client. Return whether it was running or waiting."""
+        """End a request of this client or any other client. Return whether the request was running or waiting."""
         message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
         return (await self._call(self._inference.Abort, message, timeout_s)).aborted
 
     # Administration
 
     async def cluster(self, *, timeout_s: float | None = None) -> results.Cluster:
-        """Return the instances and the queue of the server."""
+        """Return the state of the server: its instances (serving replicas) and its queue."""
         return results.read_cluster(await self._call(self._admin.GetCluster, pb.GetClusterRequest(), timeout_s))
 
     async def watch_cluster(
         self, interval_s: float = 1.0, *, timeout_s: float | None = None
     ) -> AsyncGenerator[results.Cluster, None]:
-        """Yield the instances and the queue of the server at intervals, until the caller leaves the loop."""
+        """Yield the state of the server every `interval_s` seconds, until the caller leaves the loop. See `cluster`."""
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -160,7 +160,7 @@ class AsyncClient:
         order: str = "layer",
         timeout_s: float | None = None,
     ) -> results.Transformation:
-        """Merge or split instances while requests run. Return a report when the transformation is done.
+        """Merge or split instances (serving replicas) while requests run. Return a report at the end.
 
         Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". If the transformation
         takes longer than `timeout_s` seconds (None: no limit), the call fails.
@@ -174,7 +174,7 @@ class AsyncClient:
         return results.read_transformation(response)
 
     async def placement(self, instance: int = 0, *, timeout_s: float | None = None) -> Placement:
-        """Return the placement of an instance: the devices that compute each of its layers."""
+        """Return the placement of an instance: the devices that compute each layer."""
         message = pb.GetPlacementRequest(instance=requests.index("instance", instance))
         return results.read_placement(await self._call(self._admin.GetPlacement, message, timeout_s))
 
@@ -190,8 +190,8 @@ class AsyncClient:
         """Replicate layers of an instance on another device while requests run.
 
         Arguments are the same as for `LLM.replicate`. If the change takes longer than `timeout_s` seconds (None: no
-        limit), the call fails, and the change continues. The same holds for `evict`, `migrate`, `scale_out` and
-        `scale_in`.
+        limit), the call fails, and the change continues. `timeout_s` has the same effect in `evict`, `migrate`,
+        `scale_out` and `scale_in`.
         """
         message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
         return await self._change_placement(self._admin.Replicate, message, timeout_s)
@@ -205,7 +205,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Remove the replicas of layers from a device."""
+        """Remove the copies of layers that `replicate` made on a device. Arguments are the same as for `LLM.evict`."""
         message = requests.layers_request(pb.EvictRequest, layers, device, instance, modules)
         return await self._change_placement(self._admin.Evict, message, timeout_s)
 
@@ -219,7 +219,10 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Move layers of an instance, or only their attention or FFN, to another device while requests run."""
+        """Move layers of an instance, or only their attention or FFN, to another device while requests run.
+
+        Arguments are the same as for `LLM.migrate`.
+        """
         message = requests.layers_request(pb.MigrateRequest, layers, device, instance, modules)
         message.move_kv = move_kv
         return await self._change_placement(self._admin.Migrate, message, timeout_s)
@@ -236,7 +239,10 @@ class AsyncClient:
     async def scale_in(
         self, device: int, instance: int = 0, *, timeout_s: float | None = None
     ) -> results.PlacementChange:
-        """End the instance on a device. The instance with the id `instance` continues its requests."""
+        """End the instance (serving replica) on a device.
+
+        Another instance, with the id `instance`, continues the requests of the ended instance.
+        """
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)
         )
@@ -253,7 +259,7 @@ class AsyncClient:
 
         Args:
             request_timeout_s: seconds after which running requests are aborted. 0: never.
-            timeout_s: seconds for this call. None: no limit.
+            timeout_s: seconds after which this call fails. None: no limit.
 
         Returns:
             Number of aborted requests.
@@ -262,7 +268,7 @@ class AsyncClient:
         return (await self._call(self._admin.Drain, message, timeout_s)).aborted
 
     async def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
-        """Replace the policy that places requests. Return the name of the previous policy."""
+        """Replace the policy, which decides where requests run. Return the name of the previous policy."""
         message = pb.SetPolicyRequest(policy=check_unicode(policy, "policy"))
         return (await self._call(self._admin.SetPolicy, message, timeout_s)).previous_policy
 

@@ -30,11 +30,11 @@ _CHANNEL_OPTIONS = (
 
 
 class Route:
-    """Route to a server: the target in gRPC's syntax, and the proxy on the way.
+    """Route to a server: the server's address in gRPC's syntax, and the proxy between client and server.
 
     Attributes:
-        target: target of the channel.
-        options: options of the channel.
+        target: address of the server for a gRPC channel.
+        options: options for the gRPC channel.
         proxy_variable: name of the environment variable that sets the proxy. None: no proxy.
     """
 
@@ -51,7 +51,10 @@ class Route:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Explain UNAVAILABLE errors inside this context: add a note with the environment variable of the proxy."""
+        """Add a note to UNAVAILABLE errors inside this context, if there is a proxy.
+
+        The note names the environment variable that sets the proxy.
+        """
         try:
             yield
         except grpc.RpcError as error:
@@ -72,9 +75,9 @@ def _proxy_variable(host: str) -> str | None:
 
 @dataclass(frozen=True)
 class Retries:
-    """Attempts of a call that fails with the status UNAVAILABLE, and the delays between them.
+    """Number of attempts for a call that fails with the status UNAVAILABLE, and the delays between attempts.
 
-    There is no retry after the first response or after the deadline.
+    A call is not repeated after its first response or after its deadline.
     """
 
     attempts: int = 5
@@ -92,7 +95,7 @@ class Retries:
 
 
 class Deadline:
-    """Time limit for all attempts of a call together. None: no limit."""
+    """Time limit for all attempts of a call together. There is no limit if `timeout_s` is None."""
 
     def __init__(self, timeout_s: float | None):
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -115,13 +118,13 @@ def is_unavailable(error: grpc.RpcError) -> bool:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Token and certificates of a client.
+    """Access token and certificates of a client.
 
     Attributes:
-        token: token that is sent with each call.
+        token: access token that is sent with each call.
         ca: PEM file with the certificates to trust. "": the certificates of the system. None: no TLS.
         certificate: PEM file with the client's own certificate, if the server needs one.
-        key: PEM file with the key of that certificate.
+        key: PEM file with the private key of `certificate`.
     """
 
     token: str | None = None
@@ -143,7 +146,7 @@ class Credentials:
 
         Raises:
             OSError: a file cannot be read.
-            ConfigError: `certificate` is given without `key` or `ca`, or `key` without `certificate`.
+            ConfigError: `certificate` or `key` is given without the other, or both are given without `ca`.
         """
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("a client certificate needs its key: give both")

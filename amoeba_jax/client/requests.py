@@ -21,7 +21,7 @@ _INDEX_LIMIT = 2**31
 
 
 def params_message(params: SamplingParams) -> pb.SamplingParams:
-    """Return a message with the settings that differ from the defaults."""
+    """Convert sampling settings to a message. Settings with their default value are left out."""
     message = pb.SamplingParams()
     for field in fields(params):
         value = getattr(params, field.name)
@@ -49,7 +49,7 @@ def _structured(structured: StructuredOutput) -> pb.StructuredOutput:
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, request_id: str, cache_salt: str
 ) -> pb.GenerateRequest:
-    """Return the message for a request to generate. The prompt is a text, a list of token ids or a conversation.
+    """Return the message of a generation request. The prompt is a text, a list of token ids or a conversation.
 
     Raises:
         RequestError: the prompt has none of these types, or a text is not valid Unicode.
@@ -147,7 +147,8 @@ def layers_request(
 
     The arguments are as in `Client.replicate`.
 
-    Raises `RequestError` for an index below 0, layers that are not a range, or unknown modules.
+    Raises `RequestError` if an index is below 0, `layers` is not a range of consecutive layers, or `modules` is
+    unknown.
     """
     if not isinstance(layers, range) or layers.step != 1 or not layers:
         raise RequestError("layers must be a range of at least one layer, such as range(5, 15)")
@@ -160,9 +161,9 @@ def layers_request(
 
 
 def index(name: str, value: int) -> int:
-    """Check the index of a device, an instance or a layer, and return it.
+    """Check the index of a device, an instance or a layer, and return the index.
 
-    Raises `RequestError` if it is below 0 or too large.
+    `name` names the index in the error message. Raises `RequestError` if the index is below 0 or too large.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _INDEX_LIMIT:
         raise RequestError(f"{name}={shorten(value)} must be an integer from 0 to {_INDEX_LIMIT - 1}")

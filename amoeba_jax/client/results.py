@@ -19,7 +19,7 @@ Position = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens and times (in seconds) of a request. Unknown times are None.
+    """Numbers of tokens and times in seconds of a request. Unknown times are None.
 
     `amoeba_jax.outputs.RequestMetrics` defines the times and `cached_tokens`.
     """
@@ -81,7 +81,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model of a server. `max_model_len` is the largest number of tokens of prompt plus output."""
+    """Model of a server. `max_model_len` is the largest number of tokens of a prompt and its output together."""
 
     model: str
     server_version: str
@@ -97,7 +97,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Instance:
-    """One serving replica."""
+    """One serving replica of a server."""
 
     id: int
     devices: tuple[int, ...]
@@ -120,13 +120,13 @@ class Cluster:
     """State of a server at one moment.
 
     Attributes:
-        state: loading, ready, draining or dead.
+        state: `loading`, `ready`, `draining` or `dead`.
         instances: present instances.
         waiting: number of requests in the queue.
-        accepted: number of requests that have not ended.
-        degrees: progress of the background compilation for each degree.
-        transformations: transformations that have not ended.
-        placements: changes of placements that have not ended.
+        accepted: number of accepted requests that have not ended.
+        degrees: progress of the background compilation for each tensor-parallel degree.
+        transformations: merges and splits of instances that have not ended.
+        placements: replications and migrations of layers that have not ended.
     """
 
     state: str
@@ -140,20 +140,20 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Transformation:
-    """Times (in seconds), bytes and counts of a transformation.
+    """Report of a transformation, which merges or splits instances.
 
     Attributes:
-        tensor_parallel_size: requested degree.
-        seconds: time from the call to the end, including compilation of missing programs.
-        prepare_s: part of `seconds` in which the engine compiled programs that were still missing.
-        moved_bytes: bytes of pages that moved, on all ranks together.
-        extra_bytes: maximum temporary bytes on a device.
-        steps: number of steps that ran on the changing devices during the change.
+        tensor_parallel_size: requested tensor-parallel degree.
+        seconds: seconds from the call to the end, including compilation of missing programs.
+        prepare_s: part of `seconds` in which the engine itself compiled missing programs.
+        moved_bytes: bytes of KV cache that moved, on all devices together.
+        extra_bytes: largest number of temporary bytes on any device.
+        steps: number of model steps that ran on the affected devices during the transformation.
         tokens: number of tokens that these steps generated.
         paused: number of sequences that were paused.
         resumed: number of paused sequences that were resumed.
         awaited_programs: number of missing programs that the transformation waited for.
-        waited_s: part of `seconds` in which the transformation waited for these programs.
+        waited_s: part of `seconds` in which the transformation waited for these programs while requests ran as before.
     """
 
     tensor_parallel_size: int
@@ -171,18 +171,18 @@ class Transformation:
 
 @dataclass(frozen=True)
 class PlacementChange:
-    """Time, bytes and counts of a change of placement.
+    """Report of a change of placement: layers of an instance that were copied, moved or removed.
 
     Attributes:
         kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
-        layers: first layer of the change, and the layer after the last.
-        seconds: time from the call to the end.
+        layers: index of the first layer of the change, and the index after the last layer.
+        seconds: seconds from the call to the end.
         copied_bytes: bytes of weights that were copied between devices.
-        shared_bytes: bytes of weights that the device had before the change.
+        shared_bytes: bytes of weights of these layers that the device had before the change.
         kv_moved_bytes: bytes of KV pages that moved.
-        device_bytes_delta: change of the total bytes of buffers, by device.
-        steps: number of steps of the instance during the change.
-        recomputed: number of sequences that lost their pages.
+        device_bytes_delta: for each device, the bytes of all buffers after the change minus before the change.
+        steps: number of model steps of the instance during the change.
+        recomputed: number of times that a sequence lost its KV cache and was computed again.
     """
 
     kind: str
@@ -199,9 +199,10 @@ class PlacementChange:
 
 
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
-    """Convert a message to chunks. If the message has the usage, it is in the last chunk.
+    """Convert a message to chunks.
 
-    If the message has log-probabilities of the prompt, the first chunk has nothing else.
+    The last chunk gets the usage if the message has one. Log-probabilities of the prompt come first, in a chunk of
+    their own.
     """
     usage = read_usage(response.usage) if response.HasField("usage") else None
     last = len(response.completions) - 1
@@ -225,7 +226,7 @@ def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
 
 
 def read_usage(message: pb.Usage) -> Usage:
-    """Convert the usage in a message. Times that are not set become None."""
+    """Convert a usage message. Times that are not set become None."""
     times = {name: getattr(message, name) if message.HasField(name) else None for name in _TIMES}
     return Usage(
         message.prompt_tokens,
@@ -240,7 +241,7 @@ _TIMES = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 
 
 def collect(chunks: Iterable[Chunk]) -> list[Generation]:
-    """Combine all chunks of a request into its samples, ordered by index."""
+    """Combine all chunks of a request into one `Generation` for each sample, ordered by index."""
     by_index: dict[int, list[Chunk]] = {}
     usage: Usage | None = None
     prompt_logprobs: list[Position | None] = []
@@ -270,7 +271,7 @@ def collect(chunks: Iterable[Chunk]) -> list[Generation]:
 
 
 def read_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
-    """Return the model information in a message."""
+    """Convert a message to a `ModelInfo`."""
     return ModelInfo(
         message.model,
         message.server_version,
@@ -285,7 +286,7 @@ def read_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
 
 
 def read_cluster(message: pb.Cluster) -> Cluster:
-    """Return the cluster in a message."""
+    """Convert a message to a `Cluster`."""
     state = pb.ServerState.Name(message.state).removeprefix("SERVER_STATE_").lower()
     instances = tuple(
         Instance(
@@ -324,13 +325,13 @@ def read_cluster(message: pb.Cluster) -> Cluster:
 
 
 def read_transformation(message: pb.TransformResponse) -> Transformation:
-    """Return the transformation in a message."""
+    """Convert a message to a `Transformation`."""
     names = Transformation.__dataclass_fields__
     return Transformation(**{name: getattr(message, name) for name in names})
 
 
 def read_placement(message: pb.Placement) -> Placement:
-    """Convert the placement in a message. Raise `LayoutError` if a layer has no devices."""
+    """Convert a message to a `Placement`. Raises `LayoutError` if a layer has no devices."""
     stages = [
         {
             "layers": _layers(stage.layers),
@@ -347,7 +348,7 @@ def read_placement(message: pb.Placement) -> Placement:
 
 
 def read_placement_change(message: pb.PlacementReport) -> PlacementChange:
-    """Return the report of a change of placement in a message."""
+    """Convert a message to a `PlacementChange`."""
     values = {name: getattr(message, name) for name in PlacementChange.__dataclass_fields__}
     values |= {"layers": _layers(message.layers), "device_bytes_delta": tuple(message.device_bytes_delta)}
     return PlacementChange(**values)

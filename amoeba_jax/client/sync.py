@@ -29,19 +29,20 @@ class Client:
     """Connection to a server: `Client("127.0.0.1:50051").generate("Once upon a time")`.
 
     Calls raise `grpc.RpcError` with `code()` and `details()`. If a call fails with the status UNAVAILABLE, the client
-    repeats the call (`retries`). The `timeout_s` of a call limits all its attempts together. Several threads may share
-    a client.
+    repeats the call (`retries`). `watch_cluster`, `transform` and changes of placement are not repeated. The
+    `timeout_s` of a call limits all attempts of the call together. Several threads may share a client.
 
     Args:
         target: `HOST:PORT`, `[IPV6]:PORT`, or a target in gRPC's own syntax. The default port is 50051.
-        token: token, if the server needs one. Administration needs the admin token.
+        token: access token, if the server needs one. Administration needs the admin token.
         ca: PEM file with the certificates to trust. Turns TLS on.
         certificate: PEM file with a certificate of this client, if the server needs one.
         key: PEM file with the private key of `certificate`.
         retries: number of attempts and delays between them.
 
     Raises:
-        ConfigError: the target is not an address, or a file of a certificate is missing.
+        ConfigError: `target` is not an address, `token` is not printable ASCII, `certificate` or `key` is given without
+            the other, or both are given without `ca`.
         OSError: a file cannot be read.
     """
 
@@ -88,7 +89,7 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> Iterator[results.Chunk]:
-        """Yield the generated text of a prompt as it arrives. Leaving the loop aborts the request.
+        """Yield the generated text of a prompt in chunks, as the chunks arrive. Leaving the loop aborts the request.
 
         Args:
             prompt: text, token ids or conversation.
@@ -123,7 +124,7 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> list[results.Generation]:
-        """Return all `params.n` samples of a prompt when they are finished. Arguments as in `stream`."""
+        """Return all `params.n` samples of a prompt when all are finished. The arguments are those of `stream`."""
         stream = self.stream(prompt, params, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s)
         return results.collect(stream)
 
@@ -137,22 +138,22 @@ class Client:
         return self._call(self._inference.Detokenize, pb.DetokenizeRequest(token_ids=token_ids), timeout_s).text
 
     def model_info(self, *, timeout_s: float | None = None) -> results.ModelInfo:
-        """Return the model of the server, its sizes and the limits of requests."""
+        """Return the name and sizes of the server's model, and the limits of requests."""
         return results.read_model_info(self._call(self._inference.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
 
     def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End a request of this or another client. Return whether it was running or waiting."""
+        """End a request of this client or any other client. Return whether the request was running or waiting."""
         message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
         return self._call(self._inference.Abort, message, timeout_s).aborted
 
     # Administration
 
     def cluster(self, *, timeout_s: float | None = None) -> results.Cluster:
-        """Return the instances and the queue of the server."""
+        """Return the state of the server: its instances (serving replicas) and its queue."""
         return results.read_cluster(self._call(self._admin.GetCluster, pb.GetClusterRequest(), timeout_s))
 
     def watch_cluster(self, interval_s: float = 1.0, *, timeout_s: float | None = None) -> Iterator[results.Cluster]:
-        """Yield the instances and the queue of the server at intervals, until the caller leaves the loop."""
+        """Yield the state of the server every `interval_s` seconds, until the caller leaves the loop. See `cluster`."""
         message = pb.WatchClusterRequest(interval_s=interval_s)
         call = self._admin.WatchCluster(message, timeout=timeout_s, metadata=self._metadata)
         try:
@@ -175,7 +176,7 @@ class Client:
         order: str = "layer",
         timeout_s: float | None = None,
     ) -> results.Transformation:
-        """Merge or split instances while requests run. Return a report when the transformation is done.
+        """Merge or split instances (serving replicas) while requests run. Return a report at the end.
 
         Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". If the transformation
         takes longer than `timeout_s` seconds (None: no limit), the call fails.
@@ -189,7 +190,7 @@ class Client:
         return results.read_transformation(response)
 
     def placement(self, instance: int = 0, *, timeout_s: float | None = None) -> Placement:
-        """Return the placement of an instance: the devices that compute each of its layers."""
+        """Return the placement of an instance: the devices that compute each layer."""
         message = pb.GetPlacementRequest(instance=requests.index("instance", instance))
         return results.read_placement(self._call(self._admin.GetPlacement, message, timeout_s))
 
@@ -205,8 +206,8 @@ class Client:
         """Replicate layers of an instance on another device while requests run.
 
         Arguments are the same as for `LLM.replicate`. If the change takes longer than `timeout_s` seconds (None: no
-        limit), the call fails, and the change continues. The same holds for `evict`, `migrate`, `scale_out` and
-        `scale_in`.
+        limit), the call fails, and the change continues. `timeout_s` has the same effect in `evict`, `migrate`,
+        `scale_out` and `scale_in`.
         """
         message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
         return self._change_placement(self._admin.Replicate, message, timeout_s)
@@ -220,7 +221,7 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Remove the replicas of layers from a device."""
+        """Remove the copies of layers that `replicate` made on a device. Arguments are the same as for `LLM.evict`."""
         message = requests.layers_request(pb.EvictRequest, layers, device, instance, modules)
         return self._change_placement(self._admin.Evict, message, timeout_s)
 
@@ -234,7 +235,10 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Move layers of an instance, or only their attention or FFN, to another device while requests run."""
+        """Move layers of an instance, or only their attention or FFN, to another device while requests run.
+
+        Arguments are the same as for `LLM.migrate`.
+        """
         message = requests.layers_request(pb.MigrateRequest, layers, device, instance, modules)
         message.move_kv = move_kv
         return self._change_placement(self._admin.Migrate, message, timeout_s)
@@ -247,7 +251,10 @@ class Client:
         return self._change_placement(self._admin.ScaleOut, message, timeout_s)
 
     def scale_in(self, device: int, instance: int = 0, *, timeout_s: float | None = None) -> results.PlacementChange:
-        """End the instance on a device. The instance with the id `instance` continues its requests."""
+        """End the instance (serving replica) on a device.
+
+        Another instance, with the id `instance`, continues the requests of the ended instance.
+        """
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)
         )
@@ -266,7 +273,7 @@ class Client:
 
         Args:
             request_timeout_s: seconds after which running requests are aborted. 0: never.
-            timeout_s: seconds for this call. None: no limit.
+            timeout_s: seconds after which this call fails. None: no limit.
 
         Returns:
             Number of aborted requests.
@@ -275,7 +282,7 @@ class Client:
         return self._call(self._admin.Drain, message, timeout_s).aborted
 
     def set_policy(self, policy: str, *, timeout_s: float | None = None) -> str:
-        """Replace the policy that places requests. Return the name of the previous policy."""
+        """Replace the policy, which decides where requests run. Return the name of the previous policy."""
         message = pb.SetPolicyRequest(policy=check_unicode(policy, "policy"))
         return self._call(self._admin.SetPolicy, message, timeout_s).previous_policy
 

@@ -1,8 +1,10 @@
 """Workarounds for XLA on CPU.
 
-They reuse compiled programs on other devices, adapt compile options, and evict programs before the process runs out of
-memory mappings. This package uses private parts of JAX. All other packages import only the names listed here. On GPU
-and TPU, `compile_or_load` only compiles a program through JAX's persistent cache.
+The workarounds load a compiled program on devices for which it was not compiled, choose compile options, and evict
+programs before the process runs out of memory mappings.
+
+This package uses private parts of JAX. Other packages import only the names in `__all__`. On GPU and TPU,
+`compile_or_load` only compiles a program through JAX's persistent cache.
 """
 
 from amoeba_jax.cpu_cache.compile_options import Options, few_kernels, step_options

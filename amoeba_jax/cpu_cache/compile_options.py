@@ -10,14 +10,14 @@ Options = dict[str, str | bool]
 
 @functools.cache
 def few_kernels(platform: str) -> Options:
-    """Return compile options that let XLA:CPU make fewer kernels from a program. {} on other platforms.
+    """Return compile options that make XLA emit fewer kernels for a program on CPU. {} on other platforms.
 
-    XLA compiles each kernel separately and gives it memory mappings of its own. Their number is limited
-    (`ProgramStore`). With JAX 0.10.2, the options reduce the sampler for 32 rows of SmolLM2 from 272 to 117 memory
-    mappings, and the time of its call from 11.8 ms to 8.3 ms.
+    XLA gives each kernel its own memory mappings, and the number of mappings is limited (`ProgramStore`). For example,
+    with these options and JAX 0.10.2, the sampler of SmolLM2 for 32 rows needs 117 mappings instead of 272. A call of
+    the sampler takes 8.3 ms instead of 11.8 ms.
 
-    The first call in a process compiles a small program, to find out whether this version of JAX knows the options. JAX
-    0.12 does not; then return {}.
+    The first call in a process compiles a small program, to find out whether this version of JAX knows the options.
+    If JAX does not know the options (JAX 0.12), return {}.
     """
     options: Options = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
     if platform != "cpu":
@@ -34,8 +34,8 @@ def few_kernels(platform: str) -> Options:
 def step_options(platform: str) -> Options:
     """Return the compile options for programs of layers: LLVM's optimization level 2 on CPU. {} on other platforms.
 
-    Decode steps of Llama-125M then take 0.92 to 0.99 times as long as with level 1, and 0.93 to 0.97 times as long as
-    with the default, level 3 (JAX 0.10.2). Programs of heads use the default.
+    With level 2, decode steps of Llama-125M take 0.92 to 0.99 times as long as with level 1, and 0.93 to 0.97 times as
+    long as with level 3 (JAX 0.10.2). Level 3 is XLA's default. Programs of the output projection use the default.
     """
     # Tests turn optimizations off, and level 2 would turn them on again. These options compile fastest (0.8x).
     if jax.config.read("jax_disable_most_optimizations"):

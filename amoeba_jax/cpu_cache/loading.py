@@ -22,13 +22,13 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 @dataclass(frozen=True)
 class Obtained:
-    """Compiled program, and where it came from.
+    """Compiled program and its origin.
 
     Attributes:
         compiled: executable for the requested devices.
-        portable: the program as bytes, which load on other devices too. None: it cannot be written as bytes.
+        portable: the program as bytes, for other devices too. None: the program cannot be written as bytes.
         cached: whether the program was loaded from a cache or from bytes, and not compiled.
-        relocated: whether the program was loaded from bytes that were compiled for another group of devices.
+        relocated: whether the program was compiled for other devices, and was loaded from `portable`.
     """
 
     compiled: jax.stages.Compiled
@@ -38,10 +38,10 @@ class Obtained:
 
 
 class _LatestProgram(threading.local):
-    """Record of where the programs of this thread came from. JAX's events set the attributes.
+    """Origin of the program that this thread compiled or loaded last. Listeners of JAX's events set the attributes.
 
     Attributes:
-        is_new: whether XLA compiled the last program, so that it did not come from JAX's persistent cache.
+        is_new: whether XLA compiled the last program. False: it came from JAX's persistent cache.
         cache_hit: whether JAX's persistent cache has the program that this thread is compiling now.
     """
 
@@ -81,8 +81,8 @@ def compile_or_load(
     Args:
         compile: function that compiles the program for `devices`.
         devices: devices that run the program.
-        model: sizes of the model, part of the key in the disk cache. If empty, the program is not kept on disk.
-        program: all other properties of the program that belong to its key, without the devices.
+        model: sizes of the model, as part of the key in the disk cache. "": the program is not kept on disk.
+        program: rest of the key: all other properties of the program except its devices.
         portable: bytes of the same program, compiled for another group with the same number of devices. None: the
             program is looked up on disk.
     """

@@ -66,11 +66,11 @@ _SOURCE_HASH = _hash_source()
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Cache entry for one program. It may not exist on disk yet.
+    """Entry of one program in the disk cache. The entry may not exist on disk yet.
 
     Attributes:
         model: sizes of the model.
-        program: all other properties of the program that belong to its key.
+        program: all other properties of the program that are part of its key.
         device: any device that runs the program.
     """
 
@@ -82,8 +82,8 @@ class CacheEntry:
     def of(cls, model: str, program: str, devices: Sequence[jax.Device]) -> "CacheEntry | None":
         """Return the entry of a program, or None if the program cannot be cached.
 
-        A program cannot be cached if `model` is empty, if the devices are not CPUs, or if programs cannot be
-        written as bytes (`can_relocate`).
+        A program cannot be cached if `model` is empty, if the devices are not CPUs, or if programs cannot be written as
+        bytes (`can_relocate` returns False).
         """
         if not model or devices[0].platform != "cpu" or not can_relocate():
             return None
@@ -91,7 +91,7 @@ class CacheEntry:
 
     @functools.cached_property
     def key(self) -> str:
-        """Key in the cache: a hash of the model, the program, the settings of JAX and the environment."""
+        """Key in the cache: a hash of the model, the program, JAX's settings and the environment."""
         settings = [
             f"{name}={value}"
             for name, value in sorted(jax.config.values.items())
@@ -142,7 +142,7 @@ class CacheEntry:
 def without_jax_cache_writes() -> Iterator[None]:
     """Stop JAX from writing programs to its cache, inside this context and in this thread.
 
-    This module writes the programs to the same directory itself.
+    Use it where this module writes the same programs to the same directory.
     """
     setting, directory = _min_compile_time(), jax.config.values["jax_compilation_cache_dir"]
     if setting is None or not directory or not may_hold_programs(directory):
@@ -154,10 +154,9 @@ def without_jax_cache_writes() -> Iterator[None]:
 
 @functools.cache
 def _min_compile_time() -> Any:
-    """Return JAX's setting for the minimum compile time of cached programs.
+    """Return JAX's setting for the minimum compile time of cached programs, or None if JAX lacks the setting.
 
-    Return None if JAX does not have the setting. Call the setting with a value to get a context in which this thread
-    uses the value.
+    Called with a value, the setting returns a context manager that applies the value to this thread.
     """
     try:
         from jax._src.config import persistent_cache_min_compile_time_secs
@@ -190,7 +189,7 @@ def _cache(device: jax.Device) -> Any:
 
 @functools.cache
 def _environment() -> str:
-    """Return the parts of a key that do not change while the process runs."""
+    """Return the parts of a cache key that stay the same while the process runs."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
     flags = [f"{name}={os.environ.get(name)}" for name in ("XLA_FLAGS", "JAX_PALLAS_INTERPRET")]
     return "\n".join([f"format {_FORMAT}", *versions, *flags, platform.python_version(), _processor(), _SOURCE_HASH])

@@ -25,8 +25,8 @@ class ProgramStore(Generic[T]):
     """Programs by key. The least recently used programs are evicted before the process runs out of memory mappings.
 
     XLA:CPU maps the code of each kernel separately: a program takes 100 memory mappings or more. Linux allows a process
-    65,530 mappings (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process. This was measured
-    with about 900 programs.
+    65,530 mappings (`vm.max_map_count`). At the limit, allocations fail and XLA aborts the process. In a measurement, a
+    process reached the limit with about 900 programs.
 
     When 92% of the mappings are in use, a quarter of the programs is evicted. An evicted program is loaded again from
     the compile cache. Not thread-safe.
@@ -45,7 +45,7 @@ class ProgramStore(Generic[T]):
         """Number of programs added since the start, including evicted programs."""
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the program of `key` and mark it as used. If it is missing, call `make` and add the result."""
+        """Return the program of `key` and mark it as used. If there is none, call `make` and add the result."""
         program = self._programs.get(key)
         if program is None:
             program = make()
@@ -55,7 +55,7 @@ class ProgramStore(Generic[T]):
         return program
 
     def find(self, key: Hashable) -> T | None:
-        """Return the program of `key` and mark it as used; None if it is missing."""
+        """Return the program of `key` and mark it as used. Return None if there is none."""
         if key in self._programs:
             self._programs.move_to_end(key)
         return self._programs.get(key)
@@ -73,9 +73,9 @@ class ProgramStore(Generic[T]):
             self._unchecked = self._safe_to_add(full - used, used) if used < full else _ADDED_WHEN_FULL
 
     def _safe_to_add(self, room: float, used: int) -> int:
-        """Estimate the number of programs that can be added before the mappings must be counted again.
+        """Estimate how many programs can be added before the memory mappings must be counted again.
 
-        The result is at most the number of programs in the store.
+        The estimate is at most the number of programs in the store.
 
         Args:
             room: number of mappings that may still be added before an eviction.

@@ -1,9 +1,9 @@
 """Compiled programs as bytes, which load on any group with the same number of devices.
 
 Loading takes milliseconds; compiling takes seconds. JAX has no public function that loads a program on other devices:
-`jax.experimental.serialize_executable` loads a program only on the devices for which it was compiled. This module does
-the same with another device assignment. For that, it looks up private parts of JAX 0.10 to 0.12 once. If a version of
-JAX lacks them, a warning is logged, and programs are compiled for each group of devices.
+`jax.experimental.serialize_executable` loads a program only on the devices for which it was compiled. This module loads
+a program on other devices with private parts of JAX 0.10 to 0.12, which are looked up once. If a version of JAX lacks
+these parts, a warning is logged, and programs are compiled for each group of devices.
 
 XLA has two limits (JAX 0.10.2). A program that was loaded from bytes cannot be converted to bytes again. A program that
 sorts can be converted only once.
@@ -28,7 +28,8 @@ class PortableProgram:
     """Bytes of a compiled program, which load on any group with the same number of devices. Thread-safe.
 
     Attributes:
-        data: pickled executable, with shapes and shardings of its arguments. Devices are stored as ranks.
+        data: pickled executable, with shapes and shardings of its arguments. A device is stored as its index in the
+            group.
         trees: tree structures of the arguments and of the results.
     """
 
@@ -56,10 +57,10 @@ class PortableProgram:
             return None
 
     def load(self, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-        """Load the program on `devices`. Their number must be the same as at compilation.
+        """Load the program on `devices`. The number of devices must be the same as at compilation.
 
-        Donation and shardings are the same as in a program compiled for `devices`. Damaged bytes can raise an error of
-        any type.
+        Donated arguments and shardings are the same as if the program had been compiled for `devices`. Damaged bytes
+        can raise an error of any type.
         """
         executable, arguments, no_kwargs = _Unpickler(self.data, devices).load()
         placed = tuple(executable.xla_executable.local_devices())
@@ -71,7 +72,7 @@ class PortableProgram:
 
 @dataclass(frozen=True)
 class _PrivateJax:
-    """Private classes and functions of JAX."""
+    """Private classes and functions of JAX that this module uses."""
 
     executable: type
     device: type
@@ -81,12 +82,18 @@ class _PrivateJax:
 
 
 def disable_relocation(error: Exception) -> None:
-    """Stop converting programs to bytes in this process. Programs are then compiled for each group. Warn once."""
+    """Stop converting programs to bytes in this process, and log a warning once.
+
+    Each group of devices then compiles its own programs.
+    """
     _warn_once(f"{type(error).__name__}: {error}")
 
 
 def can_relocate() -> bool:
-    """Return whether programs can be converted to bytes: JAX has the functions for it, and no attempt has failed."""
+    """Return whether programs can be converted to bytes.
+
+    False if JAX lacks the private functions for this, or if a conversion in this process has failed.
+    """
     return _private_jax() is not None and not _warn_once.cache_info().currsize
 
 
@@ -103,7 +110,7 @@ def _private_jax() -> _PrivateJax | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler like JAX's own for executables, but a device is written as its rank."""
+    """Pickler like JAX's own for executables, except that it writes a device as its index in the group."""
 
     def __init__(self, file: io.BytesIO, devices: Sequence[jax.Device]):
         super().__init__(file)

@@ -6,50 +6,50 @@ from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import DeadlineError, RequestError
 from amoeba_jax.instances.cluster import Cluster
-from amoeba_jax.instances.host_pages import page_specs, read_to_host, write_from_host
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.room import Room
+from amoeba_jax.instances.page_copies import copy_page, copy_specs, host_specs, read_to_host, write_from_host
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.stats import EngineStats
+from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformations import Transformations
 from kvcache.pages import SequencePages
 from sharding.ledger import format_bytes, parse_bytes
+
+# Cost of a running sequence, in prompt tokens to compute, in the choice of an instance.
+_DECODE_COST = 16
 
 
 class Admission:
     """Start and preemption of sequences. Without a scheduler, the engine calls `admit`.
 
-    A scheduler calls the other methods.
-
-    Used by the dispatcher thread only.
+    A scheduler calls the other methods. Used by the dispatcher thread only.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        room: Room,
         sequences: Sequences,
-        transformations: Transformations,
+        changes: Changes,
         steps: Steps,
         stats: EngineStats,
     ):
-        self._cluster, self._room, self._sequences = cluster, room, sequences
-        self._transformations, self._steps, self._stats = transformations, steps, stats
+        self._cluster, self._sequences = cluster, sequences
+        self._changes, self._steps, self._stats = changes, steps, stats
+        self._geometry = cluster.dims.pages
 
     def admit(self) -> None:
         """Start waiting sequences in the order of the queue.
 
         No sequence overtakes another of its priority, so none starves.
         """
-        for sequence in self._sequences.deadlines.expired(time.monotonic()):
+        for sequence in self._sequences.waiting.expired(time.monotonic()):
             self._sequences.reject(sequence, DeadlineError("deadline exceeded while the request was queued"))
         waiting = self._sequences.waiting
         while (sequence := next((s for s in waiting if not self.awaits_program(s)), None)) is not None:
             if sequence.num_in_flight:
                 return  # it was just preempted, and its last token is not known yet
-            if (chosen := self._room.choose(sequence)) is not None:
+            if (chosen := self.choose(sequence)) is not None:
                 self._start(*chosen, sequence)
             elif self._never_fits(sequence):
                 capacity = max(instance.capacity_tokens for instance in self._cluster.instances)
@@ -57,9 +57,9 @@ class Admission:
                     f"it needs {sequence.max_total_tokens} tokens, and no instance holds more than {capacity} any more"
                 )
                 self._sequences.reject(sequence, RequestError(message))
-            elif (found := self._room.victims(sequence)) is not None:
-                for victim in found[1]:
-                    self._sequences.preempt(self._room.home(victim), victim)
+            elif victims := self._victims(sequence):
+                for victim in victims:
+                    self._sequences.preempt(self._cluster.instance_of(victim), victim)
             else:
                 return
 
@@ -68,18 +68,17 @@ class Admission:
         wanted = []
         for instance in self._cluster.instances:
             if sequence.sampling.uses_state:
-                wanted += instance.launcher.state_specs()
+                wanted += instance.runner.state_specs()
             # A leader waits for the programs of its siblings: they share its prompt's pages only while it runs.
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
-                wanted += instance.launcher.page_copy_specs()
+                wanted += copy_specs(instance)
             if sequence.host_pages is not None:
-                executables = self._cluster.executables
-                wanted += page_specs(instance.runner, executables, self._cluster.plan.transfer_pages)
+                wanted += host_specs(instance)
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def check_waiting(self, options: TransformOptions) -> None:
         """Raise `RequestError` if a waiting request would fit on no instance after this transformation."""
-        limit, degree = max(self._transformations.capacity_to_come(i, options) for i in self._cluster.instances)
+        limit, degree = max(self._changes.capacity_to_come(i, options) for i in self._cluster.instances)
         for sequence in self._sequences.waiting:
             if sequence.max_total_tokens > limit:
                 raise RequestError(
@@ -89,7 +88,7 @@ class Admission:
 
     def _never_fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence fits on no instance, and no instance will become larger."""
-        if self._transformations.busy or self._cluster.lost:
+        if self._changes.busy or self._cluster.lost:
             return False
         return all(i.capacity_tokens < sequence.max_total_tokens for i in self._cluster.instances)
 
@@ -102,7 +101,7 @@ class Admission:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
         if instance.capacity_tokens < most:
             raise RequestError(f"instance {instance.id} holds {instance.capacity_tokens} tokens, and it needs {most}")
-        lane = self._room.lane_for(instance, sequence)
+        lane = self._lane_for(instance, sequence)
         if lane is None:
             raise RequestError(f"instance {instance.id} has no room for {sequence.num_known} tokens now")
         self._start(instance, lane, sequence)
@@ -114,10 +113,40 @@ class Admission:
         """
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
-        home = self._room.home(sequence)
-        if home.transition is not None or self._transformations.is_about_to_change(home):
-            raise RequestError(f"instance {home.id} is being transformed")
-        self._sequences.preempt(home, sequence)
+        self._sequences.preempt(self._steady_instance_of(sequence), sequence)
+
+    def offload(self, sequence: Sequence) -> None:
+        """Copy the KV cache of a running sequence to host memory, and return the sequence to the queue.
+
+        Later, the sequence continues without being computed again. Raises `RequestError`, and changes nothing, in four
+        cases: the sequence does not run, its instance is changing, programs are missing, or the host memory for
+        offloaded requests is used up.
+        """
+        if sequence.slot < 0 or sequence.paused or sequence.pages is None:
+            raise RequestError(f"request {sequence.request_id!r} does not run")
+        cluster, instance = self._cluster, self._steady_instance_of(sequence)
+        if not cluster.executables.request(host_specs(instance)):
+            raise RequestError("programs to copy pages are being compiled: try again later")
+        held = sum(s.host_pages.num_bytes for s in self._sequences.waiting if s.host_pages is not None)
+        limit = parse_bytes(cluster.config.offload_memory)
+        size = sequence.pages.num_pages * cluster.memory_plan.page_bytes * cluster.dims.config.num_layers
+        if held + size > limit:
+            raise RequestError(
+                f"request {sequence.request_id!r} needs {format_bytes(size)} of host memory, and {format_bytes(held)} "
+                f"of offload_memory={format_bytes(limit)} are used"
+            )
+        try:
+            pages = read_to_host(instance, sequence)
+        except Exception as error:
+            raise RequestError(f"the pages of request {sequence.request_id!r} cannot be copied: {error}") from error
+        self._sequences.preempt(instance, sequence)
+        sequence.host_pages = pages
+
+    def _steady_instance_of(self, sequence: Sequence) -> Instance:
+        instance = self._cluster.instance_of(sequence)
+        if instance.phase in (Phase.DRAINING, Phase.CHANGING):
+            raise RequestError(f"instance {instance.id} is being transformed")
+        return instance
 
     # Start of one sequence
 
@@ -129,15 +158,16 @@ class Admission:
                 sequence.pages = SequencePages(lane.pages)
                 lane.cache.reserve(sequence.pages, sequence.num_known)
                 sequence.num_computed = sequence.host_pages.num_computed
-            elif self._room.leader_home(sequence) is instance:
+            elif self.leader_home(sequence) is instance:
                 self._fork(instance, lane, sequence)
             else:
-                sequence.pages = lane.cache.match(self._room.reusable_keys(sequence))
-                sequence.num_computed = sequence.pages.num_pages * self._cluster.dims.page_size
+                sequence.pages = lane.cache.match(self._reusable_keys(sequence))
+                sequence.num_computed = sequence.pages.num_pages * self._geometry.page_size
                 lane.cache.reserve(sequence.pages, sequence.num_known)
             instance.add(sequence, lane)
             if sequence.host_pages is not None:
-                self._write_from_host(instance, sequence)
+                write_from_host(instance, sequence)
+                sequence.host_pages = None
         except Exception as error:
             if sequence.slot >= 0:  # it was added, but its pages could not be written
                 instance.leave(sequence, lane)
@@ -153,41 +183,6 @@ class Admission:
             self._stats.cached_tokens += sequence.num_computed
         sequence.start()
 
-    def _write_from_host(self, instance: Instance, sequence: Sequence) -> None:
-        executables, count = self._cluster.executables, self._cluster.plan.transfer_pages
-        write_from_host(instance.runner, executables, instance.lanes, sequence, count)
-        sequence.host_pages = None
-
-    def offload(self, sequence: Sequence) -> None:
-        """Copy the KV cache of a running sequence to host memory, and return the sequence to the queue.
-
-        Later, the sequence continues without being computed again. Raises `RequestError`, and changes nothing, in four
-        cases: the sequence does not run, its instance is changing, programs are missing, or the host memory for
-        offloaded requests is used up.
-        """
-        if sequence.slot < 0 or sequence.paused or sequence.pages is None:
-            raise RequestError(f"request {sequence.request_id!r} does not run")
-        home, cluster = self._room.home(sequence), self._cluster
-        if home.transition is not None or self._transformations.is_about_to_change(home):
-            raise RequestError(f"instance {home.id} is changing")
-        if not cluster.executables.request(page_specs(home.runner, cluster.executables, cluster.plan.transfer_pages)):
-            raise RequestError("programs to copy pages are being compiled: try again later")
-        held = sum(s.host_pages.num_bytes for s in self._sequences.waiting if s.host_pages is not None)
-        limit = parse_bytes(cluster.config.offload_memory)
-        size = sequence.pages.num_pages * cluster.memory_plan.page_bytes * cluster.dims.config.num_layers
-        if held + size > limit:
-            raise RequestError(
-                f"request {sequence.request_id!r} needs {format_bytes(size)} of host memory, and {format_bytes(held)} "
-                f"of offload_memory={format_bytes(limit)} are used"
-            )
-        count = cluster.plan.transfer_pages
-        try:
-            pages = read_to_host(home.runner, cluster.executables, home.lanes, sequence, count)
-        except Exception as error:
-            raise RequestError(f"the pages of request {sequence.request_id!r} cannot be copied: {error}") from error
-        self._sequences.preempt(home, sequence)
-        sequence.host_pages = pages
-
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
         """Let a further sample (`n > 1`) share the prompt's pages with the first sample, its leader.
 
@@ -196,13 +191,137 @@ class Admission:
         leader = sequence.leader
         assert leader is not None, "only siblings fork"
         assert leader.pages is not None, "the leader runs on this instance"
-        for spec in instance.launcher.page_copy_specs():  # a program may fail to compile: get it before any change
+        for spec in copy_specs(instance):  # a program may fail to compile: get it before any change
             self._cluster.executables.get(spec)
         last = len(sequence.prompt) - 1
-        table = leader.pages.table[:, : self._cluster.dims.pages.pages_for(len(sequence.prompt))]
+        table = leader.pages.table[:, : self._geometry.pages_for(len(sequence.prompt))]
         lane.pages.share(table)
         sequence.pages = SequencePages(lane.pages, table)
         sequence.num_computed = last
-        copied = lane.cache.make_private(sequence.pages, last // self._cluster.dims.page_size)
+        copied = lane.cache.make_private(sequence.pages, last // self._geometry.page_size)
         assert copied is not None, "the leader has this page too"
-        instance.launcher.copy_page(instance.lanes, lane, *copied)
+        copy_page(instance, lane, *copied)
+
+    # Search for an instance. These methods change nothing.
+
+    def leader_home(self, sequence: Sequence) -> Instance | None:
+        """Return the instance on which a further sample can share the prompt pages of the first sample, its leader.
+
+        Return None if there is no such instance. The further sample needs a slot and one page, for its own copy of the
+        prompt's last page.
+        """
+        leader = sequence.leader
+        if leader is None or sequence.host_pages is not None or sequence.num_generated:
+            return None
+        if leader.slot < 0 or leader.num_computed < len(leader.prompt):
+            return None
+        home = self._cluster.instance_of(leader)
+        if home not in self._cluster.instances:
+            return None  # it is paused
+        lane = home.lane_of(leader)
+        return home if home.num_free_slots and lane.has_free_slot and lane.cache.num_available_pages > 0 else None
+
+    def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
+        """Choose an instance and lane that can start a sequence now, with the least work. Return None if there is none.
+
+        A further sample that can share the prompt pages of its leader gets the leader's lane.
+        """
+        if (home := self.leader_home(sequence)) is not None:
+            assert sequence.leader is not None, "it has a home"
+            return home, home.lane_of(sequence.leader)
+        keys = self._reusable_keys(sequence)
+        best: tuple[tuple[int, int, int], Instance, Lane] | None = None
+        for instance, number, lane in self._suitable(sequence):
+            if (
+                instance.num_free_slots
+                and lane.has_free_slot
+                and lane.cache.fits(keys, self._tokens_needed(lane, sequence))
+            ):
+                new = sequence.num_known - lane.cache.num_cached(keys) * self._geometry.page_size
+                backlog = sum(s.num_uncomputed_tokens for s in lane.running)
+                cost = new + backlog + _DECODE_COST * len(lane.running), instance.id, number
+                if best is None or cost < best[0]:
+                    best = cost, instance, lane
+        return best[1:] if best else None
+
+    def _lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
+        """Return the lane of an instance in which to start a sequence. Return None if it fits in no lane.
+
+        This is the lane of the sequence's leader, or the lane with the most available pages.
+        """
+        if self.leader_home(sequence) is instance:
+            assert sequence.leader is not None, "it has a home"
+            return instance.lane_of(sequence.leader)
+        keys = self._reusable_keys(sequence)
+        fitting = [
+            lane
+            for lane in instance.lanes
+            if instance.num_free_slots
+            and lane.has_free_slot
+            and sequence.max_total_tokens <= lane.capacity_tokens
+            and lane.cache.fits(keys, sequence.num_known)
+        ]
+        return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
+
+    def _victims(self, sequence: Sequence) -> list[Sequence]:
+        """Return sequences of one instance to preempt so that `sequence` can start there. Return [] if there are none.
+
+        Running sequences are preempted only if their priority (`Sequence.rank`) is lower than the priority of
+        `sequence`. The last in order is preempted first. Paused sequences of the same or a lower priority are preempted
+        before running ones.
+
+        If several instances qualify, compare the most important victim of each. The instance whose most important
+        victim is last in order is chosen.
+        """
+        found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
+        for instance, _, lane in self._suitable(sequence):
+            lower = [s for s in lane.running if s.rank > sequence.rank and not s.finished]
+            lower.sort(key=lambda s: s.order, reverse=True)
+            victims = None
+            if instance.paused and instance.transition is None and lane.has_free_slot:
+                needed = self._geometry.pages_for(self._tokens_needed(lane, sequence))
+                victims = instance.paused_victims(needed, sequence.rank)
+            if not victims:
+                counts = range(1, len(lower) + 1)
+                victims = next((lower[:n] for n in counts if self._fits_without(lane, sequence, lower[:n])), None)
+            if victims:
+                found.append(((victims[-1].order, -len(victims), -instance.id), victims))
+        return max(found, key=lambda item: item[0])[1] if found else []
+
+    def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
+        """Return the lanes in which a sequence would fit if they were empty, each with its instance and its index."""
+        return [
+            (instance, number, lane)
+            for instance in self._cluster.instances
+            for number, lane in enumerate(instance.lanes)
+            if lane.capacity_tokens >= sequence.max_total_tokens
+        ]
+
+    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Return the keys of the pages that a sequence may take from the prefix cache.
+
+        The page with the last token is left out, because a step must compute this token to sample the next token.
+        """
+        if sequence.needs_prompt_logits or sequence.host_pages is not None:
+            return []
+        assert sequence.page_keys is not None
+        sequence.page_keys.extend(sequence.tokens(sequence.page_keys.num_tokens, sequence.num_known))
+        return sequence.page_keys.keys[: (sequence.num_known - 1) // self._geometry.page_size]
+
+    def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
+        """Return the number of tokens for which pages must be available before a sequence starts.
+
+        It includes one page for each running sequence. Otherwise, the new sequence could be preempted for their next
+        tokens.
+        """
+        page_size = self._geometry.page_size
+        return min(sequence.num_known + page_size, sequence.max_total_tokens) + page_size * (
+            len(lane.running) - num_leaving
+        )
+
+    def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
+        """Return whether a sequence could start in a lane if other sequences left."""
+        if lane.closed or len(lane.running) - len(leaving) >= lane.max_running:
+            return False
+        needed = self._geometry.pages_for(self._tokens_needed(lane, sequence, len(leaving)))
+        return needed <= lane.cache.num_available_pages + lane.num_pages_of(leaving)

@@ -1,27 +1,14 @@
 """Background warm-up: compile programs while requests run."""
 
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 from amoeba_jax.errors import ProgramsNotReadyError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.programs.enumeration import enumerate_by_degree, kept_weights
-from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.views import DegreePrograms
 
 logger = logging.getLogger(__name__)
-
-
-def pausing_programs(cluster: Cluster, degrees: Iterable[int]) -> list[ProgramSpec]:
-    """Return the programs that are needed only for merges with pausing.
-
-    After such a merge, the merged instance keeps all weights. It has fewer KV extents than other instances of its
-    degree, so it needs programs of its own. So do its transitions to and from the lowest degree. The list is empty
-    without `EngineConfig.prepare_pausing`, and with a start placement.
-    """
-    if not cluster.config.prepare_pausing or cluster.plan.placement is not None:
-        return []
-    return kept_weights(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))
 
 
 class BackgroundWarmup:
@@ -51,7 +38,7 @@ class BackgroundWarmup:
         present = cluster.instances[0].tp
         order = tuple(sorted(set(degrees), key=lambda tp: (tp != present, tp)))
         by_degree = enumerate_by_degree(cluster.plan, executables, order)
-        for spec in pausing_programs(cluster, degrees):
+        for spec in kept_weights(cluster.plan, executables, tuple(sorted(set(degrees)))):
             by_degree[len(spec.devices)].append(spec)
         missing = executables.compile_later(spec for specs in by_degree.values() for spec in specs)
         absent = {spec.key for spec in missing}
@@ -92,4 +79,4 @@ class BackgroundWarmup:
 
     def _finish(self) -> None:
         if self._wanted.keys() == set(self._cluster.plan.degrees):
-            self._cluster.executables.set_complete()
+            self._cluster.executables.complete = True

@@ -39,7 +39,7 @@ class Dispatcher:
         self.num_held = 0
         self.outputs = OutputThread(self._end_early, self.wake)
         # Other threads wait for devices and compile. They wake this thread when there is a result or a program.
-        engine.cluster.on_result = engine.cluster.executables.background.on_arrival = self.wake
+        engine.cluster.factory.on_result = engine.cluster.executables.background.on_arrival = self.wake
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
         self._thread.start()
 

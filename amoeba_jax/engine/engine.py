@@ -12,42 +12,50 @@ While a device computes one step, the host takes the results of the step before.
 
 import itertools
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Protocol
 
-import jax
-
-from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.admission import Admission
 from amoeba_jax.engine.background_warmup import BackgroundWarmup
-from amoeba_jax.engine.scheduler_hook import SchedulerHook
 from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.engine.steps import Steps
 from amoeba_jax.errors import ContextLengthError, RequestError
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
+from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import PlacementOptions, TransformOptions
-from amoeba_jax.transform.relocations import Relocations
 from amoeba_jax.transform.report import PlacementReport, TransformReport
-from amoeba_jax.transform.transformations import Transformations
-from amoeba_jax.weights.loading import OpenWeights
 
 ENOUGH_TOKENS = 512
 """Enough tokens for a usual answer. See `Engine.default_max_tokens`."""
+
+
+class SchedulerHook(Protocol):
+    """Interface of a scheduler that decides where the waiting sequences of an engine run.
+
+    Attributes:
+        interval_s: longest time between two calls of `schedule`, in seconds.
+    """
+
+    interval_s: float
+
+    def schedule(self) -> None:
+        """Decide: start, preempt or reject sequences, or change instances.
+
+        The methods for this are in `Engine.admission`, `Sequences.reject` and `Engine.transform`. All other sequences
+        stay in `Engine.waiting`. If `Sequences.num_changes` has not grown, the decision would be the same as before.
+        Runs in the dispatcher thread between steps, and must not wait for a device.
+        """
+        ...
 
 
 class Engine:
     """Instances and requests behind the Python API.
 
     All methods run in the dispatcher thread, except `check_request` and `default_max_tokens`.
-
-    The constructor loads the weights and calls `on_load(name)` after each parameter. At the same time, background
-    threads compile the programs of the degrees `compile_first`.
 
     Attributes:
         waiting: queued sequences, in the order in which they start.
@@ -57,26 +65,15 @@ class Engine:
             program.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        dims: ModelDims,
-        devices: tuple[jax.Device, ...],
-        open_weights: OpenWeights,
-        on_load: Callable[[str], None],
-        compile_first: tuple[int, ...] = (),
-    ):
-        self.config, self.dims = config, dims
-        self.cluster = cluster = Cluster(config, dims, devices, open_weights, on_load, compile_first)
+    def __init__(self, cluster: Cluster):
+        self.cluster, self.config, self.dims = cluster, cluster.config, cluster.dims
         self.max_model_len = cluster.max_model_len
         self.stats = stats = EngineStats()
-        self.room = room = Room(cluster)
-        self.sequences = sequences = Sequences(cluster, room, stats)
+        self.sequences = sequences = Sequences(cluster, stats)
         self.waiting = sequences.waiting
-        self.transformations = Transformations(cluster, self._drain, sequences.preempt)
-        self.relocations = Relocations(cluster, sequences.preempt, self.transformations.names)
-        self.steps = Steps(cluster, room, sequences, self.transformations, self.relocations, stats)
-        self.admission = Admission(cluster, room, sequences, self.transformations, self.steps, stats)
+        self.changes = Changes(cluster, sequences.preempt)
+        self.steps = Steps(cluster, sequences, self.changes, stats)
+        self.admission = Admission(cluster, sequences, self.changes, self.steps, stats)
         self.background_warmup = BackgroundWarmup(cluster)
         self.scheduler_hook: SchedulerHook | None = None
         self.closing = False
@@ -89,8 +86,7 @@ class Engine:
         for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
                 self.steps.take(instance, instance.pending.popleft())
-        self.transformations.collect()
-        self.relocations.collect()
+        self.changes.collect()
 
     def advance(self) -> bool:
         """Continue changes, start waiting sequences, and launch one step on each instance that can take one.
@@ -99,8 +95,7 @@ class Engine:
         `RuntimeError` if there are requests, and nothing can ever serve them.
         """
         if arrived := self.background_warmup.take_arrived():
-            self.transformations.retry()
-            self.relocations.retry()
+            self.changes.retry()
         if arrived or self.cluster.revive():
             self.sequences.num_changes += 1
 
@@ -122,7 +117,7 @@ class Engine:
         return launched
 
     def _check_progress(self) -> None:
-        busy = self.cluster.executables.background.num_left or self.transformations.busy or self.relocations.busy
+        busy = self.cluster.executables.background.num_left or self.changes.busy
         # Requests may wait for a decision of the scheduler, for lost devices, or for paused requests.
         may_wait = self.scheduler_hook is not None or self.cluster.lost or self.num_paused
         if self.has_requests and not busy and not may_wait:
@@ -132,7 +127,7 @@ class Engine:
         """Wait for all steps in flight and take their results."""
         for instance in self.cluster.all_instances:
             self._drain(instance)
-        self.transformations.collect()
+        self.changes.collect()
 
     def _drain(self, instance: Instance) -> None:
         while instance.pending:
@@ -147,8 +142,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """End all transformations and requests with an error."""
-        self.transformations.fail(error)
-        self.relocations.fail(error)
+        self.changes.fail(error)
         self.sequences.fail_all(error)
 
     def close(self) -> None:
@@ -161,14 +155,12 @@ class Engine:
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise `ContextLengthError` if no instance can hold a request after the present transformations.
 
-        With a scheduler, which may change the layout, instances of all degrees count. Any thread may call this.
+        Any thread may call this.
         """
         total = num_prompt_tokens + max_tokens
-        if not (instances := self.instances):
+        if not self.instances:
             return  # the engine is closed, and the next call raises the error for that
-        capacity, tp = max(map(self.transformations.capacity_to_come, instances))
-        for degree in self._scheduled_degrees:
-            capacity, tp = max((capacity, tp), (self.capacity_tokens(degree), degree))
+        capacity, tp = max(self._capacities())
         limit = min(self.max_model_len, capacity)
         if total > limit:
             raise ContextLengthError(
@@ -177,12 +169,6 @@ class Engine:
                 f"TP{tp} instance holds {capacity}"
             )
 
-    @property
-    def _scheduled_degrees(self) -> tuple[int, ...]:
-        """Degrees that a scheduler may give to the instances. Schedulers keep data-parallel attention."""
-        keeps = self.scheduler_hook is None or any(instance.has_parallel_attention for instance in self.instances)
-        return () if keeps else self.cluster.plan.degrees
-
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit: the free context of the
         smallest instances.
@@ -190,10 +176,20 @@ class Engine:
         Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
         this.
         """
-        capacities = [self.transformations.capacity_to_come(it)[0] for it in self.instances]
-        capacities += map(self.capacity_tokens, self._scheduled_degrees)
-        free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it in capacities) or [1]
+        free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it, _ in self._capacities()) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
+
+    def _capacities(self) -> list[tuple[int, int]]:
+        """Return capacity in tokens and degree of each instance after the present transformations.
+
+        With a scheduler, which may change the layout, instances of all degrees count too. Schedulers keep data-parallel
+        attention.
+        """
+        instances = self.instances
+        found = [self.changes.capacity_to_come(instance) for instance in instances]
+        if self.scheduler_hook is not None and not any(instance.has_parallel_attention for instance in instances):
+            found += [(self.capacity_tokens(degree), degree) for degree in self.cluster.plan.degrees]
+        return found
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue sequences. Skip sequences that have been cancelled.
@@ -235,7 +231,7 @@ class Engine:
 
     def capacity_tokens(self, tp: int) -> int:
         """Return the tokens in the KV cache of an instance of degree `tp` after it has released unneeded weights."""
-        return self.cluster.capacity_tokens(tp, tp)
+        return self.cluster.plan.capacity_tokens(tp, tp)
 
     def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
         """Begin to change the degree of instances while requests run. See `LLM.transform`.
@@ -248,18 +244,14 @@ class Engine:
             self.background_warmup.check(degree)
         if self.scheduler_hook is None:
             self.admission.check_waiting(options)
-        return self.transformations.request(options)
+        return self.changes.request(options)
 
     def change_placement(self, options: PlacementOptions) -> "Future[PlacementReport]":
         """Begin to change the placement of an instance while requests run. See `LLM.replicate` and its relatives.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if the change is impossible.
         """
-        return self.relocations.request(options)
-
-    def offload(self, sequence: Sequence) -> None:
-        """Move the KV cache of a running sequence to host memory (`Admission.offload`)."""
-        self.admission.offload(sequence)
+        return self.changes.request(options)
 
     def limit_batch(self, instance_id: int, size: int | None) -> None:
         """Limit the number of running sequences of an instance. None: only its slots limit it.
@@ -277,11 +269,11 @@ class Engine:
 
     def end_transformations(self) -> None:
         """Run the loop until all transformations have ended."""
-        while self.transformations.busy:
+        while self.changes.busy:
             self.advance()
             self.drain()
-            self.transformations.wait()
-            if self.transformations.awaits_programs:
+            self.changes.wait()
+            if self.changes.awaits_programs:
                 self.cluster.executables.background.wait()
 
     def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
@@ -304,7 +296,7 @@ class Engine:
         Its message starts with `problem`.
         """
         self.drain()
-        if self.has_requests or self.transformations.busy or self.relocations.busy:
+        if self.has_requests or self.changes.busy:
             running, paused = sum(len(instance.running) for instance in self.instances), self.num_paused
             raise RequestError(
                 f"{problem} with {running} running, {paused} paused and {len(self.waiting)} waiting requests: "

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.stats import EngineStats
-from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryEntry, MemoryReport
+from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryEntry, MemoryReport, PlacementStatus, TransformStatus
 from kvcache.allocator import BuddyAllocator
 from sharding.owners import Owner
 
@@ -85,7 +85,7 @@ def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def engine_stats(engine: Engine) -> EngineStats:
     """Return the engine's totals since the start."""
-    stats = engine.stats
+    stats, statuses = engine.stats, engine.changes.statuses
     return replace(
         stats,
         steps_by_tokens=list(stats.steps_by_tokens),
@@ -93,8 +93,8 @@ def engine_stats(engine: Engine) -> EngineStats:
         late_programs=engine.cluster.executables.num_late,
         awaited_programs=engine.cluster.executables.num_awaited,
         degrees=engine.background_warmup.degrees,
-        transformations=engine.transformations.statuses,
-        placements=engine.relocations.statuses,
+        transformations=tuple(status for status in statuses if isinstance(status, TransformStatus)),
+        placements=tuple(status for status in statuses if isinstance(status, PlacementStatus)),
     )
 
 

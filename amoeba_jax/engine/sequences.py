@@ -5,8 +5,7 @@ import logging
 from amoeba_jax.errors import NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.queue import Deadlines, Siblings, Waiting, mark_beyond_share
-from amoeba_jax.instances.room import Room
+from amoeba_jax.instances.queue import Siblings, Waiting, mark_beyond_share
 from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
@@ -20,16 +19,14 @@ class Sequences:
 
     Attributes:
         waiting: queued sequences, in the order in which they start.
-        deadlines: deadlines of queued sequences.
         siblings: further samples of requests with `n > 1` that are not queued yet.
         num_changes: number of events after which a waiting sequence may be able to start. Examples: a sequence was
             queued, ended or lost its pages, or the last token of a preempted sequence arrived.
     """
 
-    def __init__(self, cluster: Cluster, room: Room, stats: EngineStats):
-        self._cluster, self._room, self._stats = cluster, room, stats
+    def __init__(self, cluster: Cluster, stats: EngineStats):
+        self._cluster, self._stats = cluster, stats
         self.waiting = Waiting()
-        self.deadlines = Deadlines()
         self.siblings = Siblings()
         self.num_changes = 0
         self._shared_at = 0
@@ -45,7 +42,6 @@ class Sequences:
         if sequence.page_keys is None:
             sequence.page_keys = PageKeys(self._cluster.dims.page_size, sequence.cache_salt or "")
         self.waiting.add(sequence)
-        self.deadlines.add(sequence)
         self.num_changes += 1
 
     def share_out(self) -> None:
@@ -155,7 +151,7 @@ class Sequences:
         Queue the samples of its request that waited for it.
         """
         if sequence.slot >= 0:
-            self._take_off(self._room.home(sequence), sequence)
+            self._take_off(self._cluster.instance_of(sequence), sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
             self.num_changes += 1

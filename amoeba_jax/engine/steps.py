@@ -17,7 +17,6 @@ from amoeba_jax.errors import MemoryBudgetError, NotANumberError, RequestError, 
 from amoeba_jax.instances.batcher import lane_plans, other_plans, plan_step, roomy_plans
 from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
-from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, clear_in_flight
 from amoeba_jax.instances.step_sampler import StateLostError
@@ -29,10 +28,7 @@ from amoeba_jax.sampling.rows import (
     unpack_result,
 )
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
-from amoeba_jax.transform.relocation import Relocation
-from amoeba_jax.transform.relocations import Relocations
-from amoeba_jax.transform.transformations import Transformations
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.changes import Changes
 from sharding.mesh import is_lost
 
 logger = logging.getLogger(__name__)
@@ -51,14 +47,12 @@ class Steps:
     def __init__(
         self,
         cluster: Cluster,
-        room: Room,
         sequences: Sequences,
-        transformations: Transformations,
-        relocations: Relocations,
+        changes: Changes,
         stats: EngineStats,
     ):
-        self._cluster, self._room, self._sequences = cluster, room, sequences
-        self._transformations, self._relocations, self._stats = transformations, relocations, stats
+        self._cluster, self._sequences = cluster, sequences
+        self._changes, self._stats = changes, stats
         self._failures_in_a_row = 0
 
     # Launch
@@ -69,23 +63,20 @@ class Steps:
         Return False if nothing was done: `MAX_PENDING_STEPS` steps are in flight, or there is nothing to compute. A
         step that fails counts as launched.
         """
-        changes, relocations, change = self._transformations, self._relocations, instance.transition
-        if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance) or relocations.holds(instance):
+        changes, transition = self._changes, instance.transition
+        if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance):
             return False
         num_preempted = self._reserve_next_tokens(instance)
-        if isinstance(change, Relocation):
-            if not relocations.switch_layers(instance, num_preempted):
-                return True  # the switch failed
-        elif change is not None:
-            step = self._plan(instance) if change.overlaps else None
+        if transition is not None:
+            step = self._plan(instance) if transition.overlaps else None
             if not changes.switch_layers(instance, num_preempted, step):
-                return True  # the switch failed, and the group has recovered
+                return True  # the switch failed
         while (plan := self._plan(instance)) is not None:
             try:
-                step = instance.launcher.launch(plan, instance.lanes)
+                step = instance.runner.launch(plan, instance.lanes)
             except StepNotLaunchedError as error:
                 # A switch was left to this step: launch it alone.
-                if isinstance(instance.transition, Transition) and not changes.switch_alone(instance):
+                if instance.transition is not None and not changes.switch_alone(instance):
                     plan = None
                     break
                 self._reject_one(plan, error)
@@ -96,11 +87,9 @@ class Steps:
             else:
                 self._launched(instance, plan, step)
             break
-        if isinstance(change, Relocation):
-            relocations.step_launched(instance, plan)
-        elif change is not None:
+        if transition is not None:
             changes.step_launched(instance, plan)
-        return change is not None or plan is not None
+        return transition is not None or plan is not None
 
     def _reserve_next_tokens(self, instance: Instance) -> int:
         """Reserve a page for the next token of every sequence. If pages run out, preempt the last sequence in order.
@@ -111,7 +100,7 @@ class Steps:
         for sequence in sorted((s for s in instance.running if s.num_uncomputed_tokens > 0), key=lambda s: s.order):
             while sequence.slot >= 0 and (holders := instance.reserve(sequence, sequence.num_tokens)):
                 last = max(holders, key=lambda s: s.order)
-                self._sequences.preempt(self._room.home(last), last)
+                self._sequences.preempt(self._cluster.instance_of(last), last)
                 num_preempted += 1
         return num_preempted
 
@@ -121,12 +110,12 @@ class Steps:
         Also request the missing programs of the best step. Until they are compiled, sequences that do not need them
         continue.
         """
-        plans, launcher = self._plans(instance), instance.launcher
+        plans, runner = self._plans(instance), instance.runner
         best = next(plans, None)
-        if best is None or (launcher.can_launch(best) and not launcher.fails(best)):
+        if best is None or (runner.can_launch(best) and not runner.fails(best)):
             return best
-        other = next((plan for plan in plans if launcher.can_launch(plan) and not launcher.fails(plan)), None)
-        if other is None and launcher.can_launch(best):
+        other = next((plan for plan in plans if runner.can_launch(plan) and not runner.fails(plan)), None)
+        if other is None and runner.can_launch(best):
             return best  # its launch raises the error of the failed program, which ends one request
         self._request_programs(instance, best, other)
         return other
@@ -150,20 +139,20 @@ class Steps:
         """
         executables = self._cluster.executables
         if len(instance.lanes) > 1:
-            executables.request(instance.launcher.specs(best))
+            executables.request(instance.runner.specs(best))
             return
         peers = [i for i in self._cluster.instances if i.tp == instance.tp and i.released == instance.released]
         peers = [instance] if instance.is_spread else [i for i in peers if i.transition is None and not i.is_spread]
-        launchers = [peer.launcher for peer in peers]
+        runners = [peer.runner for peer in peers]
         if best.logits_of == "all":
-            executables.request(spec for launcher in launchers for spec in launcher.specs(best))
+            executables.request(spec for runner in runners for spec in runner.specs(best))
             return
         if other is None or len(other.rows) < len(best.rows):
             kinds: set[SamplerKind] = {s.sampling.kind for s in instance.running if s.num_uncomputed_tokens > 0}
             for plan in roomy_plans(instance.running, instance.buckets):
                 for kind in sorted(kinds, reverse=True):
-                    executables.request(spec for launcher in launchers for spec in launcher.specs(plan, kind))
-        executables.compile_later(spec for launcher in launchers for spec in launcher.specs(best))
+                    executables.request(spec for runner in runners for spec in runner.specs(plan, kind))
+        executables.compile_later(spec for runner in runners for spec in runner.specs(best))
 
     def _launched(self, instance: Instance, plan: StepPlan, step: PendingStep) -> None:
         """Record a launched step.
@@ -254,7 +243,7 @@ class Steps:
         if any(row.sequence.slot < 0 for row in step.sampled):
             self._sequences.num_changes += 1  # a preempted sequence may start again without this sample
         try:
-            instance.launcher.sample_late(step)
+            instance.runner.sample_late(step)
         except Exception as error:
             self.recover(instance, error, step.rows, step.sampled)
 
@@ -324,8 +313,8 @@ class Steps:
         Raises `error` after `MAX_FAILURES_IN_A_ROW` failures without a success: the device does not work.
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
-        if isinstance(instance.transition, Transition):
-            self._transformations.lost(instance, error, sampled)
+        if instance.transition is not None and instance.transition.changes_degree:
+            self._changes.lost(instance, error, sampled)
             return
         self._failures_in_a_row += 1
         self._stats.failed_steps += 1
@@ -364,7 +353,7 @@ class Steps:
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)
         for instance in instances:
-            self._relocations.forget(instance)
+            self._changes.forget(instance)
         for _ in range(2):
             try:
                 self._cluster.rebuild(instances)

@@ -5,15 +5,20 @@ from collections.abc import Callable, Hashable
 import jax
 import numpy as np
 
-from amoeba_jax.engine.background_warmup import pausing_programs
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import EngineClosedError
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.page_copies import copy_page
 from amoeba_jax.instances.site import ExchangePart, Site
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import StepBatch
-from amoeba_jax.programs.enumeration import enumerate_programs, parallel_attention_programs, placement_programs
+from amoeba_jax.programs.enumeration import (
+    enumerate_programs,
+    kept_weights,
+    parallel_attention_programs,
+    placement_programs,
+)
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.restore import source_place
 from amoeba_jax.programs.step_program import HeadKey, StepKey
@@ -31,33 +36,26 @@ Specs = dict[Hashable, ProgramSpec]
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
     """Return the number of programs that a warm-up of these degrees prepares."""
-    usual, pausing = _wanted(engine, degrees)
-    return len({*usual, *pausing, *_for_placements(engine)})
+    return len({key for specs in _wanted(engine, degrees) for key in specs})
 
 
-def _for_placements(engine: Engine) -> Specs:
-    """Return the programs of placements that a warm-up compiles, but does not run.
-
-    These are programs of data-parallel attention, if the engine starts with it, and of replicated and migrated layers,
-    with `EngineConfig.prepare_placements`.
-    """
-    cluster = engine.cluster
-    found = parallel_attention_programs(cluster.plan, cluster.executables)
-    if cluster.config.prepare_placements:
-        found += placement_programs(cluster.plan, cluster.executables)
-    return {spec.key: spec for spec in found}
-
-
-def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs]:
+def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs, Specs]:
     """Return the programs of instances of these degrees, by key.
 
-    The first dict is for instances that release weights, the second for instances that keep all weights.
+    The first dict is for instances that release weights, and the second for instances that keep all weights. The third
+    is for data-parallel attention, and for replicated and migrated layers: a warm-up compiles these programs, but does
+    not run them.
     """
-    cluster = engine.cluster
+    plan, executables, in_order = engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees)))
     for tp in degrees:
-        cluster.sub_meshes.check_degree(tp)
-    usual = enumerate_programs(cluster.plan, cluster.executables, tuple(sorted(set(degrees))))
-    return {spec.key: spec for spec in usual}, {spec.key: spec for spec in pausing_programs(cluster, degrees)}
+        engine.cluster.sub_meshes.check_degree(tp)
+    usual, pausing = enumerate_programs(plan, executables, in_order), kept_weights(plan, executables, in_order)
+    placements = [*parallel_attention_programs(plan, executables), *placement_programs(plan, executables)]
+    return _by_key(usual), _by_key(pausing), _by_key(placements)
+
+
+def _by_key(specs: list[ProgramSpec]) -> Specs:
+    return {spec.key: spec for spec in specs}
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
@@ -94,10 +92,9 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     engine.check_idle("programs cannot be warmed up")
     present = [(i.tp, i.group.device_indices, i.attention_degree) for i in engine.instances]
     before = executables.num_made
-    usual, pausing = _wanted(engine, degrees)
+    usual, pausing, placements = _wanted(engine, degrees)
     _clear_caches(engine)
-    placements = [spec for key, spec in _for_placements(engine).items() if key not in usual and key not in pausing]
-    for executable in executables.prepare([*usual.values(), *pausing.values(), *placements]):
+    for executable in executables.prepare({**usual, **pausing, **placements}.values()):
         cluster.reserve_temporaries(executable)
         passed()
         # Run the programs of the present instances at once, while others are compiled.
@@ -121,7 +118,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
                     engine.transform(TransformOptions(tp, devices, attention_degree=attention))
                 engine.end_transformations()
     if cluster.plan.placement is not None or set(degrees) == set(cluster.plan.degrees):
-        executables.set_complete()
+        executables.complete = True
     return executables.num_made - before
 
 
@@ -174,7 +171,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
         results = _run_columns(engine, instance, spec, program)
     elif spec.kind == "page_copy":
         for lane in instance.lanes:  # copy page 0 to itself
-            instance.launcher.copy_page(instance.lanes, lane, *np.zeros((2, lane.pages.tp), np.int32))
+            copy_page(instance, lane, *np.zeros((2, lane.pages.tp), np.int32))
         results = site.kv
     elif spec.kind == "exchange":
         site.kv[0] = program(site.kv[0], _filled(program, 1, PADDING), _filled(program, 2, PADDING))

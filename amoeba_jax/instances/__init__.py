@@ -5,15 +5,13 @@ Read the files in this order:
     sequence.py       tokens and pages of one sample of a request
     queue.py          waiting sequences: order, deadlines, client shares, further samples
     instance.py       a serving replica: its phase, sequences, slots and pages
-    lane.py           sequences that travel through the layers together, with their page pool
-    paused.py         pages of paused instances, on the devices of the instance that serves there
-    room.py           the instance for a waiting sequence, and the sequences to preempt for it
+    lane.py           sequences that travel through the layers together, with their pages
 
-    batcher.py        contents of the next step, with prompt_turns.py and pace.py
-    step.py           a step: plan, inputs, and the launched step
-    step_launcher.py  launch of a step: prepare, run, sample (step_sampler.py), read (result_reader.py)
-    runner.py         programs of a step by its work list, with hidden_states.py
+    batcher.py        contents of the next step, with pace.py
+    step.py           a step: plan, inputs, the launched step, and the thread that reads results
+    runner.py         launch of a step: programs of its work list (hidden_states.py), sampling (step_sampler.py)
     site.py           KV cache of one home, and its segments
+    page_copies.py    copies of pages on devices, and to host memory
 
     factory.py        construction of instances
     cluster.py        all instances, the memory of their devices, and groups that are out of service

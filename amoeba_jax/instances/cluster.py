@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.errors import MemoryBudgetError, RequestError
 from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.instances.instance import Instance, Phase
-from amoeba_jax.instances.neighbours import NeighbourPages
+from amoeba_jax.instances.lane import SharedPages
+from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
+from amoeba_jax.instances.step_sampler import SamplingState
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.programs.background import compile_jobs
-from amoeba_jax.programs.buckets import Buckets
 from amoeba_jax.programs.compiling import Executable
 from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
@@ -29,10 +31,9 @@ from amoeba_jax.programs.start_placement import home_pages
 from amoeba_jax.weights.loading import OpenWeights
 from amoeba_jax.weights.store import WeightStore
 from sharding.ledger import Ledger, format_bytes
-from sharding.mesh import SubMesh, assemble
+from sharding.mesh import SubMesh
 from sharding.owners import Owner
 from sharding.placement import Homes, ModuleKind, Placement
-from sharding.release import ReleasedShard
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +50,16 @@ _TAKE_BACK_ATTEMPTS = 3
 class Cluster:
     """Devices with their weights and memory, and the instances that serve on them.
 
-    The constructor loads the weights, divides the remaining memory, and creates the first instances. At the same time,
-    the programs of the degrees `compile_first` are compiled in the background.
+    The constructor loads the weights, divides the remaining memory, and creates the first instances. It calls
+    `on_load(name)` after each parameter. At the same time, background threads compile the programs of the degrees
+    `compile_first`.
 
     Attributes:
         instances: present instances, by their first device.
         factory: factory of instances and their parts. It exists after the weights are loaded.
         lost: groups of devices that are out of service, and for each group the degree for which its weights are
             released. Their memory stays reserved. Any thread may read the dict, because a change replaces it.
-        on_result: function that other threads call after each result of a step. It must not block.
+        activation_bytes: bytes that are reserved on each device for temporaries of steps.
     """
 
     def __init__(
@@ -78,12 +80,10 @@ class Cluster:
         self.executables = Executables(
             dims, strict=config.strict_compile, beside=config.compile_beside, jobs=compile_jobs(config.compile_jobs)
         )
-        self.on_result: Callable[[], None] = lambda: None
         self.instances: tuple[Instance, ...] = ()
         self.lost: dict[SubMesh, int] = {}
         self._next_revival_s = 0.0
-        self._activation_bytes = self.memory_plan.activation_bytes
-        self._unused_bytes: dict[int, int] = {}
+        self.activation_bytes = self.memory_plan.activation_bytes
         for tp in compile_first:
             self.sub_meshes.check_degree(tp)
         self.executables.compile_later(enumerate_programs(self.plan, self.executables, compile_first))
@@ -96,26 +96,20 @@ class Cluster:
     # Memory of the devices
 
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
-        """Load the weights, create the first instances, and reserve memory for temporaries."""
-        plan, tp = self.memory_plan, self.plan.start_tp
+        """Load the weights, and create the first instances."""
+        plan, tp = self.plan, self.plan.start_tp
         with self.open_weights() as reader:
-            self.weights.load(reader, self.ledgers, on_load, self.plan.start_shards())
-        with allocation_errors(plan):
-            self.factory = InstanceFactory(self.plan, self.weights, self.executables, lambda: self.on_result(), tp)
-            for device in self.plan.start_devices:
-                memory = self.plan.device_plans[device]
-                self.ledgers[device].add(Owner.SAMPLING, memory.sampling_bytes)
-                self.ledgers[device].add(Owner.HIDDEN, memory.hidden_bytes)
-            self._add_kv_cache()
-            if self.plan.placement is not None:
-                self.instances = (self.factory.placed_instance(self.plan.placement),)
+            self.weights.load(reader, self.ledgers, on_load, plan.start_shards())
+        with allocation_errors(self.memory_plan):
+            self.factory = InstanceFactory(plan, self.weights, self.executables)
+            if plan.placement is not None:
+                self.instances = (self._placed_instance(plan.placement),)
             else:
-                groups = [group for group in self.sub_meshes.groups(tp) if group.start in self.plan.start_devices]
-                self.instances = tuple(self._first_instance(group, tp) for group in groups)
-        for device in self.plan.start_devices:
-            self.ledgers[device].reserve("activations", self._activation_bytes)
-            self.ledgers[device].reserve("staging", plan.staging_bytes)
-            self._unused_bytes[device] = self.ledgers[device].free_bytes
+                for device in plan.start_devices:
+                    self.open_device(device, samples=True)
+                groups = [group for group in self.sub_meshes.groups(tp) if group.start in plan.start_devices]
+                self.instances = tuple(self._empty_instance(group, tp, plan.start_attention) for group in groups)
+        self._unused_bytes = {device: self.ledgers[device].free_bytes for device in plan.start_devices}
 
     def unused_bytes(self, device: int) -> int:
         """Return the bytes of a device that were free after the start: `kv_cache_tokens` may leave memory unused.
@@ -124,71 +118,31 @@ class Cluster:
         """
         return self._unused_bytes.get(device, min(self._unused_bytes.values()))
 
-    def _add_kv_cache(self) -> None:
-        """Add the first KV extents of all layers to the ledgers."""
-        page_bytes, num_layers = self.memory_plan.page_bytes, self.dims.config.num_layers
-        if self.plan.placement is None:
-            for device in self.plan.start_devices:
-                for layer in range(num_layers):
-                    self.ledgers[device].add(Owner.KV_CACHE, self.memory_plan.num_pages * page_bytes, layer)
-            return
-        pages = home_pages(self.plan.placement, self.plan.device_plans)
-        for layer, homes in enumerate(self.plan.placement.attention):
-            for home in set(homes):
-                for device in home.devices:
-                    self.ledgers[device].add(Owner.KV_CACHE, pages[home] * page_bytes, layer)
-
-    def _first_instance(self, group: SubMesh, tp: int) -> Instance:
-        """Create an instance with new KV extents. The weights that its ranks do not need become further extents."""
-        shape, dtype = (self.memory_plan.num_pages, self.dims.pages.page_elems), self.dims.dtype
-        layers = range(self.dims.config.num_layers)
-        base = jax.block_until_ready([[jnp.zeros(shape, dtype, device=d) for d in group.devices] for _ in layers])
-        kv = [
-            [assemble(group, extents), *self.weights.release(group, layer, 1, tp)] for layer, extents in enumerate(base)
-        ]
-        if self.plan.start_attention < tp:
-            return self.factory.parallel_attention_instance(group, self.plan.start_attention, kv, tp)
-        return self.factory.new_instance(group, self.factory.allocators_of(group), kv, tp)
-
     def reserve_temporaries(self, executable: Executable) -> None:
         """Reserve memory for a program's temporaries. Raises `MemoryBudgetError` if they exceed the budget.
 
         Programs of transformations are not counted here: they have the reservation `staging_bytes`.
         """
-        if executable.info.temp_bytes <= self._activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
+        if executable.info.temp_bytes <= self.activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
             return
         for ledger in self.ledgers:
             try:
                 ledger.reserve("activations", executable.info.temp_bytes)
             except MemoryBudgetError as error:
                 for other in self.ledgers:
-                    other.reserve("activations", self._activation_bytes)
+                    other.reserve("activations", self.activation_bytes)
                 raise MemoryBudgetError(
                     f"program {executable.spec} needs {format_bytes(executable.info.temp_bytes)} of temporaries: "
                     f"{error}, or kv_cache_tokens"
                 ) from error
-        self._activation_bytes = executable.info.temp_bytes
-
-    def buckets(self, tp: int) -> Buckets:
-        """Return the step shapes of an instance of degree `tp`.
-
-        Such an instance runs up to `max_num_seqs` sequences for each of its devices.
-        """
-        return self.plan.buckets(tp)
-
-    def capacity_tokens(self, tp: int, released: int) -> int:
-        """Return the number of tokens that fit in an empty instance of degree `tp`.
-
-        The weights that degree `released` does not need count as KV cache.
-        """
-        return self.plan.capacity_tokens(tp, released)
+        self.activation_bytes = executable.info.temp_bytes
 
     def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
         """Check that the programs of instances of degree `tp` on a group are compiled.
 
         Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
         """
-        shape = self.buckets(tp).step(1)
+        shape = self.plan.buckets(tp).step(1)
         for start in range(group.start, group.start + group.tp, tp):
             part = self.sub_meshes.group(start, tp)
             extents = self.plan.extent_pages(released)
@@ -207,11 +161,6 @@ class Cluster:
             for num_pages in new:
                 self.factory.allocators[device].add_extent(num_pages)
         instance.released = degree
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes that are reserved on each device for temporaries of steps."""
-        return self._activation_bytes
 
     def add_layer(self, site: Site, layer: int) -> None:
         """Allocate the extents of a layer at a site of one device, if the site does not have them.
@@ -236,31 +185,43 @@ class Cluster:
             site.kv[layer] = []
 
     def open_device(self, device: int, *, samples: bool = False) -> None:
-        """Make the buffers that a device needs before it computes, unless it has them, and reserve its memory.
+        """Allocate the buffers that a device needs to compute and, if `samples`, to sample. Reserve its memory.
 
-        Args:
-            samples: whether the device also gets the buffers of the sampler.
-
-        Raises `MemoryBudgetError` or the error of the allocation. Call `close_device` then.
+        Buffers that the device has already stay. Waits for the buffers, so that missing memory is found here. Raises
+        `MemoryBudgetError` or the error of the allocation. Call `close_device` then.
         """
-        ledger, plan = self.ledgers[device], self.memory_plan
-        ledger.reserve("activations", self._activation_bytes)
+        ledger, plan, factory, at = (
+            self.ledgers[device],
+            self.memory_plan,
+            self.factory,
+            self.sub_meshes.devices[device],
+        )
+        ledger.reserve("activations", self.activation_bytes)
         ledger.reserve("staging", plan.staging_bytes)
-        sizes = [(Owner.HIDDEN, plan.hidden_bytes), *([(Owner.SAMPLING, plan.sampling_bytes)] if samples else [])]
-        for owner, size in sizes:
-            if not ledger.entries[(None, owner)]:
+        for owner, size in ((Owner.HIDDEN, plan.hidden_bytes), (Owner.SAMPLING, plan.sampling_bytes)):
+            if (samples or owner is Owner.HIDDEN) and not ledger.entries[(None, owner)]:
                 ledger.add(owner, size)
-        self.factory.open_device(device, samples=samples)
+        factory.hidden.add(device, at)
+        if device not in factory.begins:
+            factory.begins[device] = jax.device_put((np.bool_(False), np.bool_(True)), at)
+        if samples and device not in factory.sampling_states:
+            state = SamplingState.zeros(self.plan.num_slots, self.dims.config.vocab_size, at)
+            jax.block_until_ready((state.flags, state.bias))
+            factory.sampling_states[device] = state
 
     def close_device(self, device: int) -> None:
         """Free the buffers of a device that no instance uses, and its reservations.
 
         The KV cache must be freed already.
         """
+        factory, ledger = self.factory, self.ledgers[device]
         for layer in (None, *range(self.dims.config.num_layers)):
             self.weights.drop_modules(device, layer)
-        self.factory.close_device(device)
-        ledger = self.ledgers[device]
+        if factory.allocators:
+            factory.allocators[device].become(factory.empty_allocator(()))
+        factory.hidden.drop(device)
+        factory.begins.pop(device, None)
+        factory.sampling_states.pop(device, None)
         for owner in (Owner.HIDDEN, Owner.SAMPLING):
             ledger.remove(owner, ledger.entries[(None, owner)])
         for what in ("activations", "staging"):
@@ -279,6 +240,10 @@ class Cluster:
     def all_instances(self) -> list[Instance]:
         """Present instances, each followed by the instances that are paused while it serves."""
         return [each for instance in self.instances for each in (instance, *instance.paused)]
+
+    def instance_of(self, sequence: Sequence) -> Instance:
+        """Return the instance of a running or paused sequence."""
+        return next(instance for instance in self.all_instances if sequence in instance.running)
 
     def swap(self, old: Iterable[Instance], new: Iterable[Instance]) -> None:
         """Replace present instances by new instances on the same devices. The old instances keep their buffers."""
@@ -315,8 +280,12 @@ class Cluster:
                     allocator.become(self.factory.empty_allocator(site.extent_pages))
             instance.sampler.state.replace_lost()
             self.factory.hidden.replace_lost(instance.runner.placement.devices)
-        self.replace(instances, [self.factory.rebuilt(instance) for instance in instances])
+        self.replace(instances, [self._rebuilt(instance) for instance in instances])
         self.link_lanes()
+
+    def _rebuilt(self, old: Instance) -> Instance:
+        runner, tokens = old.runner, self.factory.last_tokens_of(old)
+        return self.factory.instance(runner.placement, runner.sites, old.allocators, old.released, old.width, tokens)
 
     def link_lanes(self) -> None:
         """Connect the prefix caches of lanes that share page allocators. Each can then evict pages of the others."""
@@ -324,7 +293,7 @@ class Cluster:
         for lane in lanes:
             own = set(lane.pages.allocators)
             others = [o for o in lanes if o is not lane and not own.isdisjoint(o.pages.allocators)]
-            lane.cache.lender = NeighbourPages(lane, others) if others else None
+            lane.cache.lender = SharedPages(lane.pages, others) if others else None
 
     # Groups that are out of service
 
@@ -430,46 +399,33 @@ class Cluster:
                 for kind, _ in kinds:
                     if (device, layer, kind) not in degrees:
                         self.weights.drop_modules(device, layer, kind)
-                change = kv_bytes[device, layer] - ledger.entries[(layer, Owner.KV_CACHE)]
-                (ledger.add if change > 0 else ledger.remove)(Owner.KV_CACHE, abs(change), layer)
+                if change := kv_bytes[device, layer] - ledger.entries.get((layer, Owner.KV_CACHE), 0):
+                    (ledger.add if change > 0 else ledger.remove)(Owner.KV_CACHE, abs(change), layer)
         return self.factory.placed_instance(placement)
 
-    def _empty_instance(self, group: SubMesh, released: int) -> Instance:
+    def _empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
         """Create an instance with an empty cache. The weights that degree `released` does not need become KV cache.
 
-        If the group lacks weights for this degree, they are read again.
+        If the group lacks weights for this degree, they are read again. With an `attention_degree` below the degree of
+        the group, the instance gets data-parallel attention.
         """
-        layers, ledger = range(self.dims.config.num_layers), self.ledgers[group.start]
-        base = self.plan.memory.num_pages * self.memory_plan.page_bytes
-        for layer in layers if group.tp == 1 else ():
-            held = ledger.entries[(layer, Owner.KV_CACHE)]
-            if held <= base:  # the KV cache has no weights of the layer: those that lack had migrated
-                self.weights.copy_modules(group.start, layer)
-                ledger.add(Owner.KV_CACHE, base - held, layer)
-        # Release memory first, and do the slowest part last.
+        layers, weights = range(self.dims.config.num_layers), self.weights
+        base = self.memory_plan.num_pages * self.memory_plan.page_bytes
+        for device in group.device_indices:
+            for layer in layers:
+                held = self.ledgers[device].entries[(layer, Owner.KV_CACHE)]
+                if held <= base and group.tp == 1:  # no weights are KV cache: the weights that lack had migrated
+                    weights.copy_modules(device, layer)
+                self.ledgers[device].add(Owner.KV_CACHE, max(base - held, 0), layer)
+        # Release memory first, and do the slowest part last. `released_on` is equal on all devices of the group.
         for layer in layers:
-            if (present := self._released_for(group, layer)) < released:
-                self.weights.release(group, layer, present, released)
-        instance = self.factory.empty_instance(group, released)
-        if any(self._released_for(group, layer) > released for layer in layers):
+            if (present := weights.released_on(group.start, layer)) < released:
+                weights.release(group, layer, present, released)
+        instance = self.factory.empty_instance(group, released, attention_degree)
+        if any(weights.released_on(group.start, layer) > released for layer in layers):
             with self.open_weights() as reader:
-                self.weights.reload(reader, group, [released] * group.tp)
+                weights.reload(reader, group, [released] * group.tp)
         return instance
-
-    def _released_for(self, group: SubMesh, layer: int) -> int:
-        """Return the degree for which the weights of a layer are released on the devices of a group.
-
-        It is equal on all devices.
-        """
-        shards = self.weights.released(layer, self.dims.max_tp)
-        return max((shard.degree for shard in shards if not self._has(group.start, shard)), default=1)
-
-    def _has(self, device: int, shard: ReleasedShard) -> bool:
-        try:
-            self.weights.shard(device, shard.spec.name, shard.shards[device % self.dims.max_tp])
-        except KeyError:
-            return False
-        return True
 
     def close(self) -> None:
         """Drop all device buffers."""
@@ -477,7 +433,9 @@ class Cluster:
             instance.close()
         self.instances = ()
         self.lost = {}
-        self.factory.close()
+        self.factory.sampling_states.clear()
+        self.factory.begins.clear()
+        self.factory.hidden.clear()
         self.weights.release_all()
 
 

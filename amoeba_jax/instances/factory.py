@@ -10,9 +10,9 @@ import numpy as np
 from amoeba_jax.instances.hidden_states import HiddenStates
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.site import KvBuffers, Site
+from amoeba_jax.instances.step import ResultReader
 from amoeba_jax.instances.step_sampler import SamplingState, StepSampler
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
@@ -28,51 +28,24 @@ from sharding.placement import Home, Placement
 class InstanceFactory:
     """Factory of instances and their parts, for devices whose weights are loaded. Used by the dispatcher thread only.
 
-    Args:
-        on_result: function that other threads call after each result of a step. It must not block.
-        released: degree for which weights are released at first.
-
     Attributes:
         allocators: page allocator of each device. It stays when instances change. Empty with a start placement.
         hidden: buffers of hidden states of all devices that hold modules.
+        sampling_states: state of the sampler of each device that samples.
+        begins: the values False and True of a flag (`Site`), on each device that holds modules.
+        on_result: function that other threads call after each result of a step. It must not block.
     """
 
-    def __init__(
-        self,
-        plan: EnginePlan,
-        weights: WeightStore,
-        executables: Executables,
-        on_result: Callable[[], None],
-        released: int,
-    ):
-        self._plan, self._weights, self._executables, self._on_result = plan, weights, executables, on_result
-        self._dims = plan.dims
-        placement, shape = plan.placement, (self._dims.config.hidden_size, plan.hidden_tokens)
-        self.hidden = HiddenStates(shape, self._dims.dtype)
-        self._sampling_states: dict[int, SamplingState] = {}
-        self._begins: dict[int, tuple[jax.Array, jax.Array]] = {}
-        for index in plan.start_devices:
-            self.open_device(index, samples=placement is None or index == placement.head.start)
-        count = len(plan.sub_meshes.devices) if placement is None else 0
+    def __init__(self, plan: EnginePlan, weights: WeightStore, executables: Executables):
+        self._plan, self._weights, self._executables, self._dims = plan, weights, executables, plan.dims
+        self.on_result: Callable[[], None] = lambda: None
+        self.hidden = HiddenStates((self._dims.config.hidden_size, plan.hidden_tokens), self._dims.dtype)
+        self.sampling_states: dict[int, SamplingState] = {}
+        self.begins: dict[int, tuple[jax.Array, jax.Array]] = {}
+        count = len(plan.sub_meshes.devices) if plan.placement is None else 0
         self.allocators = [self.empty_allocator(()) for _ in range(count)]
-        for index in plan.start_devices if count else ():
-            self.allocators[index].become(self.new_allocator(released))
 
-    # Devices
-
-    def open_device(self, index: int, *, samples: bool) -> None:
-        """Allocate the buffers that a device needs to compute and, if `samples`, to sample.
-
-        Waits for the buffers, so that missing memory is found here.
-        """
-        device = self._plan.sub_meshes.devices[index]
-        self.hidden.add(index, device)
-        if index not in self._begins:
-            self._begins[index] = jax.device_put((np.bool_(False), np.bool_(True)), device)
-        if samples and index not in self._sampling_states:
-            state = SamplingState.zeros(self._plan.num_slots, self._dims.config.vocab_size, device)
-            jax.block_until_ready((state.flags, state.bias))
-            self._sampling_states[index] = state
+    # Allocators
 
     def open_allocator(self, index: int, extent_pages: Iterable[int]) -> BuddyAllocator:
         """Return the page allocator of a device that was empty, with new extents."""
@@ -81,16 +54,6 @@ class InstanceFactory:
             return new
         self.allocators[index].become(new)
         return self.allocators[index]
-
-    def close_device(self, index: int) -> None:
-        """Drop the buffers that `open_device` allocated, and the extents of the device's page allocator."""
-        if self.allocators:
-            self.allocators[index].become(self.empty_allocator(()))
-        self.hidden.drop(index)
-        self._begins.pop(index, None)
-        self._sampling_states.pop(index, None)
-
-    # Allocators
 
     def new_allocator(self, released: int) -> BuddyAllocator:
         """Return an empty allocator for the first extent and for the extents of released weights.
@@ -127,7 +90,7 @@ class InstanceFactory:
         return self._site(group, kv, self._plan.extent_pages(released))
 
     def _site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
-        flags = [[self._begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
+        flags = [[self.begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
         begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
         return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins)
 
@@ -170,7 +133,7 @@ class InstanceFactory:
     def last_tokens_of(self, instance: Instance) -> list[jax.Array]:
         """Return the buffers `[num_slots]` of the last tokens on each rank of an instance.
 
-        It must launch no more steps. Buffers that failed programs have lost are replaced by new ones.
+        The instance must launch no more steps. Buffers that failed programs have lost are replaced by new ones.
         """
         runner = instance.runner
         if is_lost(runner.last_tokens):
@@ -196,13 +159,11 @@ class InstanceFactory:
             allocators: allocators of the extents, one for each rank.
             last_tokens: buffers of the previous instances, one for each rank. Default: new buffers.
         """
-        lane = self.new_lane(PagePool(self._dims.pages, allocators, group.tp), group)
-        sites = {group.home: self.new_site(group, kv, released)}
         placement = Placement.uniform(group.home, self._dims.config.num_layers)
-        owned = {group.home: allocators}
-        return self._instance(placement, sites, owned, [lane], last_tokens, released, width=group.tp)
+        sites = {group.home: self.new_site(group, kv, released)}
+        return self.instance(placement, sites, {group.home: allocators}, released, group.tp, last_tokens)
 
-    def parallel_attention_instance(self, group: SubMesh, degree: int, kv: KvBuffers, released: int) -> Instance:
+    def _parallel_attention_instance(self, group: SubMesh, degree: int, kv: KvBuffers, released: int) -> Instance:
         """Return an instance with data-parallel attention, with the KV extents `kv` over the group.
 
         Args:
@@ -217,34 +178,21 @@ class InstanceFactory:
             own = [[assemble(part, disassemble(group, extent)[ranks]) for extent in extents] for extents in kv]
             sites[home] = self.new_site(part, own, released)
         allocators = {home: [self.allocators[device] for device in home.devices] for home in placement.attention[0]}
-        lanes = self.new_lanes(placement, allocators, group.tp)
-        return self._instance(placement, sites, allocators, lanes, None, released, width=group.tp)
+        return self.instance(placement, sites, allocators, released, group.tp)
 
-    def empty_instance(self, group: SubMesh, released: int) -> Instance:
+    def empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
         """Return an instance with new, empty KV extents.
+
+        With an `attention_degree` below the degree of the group, it has data-parallel attention.
 
         Waits for the extents, so that missing memory is found here and not by the first step.
         """
         allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
         layers = range(self._dims.config.num_layers)
         kv = jax.block_until_ready(self._new_extents(group, self._plan.extent_pages(released), layers))
+        if attention_degree is not None and attention_degree < group.tp:
+            return self._parallel_attention_instance(group, attention_degree, kv, released)
         return self.new_instance(group, allocators, kv, released)
-
-    def instance_on(self, home: Home, site: Site, allocators: SequenceOf[BuddyAllocator]) -> Instance:
-        """Return an empty instance with all layers on one device. `site` must have the buffers of all layers."""
-        placement, owned = Placement.uniform(home, self._dims.config.num_layers), {home: allocators}
-        lanes = self.new_lanes(placement, owned, home.degree)
-        return self._instance(placement, {home: site}, owned, lanes, None, 1, width=home.degree)
-
-    def rebuilt(self, old: Instance) -> Instance:
-        """Return an instance with an empty cache that has the buffers and the placement of another instance.
-
-        The allocators of the old instance must be empty.
-        """
-        placement, sites, allocators = old.runner.placement, old.runner.sites, old.allocators
-        lanes = self.new_lanes(placement, allocators, old.width)
-        tokens = self.last_tokens_of(old)
-        return self._instance(placement, sites, allocators, lanes, tokens, old.released, width=old.width)
 
     def placed_instance(self, placement: Placement) -> Instance:
         """Return an instance with a start placement and new buffers."""
@@ -257,9 +205,30 @@ class InstanceFactory:
             sites[home] = self._site(mesh, self._new_extents(mesh, extents, layers), extents)
         jax.block_until_ready([site.kv for site in sites.values()])
         allocators = {home: [self.empty_allocator([count]) for _ in home.devices] for home, count in pages.items()}
-        width = placement_width(placement)
-        lanes = self.new_lanes(placement, allocators, width)
-        return self._instance(placement, sites, allocators, lanes, None, 1, width=width)
+        return self.instance(placement, sites, allocators, 1, placement_width(placement))
+
+    def instance(
+        self,
+        placement: Placement,
+        sites: Mapping[Home, Site],
+        allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
+        released: int,
+        width: int,
+        last_tokens: list[jax.Array] | None = None,
+    ) -> Instance:
+        """Return an instance with empty lanes. `Instance` and `new_instance` explain the arguments."""
+        plan, executables = self._plan, self._executables
+        head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
+        tokens = assemble(head, last_tokens or self._new_last_tokens(head), replicated=True)
+        sampler = StepSampler(head, self.sampling_states[head.start], executables)
+        reader = ResultReader(f"amoeba-read-{head.start}", lambda: self.on_result())
+        return Instance(
+            Runner(head, sites, placement, self.hidden, tokens, sampler, reader, plan, executables),
+            allocators,
+            self.new_lanes(placement, allocators, width),
+            released=released,
+            width=width,
+        )
 
     def _new_extents(self, group: SubMesh, extent_pages: Iterable[int], layers: Collection[int]) -> KvBuffers:
         """Allocate KV extents on a group for the given layers. `extent_pages` are the numbers of pages on each rank."""
@@ -268,36 +237,3 @@ class InstanceFactory:
             [jnp.zeros(shape, self._dims.dtype, device=group.sharded) for shape in shapes] if layer in layers else []
             for layer in range(self._dims.config.num_layers)
         ]
-
-    def _instance(
-        self,
-        placement: Placement,
-        sites: Mapping[Home, Site],
-        allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
-        lanes: list[Lane],
-        last_tokens: list[jax.Array] | None,
-        released: int,
-        *,
-        width: int,
-    ) -> Instance:
-        plan = self._plan
-        head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
-        tokens = assemble(head, last_tokens or self._new_last_tokens(head), replicated=True)
-        return Instance(
-            Runner(head, sites, placement, self.hidden, tokens, plan, self._executables),
-            allocators,
-            lanes,
-            StepSampler(head, self._sampling_states[head.start], self._executables),
-            ResultReader(f"amoeba-read-{head.start}", self._on_result),
-            self._executables,
-            buckets=plan.buckets(width),
-            lane_buckets=plan.buckets(max(1, width // placement.num_microbatches)),
-            released=released,
-            width=width,
-        )
-
-    def close(self) -> None:
-        """Drop the device buffers that instances share."""
-        self._sampling_states.clear()
-        self._begins.clear()
-        self.hidden.clear()

@@ -7,19 +7,14 @@ from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.batcher import PromptTurns
+from amoeba_jax.instances.lane import Lane, SharedPages
 from amoeba_jax.instances.pace import Pace
-from amoeba_jax.instances.paused import PausedPages
-from amoeba_jax.instances.prompt_turns import PromptTurns
-from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.site import Site
 from amoeba_jax.instances.step import PendingStep, clear_in_flight
-from amoeba_jax.instances.step_launcher import StepLauncher
-from amoeba_jax.instances.step_sampler import StepSampler
 from amoeba_jax.programs.buckets import Buckets
-from amoeba_jax.programs.executables import Executables
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from sharding.placement import Home
 
@@ -31,7 +26,7 @@ class Phase(StrEnum):
 
     SERVING: it launches steps.
     DRAINING: it launches no step until the steps in flight have ended.
-    CHANGING: it serves while its layers move to other homes.
+    CHANGING: it serves while its layers move to other homes. After the last move, a split waits for its steps.
     PAUSED: it keeps its requests while another instance serves on its devices.
     LOST: its devices are out of service.
     """
@@ -43,11 +38,11 @@ class Phase(StrEnum):
     LOST = "lost"
 
 
-_NEXT_PHASES = {
+NEXT_PHASES = {
     Phase.SERVING: {Phase.DRAINING, Phase.CHANGING, Phase.PAUSED, Phase.LOST},
-    Phase.DRAINING: {Phase.SERVING, Phase.CHANGING, Phase.PAUSED, Phase.LOST},
+    Phase.DRAINING: {Phase.SERVING, Phase.LOST},
     Phase.CHANGING: {Phase.SERVING, Phase.LOST},
-    Phase.PAUSED: {Phase.SERVING, Phase.LOST},
+    Phase.PAUSED: {Phase.SERVING},
     Phase.LOST: set[Phase](),
 }
 """Phases that may follow each phase. `Instance.enter` checks this."""
@@ -70,20 +65,16 @@ class Instance:
     """Serving replica. Used by the dispatcher thread only.
 
     Args:
-        runner: launches the programs of the instance's steps, at its placement.
+        runner: launches the steps of the instance, at its placement.
         allocators: page allocators by home, one for each rank of the home.
         lanes: lanes of the instance (`Lane`).
-        sampler: samples on the first device.
-        reader: reads the results of the steps.
-        buckets: step shapes of the instance.
-        lane_buckets: step shapes of an instance with one of these lanes.
         released: degree for which weight shards are released to the KV cache.
         width: factor of the number of running sequences. The instance runs up to `max_num_seqs * width` sequences.
 
     Attributes:
+        buckets: step shapes of the instance.
         phase: present phase. `enter` changes it.
         attention_degree: degree of the attention. It is less than `tp` with data-parallel attention.
-        launcher: launches the steps.
         pending: launched steps whose results the host has not taken.
         num_launched: number of launched steps.
         last_was_prompt: whether the latest step computed a prompt.
@@ -99,40 +90,32 @@ class Instance:
         runner: Runner,
         allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         lanes: list[Lane],
-        sampler: StepSampler,
-        reader: ResultReader,
-        executables: Executables,
         *,
-        buckets: Buckets,
-        lane_buckets: Buckets,
         released: int,
         width: int,
     ):
-        self.group = runner.group
-        self.id = self.group.start
+        self.group, self.id = runner.group, runner.group.start
         self.phase = Phase.SERVING
-        self.runner, self.lanes, self.sampler = runner, lanes, sampler
-        self.buckets, self.lane_buckets = buckets, lane_buckets
+        self.runner, self.sampler, self.reader = runner, runner.sampler, runner.reader
+        self.allocators: Mapping[Home, SequenceOf[BuddyAllocator]] = allocators
+        self.lanes, self.buckets = lanes, runner.plan.buckets(width)
         self.released, self.width = released, width
         self.attention_degree = runner.placement.attention_degree or self.group.tp
         self.batch_limit: int | None = None
-        self.allocators: Mapping[Home, SequenceOf[BuddyAllocator]] = allocators
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
         self.last_was_prompt = False
         self.transition: Any = None
-        self.pace = Pace()
-        self.turns = PromptTurns()
-        self._free_slots = list(range(sampler.num_slots))[::-1]
+        self.pace, self.turns = Pace(), PromptTurns()
+        self._free_slots = list(range(self.sampler.num_slots))[::-1]
         self.paused: tuple[Instance, ...] = ()
-        self._paused_pages: PausedPages | None = None
-        self.reader, self.launcher = reader, StepLauncher(runner, sampler, reader, executables)
+        self._paused_pages: SharedPages | None = None
 
     def enter(self, phase: Phase) -> None:
         """Change the phase. Raises `AssertionError` if the new phase cannot follow the present phase."""
         if phase is self.phase:
             return
-        assert phase in _NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
+        assert phase in NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
         logger.debug("instance %d (TP%d): %s -> %s", self.id, self.tp, self.phase, phase)
         self.phase = phase
         for sequence in self.running:
@@ -170,6 +153,11 @@ class Instance:
         return lane
 
     @property
+    def lane_buckets(self) -> Buckets:
+        """Step shapes of an instance with one of the lanes."""
+        return self.runner.plan.buckets(max(1, self.width // len(self.lanes)))
+
+    @property
     def capacity_tokens(self) -> int:
         """Number of tokens that fit in the KV cache of the instance if it is empty and in steady state."""
         if self.is_spread:
@@ -192,7 +180,7 @@ class Instance:
         return most if self.batch_limit is None else min(most, self.batch_limit)
 
     def limit_batch(self, size: int | None) -> None:
-        """Set `batch_limit`, and divide the limit evenly among the lanes."""
+        """Set `batch_limit`, and divide the limit evenly among the lanes. During a change, lanes get it at the end."""
         self.batch_limit = size
         if self.transition is None:
             for lane in self.lanes:
@@ -323,7 +311,7 @@ class Instance:
         self._free_slots = [slot for slot in self._free_slots if slot not in kept]
         self.lane.max_running = min(self.lane.max_running, len(self._free_slots) + len(self.running))
         self.paused = members
-        self._paused_pages = PausedPages(self.lane.pages, [member.lane for member in members])
+        self._paused_pages = SharedPages(self.lane.pages, [member.lane for member in members])
         self.lane.cache.lender = self._paused_pages
 
     def drop_paused(self) -> "tuple[Instance, ...]":
@@ -341,7 +329,7 @@ class Instance:
         return [sequence for member in self.paused for sequence in member.running]
 
     def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the paused sequences to preempt so that `num_pages` pages are available (`PausedPages.victims`)."""
+        """Return the paused sequences to preempt so that `num_pages` pages are available (`SharedPages.victims`)."""
         if self._paused_pages is None:
             return []
         return self._paused_pages.victims(num_pages - self.lane.cache.num_evictable_pages, rank)
@@ -359,7 +347,7 @@ class Instance:
         """Drop all device buffers except the KV cache. The reader thread ends after the results of pending steps."""
         self.transition = None
         self.reader.close(wait=bool(self.pending))
-        del self.sampler, self.runner, self.launcher
+        del self.sampler, self.runner
 
     def close(self) -> None:
         """Drop all device buffers, including the buffers of paused instances."""

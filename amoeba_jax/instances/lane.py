@@ -1,6 +1,7 @@
 """Sequences of an instance that travel through its layers together, and their pages."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from jaxtyping import Int32
@@ -65,3 +66,74 @@ class Lane:
         table = np.concatenate(tables, axis=1)
         _, first = np.unique(table[0], return_index=True)
         return table[:, first]
+
+    def num_pages_of(self, sequences: Collection[Sequence]) -> int:
+        """Return the number of pages that only the given sequences use."""
+        of = {True: set[int](), False: set[int]()}
+        for sequence in self.running if sequences else ():
+            if sequence.pages is not None:
+                of[sequence in sequences].update(sequence.pages.table[0].tolist())
+        return len(of[True] - of[False])
+
+
+class SharedPages:
+    """Pages that other lanes hold in the allocators of a lane's pool. An implementation of `PageLender`.
+
+    The other lanes belong to the same instance, to another instance on the same devices, or to paused instances. Their
+    degree may be lower, so one of their pages may be several pages of the pool.
+
+    Args:
+        pool: page pool of the lane that needs pages.
+        others: lanes that share allocators with `pool`.
+    """
+
+    def __init__(self, pool: PagePool, others: SequenceOf[Lane]):
+        self._pool, self.others = pool, others
+        own = {allocator: (rank, order) for rank, (allocator, order) in enumerate(pool.ranks)}
+        self._ranks = {
+            lane: {own[a][0]: 1 << (order - own[a][1]) for a, order in lane.pages.ranks if a in own} for lane in others
+        }
+        """For each lane, the ranks of the pool that it shares, and the pages of the pool in one of the lane's pages."""
+
+    def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
+        """Return the number of free pages after a release of all cached prefixes and the sequences `without`."""
+        return min(self._free_by_rank(without))
+
+    def make_free(self, num_pages: int) -> None:
+        """Evict cached prefixes of the other lanes until `num_pages` pages are free, or until none can be evicted."""
+        for lane in sorted(self.others, key=lambda lane: -lane.cache.num_evictable_pages):
+            free = self._pool.free_by_rank()
+            missing = [-(-(num_pages - free[rank]) // count) for rank, count in self._ranks[lane].items()]
+            lane.cache.evict(max(0, *missing))
+
+    def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
+        """Return the sequences of other lanes on ranks with fewer than `num_pages` free pages, except `without`.
+
+        Pages count as free if they would be released with the cached prefixes or the sequences `without`
+        (`num_free_pages`). If one rank of a lane has too few free pages, all sequences of the lane are returned.
+        """
+        free = self._free_by_rank(without)
+        short = [lane for lane in self.others if min(free[rank] for rank in self._ranks[lane]) < num_pages]
+        return [sequence for lane in short for sequence in lane.running if sequence not in without]
+
+    def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
+        """Return the sequences to preempt so that `num_pages` pages become free. The last in order comes first.
+
+        Only sequences of the given `rank` or of a lower priority are preempted. If they do not suffice, return an empty
+        list.
+        """
+        found: list[Sequence] = []
+        while holders := self.holders(num_pages, found):
+            candidates = [s for s in holders if s.rank >= rank]
+            if not candidates:
+                return []
+            found.append(max(candidates, key=lambda s: s.order))
+        return found if self.num_free_pages(found) >= num_pages else []
+
+    def _free_by_rank(self, without: Collection[Sequence]) -> list[int]:
+        free = self._pool.free_by_rank()
+        for lane, ranks in self._ranks.items():
+            pages = lane.cache.num_evictable_pages + lane.num_pages_of(without)
+            for rank, count in ranks.items():
+                free[rank] += pages * count
+        return free

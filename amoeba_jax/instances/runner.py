@@ -1,28 +1,26 @@
 """Launch of the steps of an instance at its placement. The work list of `programs/work.py` lists the programs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from amoeba_jax.instances.hidden_states import HiddenStates
+from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.site import ExchangePart, Site
+from amoeba_jax.instances.step import PendingStep, ResultReader, StepNotLaunchedError, StepPlan, drop_sample
+from amoeba_jax.instances.step_sampler import SampleCall, StepSampler, sampler_kind
 from amoeba_jax.models.decoder import SegmentPlan
-from amoeba_jax.programs.batch import BatchShape, StepBatch
+from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import HeadOutput, LogitsOf
 from amoeba_jax.programs.work import Blocks, Compute, Transfer, Work, work_list, work_specs
+from amoeba_jax.sampling.rows import SamplerKind
 from sharding.mesh import SubMesh, assemble, disassemble
 from sharding.placement import Home, Placement
-
-BatchAt = Callable[[Home, Blocks | None, BatchShape], StepBatch]
-"""Function `(home, blocks, shape)` that returns the batch for a home.
-
-`blocks` are the microbatches that it computes.
-"""
 
 
 class StepSwitch(Protocol):
@@ -49,25 +47,20 @@ class StepSwitch(Protocol):
         ...
 
 
-class PreparedCompute(NamedTuple):
-    """Segments with their programs, and the batch for them on the devices."""
-
-    work: Compute
-    programs: list[jax.stages.Compiled]
-    packed: jax.Array | None
-
-
-class PreparedTransfer(NamedTuple):
-    """Transfer of hidden states with its programs.
+class _Prepared(NamedTuple):
+    """Item of a work list with its programs and inputs.
 
     Attributes:
-        programs: one program for a `join` or `split`; two programs, read and write, for each copy of a `copy`.
-        columns: number of columns of a block. For a `join` or `split`, a scalar on all ranks of the home.
+        programs: a program for each segment of a `Compute`. For a `Transfer`: one program for a `join` or `split`; two
+            programs, read and write, for each copy of a `copy`.
+        packed: batch of a `Compute`. None if it has only FFNs.
+        columns: number of columns of a block, for a `Transfer`. For a `join` or `split`, a scalar on all ranks.
     """
 
-    work: Transfer
+    work: Work
     programs: list[jax.stages.Compiled]
-    columns: jax.Array | int
+    packed: jax.Array | None = None
+    columns: jax.Array | int = 0
 
 
 class StepInputs(NamedTuple):
@@ -78,17 +71,17 @@ class StepInputs(NamedTuple):
         shape: shape of the step if it has all microbatches. None if it has only one.
     """
 
-    work: tuple[PreparedCompute | PreparedTransfer, ...]
+    work: list[_Prepared]
     rows: jax.Array
     head: jax.stages.Compiled
     shape: BatchShape | None
 
 
 class Runner:
-    """Launcher of the programs of an instance's steps. Used by the dispatcher thread only.
+    """Launcher of the steps of an instance. Used by the dispatcher thread only.
 
     Args:
-        group: devices of the embedding and the head, where tokens are sampled.
+        group: devices of the embedding and the head. The first device samples.
         sites: buffers of every home of the placement.
 
     Attributes:
@@ -103,112 +96,219 @@ class Runner:
         placement: Placement,
         hidden: HiddenStates,
         last_tokens: jax.Array,
+        sampler: StepSampler,
+        reader: ResultReader,
         plan: EnginePlan,
         executables: Executables,
     ):
         self.group, self.sites, self.placement = group, dict(sites), placement
         self.hidden, self.last_tokens = hidden, last_tokens
+        self.sampler, self.reader = sampler, reader
+        self.plan, self.executables = plan, executables
         self.switch: StepSwitch | None = None
-        self._plan, self._executables = plan, executables
         self._work: dict[int | None, tuple[Work, ...]] = {}
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether the engine has a start placement."""
-        return self._plan.placement is not None
+        self._known_at: object = None
+        self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
 
     def place(self, placement: Placement) -> None:
         """Change the placement. Later steps run at the new placement."""
         self.placement = placement
         self._work.clear()
 
-    # Inputs of a step
+    # Programs
 
-    def specs(self, shape: BatchShape, logits_of: LogitsOf, microbatch: int | None) -> list[ProgramSpec]:
-        """Return the programs of a step. The step has one microbatch, or all microbatches in blocks of equal width."""
-        found: dict[object, ProgramSpec] = {}
-        for work in self._work_of(microbatch):
-            found.update((spec.key, spec) for spec in self._work_specs(work, shape))
-        return [*found.values(), self._head_spec(shape, logits_of)]
+    def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
+        """Return the programs of a step. `kind` is the kind of sampler. Default: the kind that the rows need."""
+        return self._layer_specs(plan) + self.sampler.specs(plan, kind or sampler_kind(plan))
 
-    def prepare(self, shape: BatchShape, logits_of: LogitsOf, microbatch: int | None, batch_at: BatchAt) -> StepInputs:
-        """Collect the programs and inputs of a step. If this raises, nothing has changed.
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Return whether all programs of a step are compiled."""
+        extents = tuple(site.extent_pages for site in self.sites.values())
+        now = self.executables.version, self.placement, extents
+        if self._known_at != now:
+            self._known_at, self._known = now, {}
+        key = plan.shape, plan.logits_of, plan.lane, sampler_kind(plan)
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self.executables.available(self.specs(plan))
+        return known
 
-        Args:
-            microbatch: only microbatch of the step. None: the step has all microbatches.
-            batch_at: function that returns the batch for a home.
+    def fails(self, plan: StepPlan) -> bool:
+        """Return whether a program of the layers or the head for this step shape has failed. Another shape may work."""
+        return self.executables.has_failures and self.executables.has_failed(self._layer_specs(plan))
+
+    def state_specs(self) -> list[ProgramSpec]:
+        """Return the programs that write the sampling state of a sequence when it starts.
+
+        While layers change, these include the programs of the instances that will take over the sequence. With a start
+        placement, only the devices of the head have a sampling state.
         """
+        groups = [self.group] if self.plan.placement is not None else [site.group for site in self.sites.values()]
+        return [self.sampler.state_spec(group) for group in groups]
+
+    def _layer_specs(self, plan: StepPlan) -> list[ProgramSpec]:
+        found = {spec.key: spec for work in self._work_of(plan.lane) for spec in self._work_specs(work, plan.shape)}
+        return [*found.values(), self._head_spec(plan)]
+
+    def _head_spec(self, plan: StepPlan) -> ProgramSpec:
+        return self.plan.head_spec(self.executables.specs, self.group, plan.shape, plan.logits_of)
+
+    def _work_specs(self, work: Work, shape: BatchShape) -> list[ProgramSpec]:
+        extents = {home: site.extent_pages for home, site in self.sites.items()}
+        return work_specs(self.plan, self.executables.specs, work, shape, self.placement.num_microbatches, extents)
+
+    def _work_of(self, microbatch: int | None) -> tuple[Work, ...]:
+        if microbatch not in self._work:
+            self._work[microbatch] = work_list(self.placement, microbatch, self.plan.cutter)
+        return self._work[microbatch]
+
+    # Launch
+
+    def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
+        """Launch a step and its sampling. The reader's thread reads the results.
+
+        If a matcher needs a token in flight first, only the layers and the head are launched. `sample_late` must launch
+        the sampling when the results of the step before are taken.
+
+        Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. Nothing
+        has changed then. Any other error comes after the first program was launched, and the cache may be lost.
+        """
+        shape, every = plan.shape, plan.logits_of == "all"
+        with jax.profiler.TraceAnnotation(
+            "amoeba.step", instance=self.group.start, rows=shape.num_rows, tokens=shape.num_tokens
+        ):
+            sampled = [row for row in plan.rows if row.samples]
+            if every:
+                sampled = [row._replace(place=0) for row in sampled]  # row of its only column of logits
+            try:
+                sample = self.sampler.prepare(sampler_kind(plan), 1 if every else shape.num_rows, sampled)
+                columns = self.sampler.column_programs(shape.num_tokens) if every else None
+                inputs = self.prepare(plan, lanes)
+            except Exception as error:
+                raise StepNotLaunchedError("the step could not be prepared") from error
+            head = self.run(inputs)
+            # Taking one rank's part of an array takes time.
+            logits = self._first_rank(head.logits) if sample is not None or columns is not None else None
+            prompt_row = prompt_result = None
+            if columns is not None:
+                take_column, token_logprobs = columns
+                (prompt_row,) = plan.rows
+                targets = np.zeros(shape.num_tokens, np.int32)
+                known = prompt_row.sequence.prompt[prompt_row.start + 1 : prompt_row.start + prompt_row.length + 1]
+                targets[prompt_row.place : prompt_row.place + len(known)] = known  # rows before it are padding
+                prompt_result = self.reader.read(token_logprobs(logits, targets))
+                if sample is not None:
+                    logits = take_column(logits, np.int32(prompt_row.place + prompt_row.length - 1))
+            step = PendingStep(plan.rows, sampled, plan.decodes, prompt_row=prompt_row, prompt_result=prompt_result)
+            if sample is None:
+                if sampled:
+                    self.last_tokens = head.last_tokens
+                # Read also without samples: it tells when the step is done.
+                self.reader.read(self._first_rank(head.argmax_ids), step.result)
+            elif any(row.sequence.awaits_token for row in sampled):
+                step.logits = logits
+            else:
+                self._sample(step, sample, logits)
+        for row in plan.rows:
+            row.sequence.num_computed = row.stop
+        for row in sampled:
+            row.sequence.num_in_flight += 1
+        return step
+
+    def sample_late(self, step: PendingStep) -> None:
+        """Launch the sampling of a step that has waited for the tokens of the step before.
+
+        Rows of sequences that have ended or were preempted are dropped: other sequences may use their slots.
+        """
+        for row in step.sampled:
+            if row.sequence.slot < 0:
+                drop_sample(row)
+        step.sampled = [row for row in step.sampled if row.sequence.slot >= 0]
+        assert step.logits is not None, "its sampling waits"
+        sample = self.sampler.prepare("full", step.logits.shape[1], step.sampled)
+        assert sample is not None, "constrained rows need the full sampler"
+        self._sample(step, sample, step.logits)
+        step.logits = None
+
+    def _sample(self, step: PendingStep, sample: SampleCall, logits: jax.Array | None) -> None:
+        assert logits is not None, "taken for the sampler"
+        tokens, result = self.sampler.sample(sample, logits, self._first_rank(self.last_tokens))
+        if self.group.tp == 1:
+            self.last_tokens = assemble(self.group, [tokens], replicated=True)
+        else:
+            self.last_tokens = jax.device_put(tokens, self.group.replicated)
+        self.reader.read(result, step.result)
+
+    def prepare(self, plan: StepPlan, lanes: list[Lane]) -> StepInputs:
+        """Collect the programs and inputs of the layers and the head. If this raises, nothing has changed."""
+        shape, count = plan.shape, self.placement.num_microbatches
         batches: dict[tuple[Home, Blocks | None], tuple[jax.Array, jax.Array]] = {}
 
         def put(home: Home, blocks: Blocks | None, at: BatchShape) -> tuple[jax.Array, jax.Array]:
             if (home, blocks) not in batches:
-                batch = batch_at(home, blocks, at)
+                batch = plan.batch(lanes, home, blocks, at)
                 batches[home, blocks] = jax.device_put((batch.packed, batch.rows), self.sites[home].group.sharded)
             return batches[home, blocks]
 
-        num_microbatches = self.placement.num_microbatches
-        work: list[PreparedCompute | PreparedTransfer] = []
-        for item in self._work_of(microbatch):
-            if isinstance(item, Transfer):
-                work.append(self._prepared_transfer(item, shape))
+        prepared: list[_Prepared] = []
+        for work in self._work_of(plan.lane):
+            if isinstance(work, Compute):
+                at = work.shape(shape, count)
+                programs = self.sites[work.home].programs(work.segments, at)
+                needs_batch = work.segments[0].module != "ffn"
+                packed = put(work.home, work.blocks, at)[0] if needs_batch else None
+                prepared.append(_Prepared(work, programs, packed))
                 continue
-            at = item.shape(shape, num_microbatches)
-            programs = self.sites[item.home].programs(item.segments, at)
-            needs_batch = item.segments[0].module != "ffn"
-            packed = put(item.home, item.blocks, at)[0] if needs_batch else None
-            work.append(PreparedCompute(item, programs, packed))
-        head_spec = self._head_spec(shape, logits_of)
-        blocks = tuple(range(num_microbatches)) if microbatch is None and num_microbatches > 1 else None
+            programs = [self.executables.get(spec) for spec in self._work_specs(work, shape)]
+            columns: jax.Array | int = shape.num_rows // count
+            if work.home is not None:
+                columns = jax.device_put(np.int32(columns), self.sites[work.home].group.replicated)
+            prepared.append(_Prepared(work, programs, columns=columns))
+        head = self.executables.get(self._head_spec(plan))
+        blocks = tuple(range(count)) if plan.lane is None and count > 1 else None
         _, rows = put(self.placement.head, blocks, shape)
-        return StepInputs(tuple(work), rows, self._executables.get(head_spec), shape if microbatch is None else None)
-
-    # The step
+        return StepInputs(prepared, rows, head, shape if plan.lane is None else None)
 
     def run(self, inputs: StepInputs) -> HeadOutput:
-        """Launch all programs of a step. They also record the greedy tokens in their slots.
+        """Launch the layers and the head of a step. They also record the greedy tokens in their slots.
 
         Donates the cache and the hidden states. If a program fails, some of these buffers are lost.
         """
         switch, self.switch = self.switch, None
-        for prepared in inputs.work:
-            if isinstance(prepared, PreparedTransfer):
-                with jax.profiler.TraceAnnotation("amoeba.transfer", kind=prepared.work.kind):
-                    self._transfer(prepared)
+        for work, programs, packed, columns in inputs.work:
+            if isinstance(work, Transfer):
+                with jax.profiler.TraceAnnotation("amoeba.transfer", kind=work.kind):
+                    self._transfer(work, programs, columns)
                 continue
-            work, site = prepared.work, self.sites[prepared.work.home]
+            site = self.sites[work.home]
             within = switch if site.group is self.group else None
             exchanges = None if within is None else within.begin(inputs.shape)
             tokens = self._tokens_at(site.group) if work.segments[0].embeds else None
             states = self.hidden.take(site.group)
-            states = site.run(
-                work.segments, prepared.programs, states, prepared.packed, tokens, exchanges, begins=work.begins
-            )
+            states = site.run(work.segments, programs, states, packed, tokens, exchanges, begins=work.begins)
             self.hidden.put(site.group, states)
             if within is not None:
                 within.end()
         states = self.hidden.take(self.group)
         self.hidden.put(self.group, states)  # the head only reads them
-        weights = self.sites[self.placement.head].weights(self._plan.head)
+        weights = self.sites[self.placement.head].weights(self.plan.head)
         return HeadOutput(*inputs.head(weights, states, inputs.rows, self.last_tokens))
 
-    def _transfer(self, prepared: PreparedTransfer) -> None:
-        work, hidden = prepared.work, self.hidden
+    def _transfer(self, work: Transfer, programs: list[jax.stages.Compiled], columns: jax.Array | int) -> None:
+        hidden, pool = self.hidden, self.plan.sub_meshes
         if work.home is not None:
             group = self.sites[work.home].group
-            states = prepared.programs[0](hidden.take(group, replicated=False), prepared.columns)
+            states = programs[0](hidden.take(group, replicated=False), columns)
             hidden.put(group, states, replicated=False)
             return
-        pool, columns = self._plan.sub_meshes, prepared.columns
-        reads, writes = prepared.programs[::2], prepared.programs[1::2]
         taken: dict[tuple[int, int, int | None], jax.Array] = {}
-        for copy, read in zip(work.copies, reads, strict=True):
+        for copy, read in zip(work.copies, programs[::2], strict=True):
             key = copy.source, copy.source_block, copy.blocks
             if key not in taken:
                 source = pool.group(copy.source, 1)
                 states = hidden.take(source)
                 taken[key] = read(states, np.int32(copy.source_block * columns))
                 hidden.put(source, states)
-        for copy, write in zip(work.copies, writes, strict=True):
+        for copy, write in zip(work.copies, programs[1::2], strict=True):
             target = pool.group(copy.target, 1)
             block = taken[copy.source, copy.source_block, copy.blocks]
             if copy.source != copy.target:
@@ -221,23 +321,5 @@ class Runner:
         first = group.start - self.group.start
         return assemble(group, disassemble(self.group, self.last_tokens)[first : first + group.tp], replicated=True)
 
-    # The work list
-
-    def _work_of(self, microbatch: int | None) -> tuple[Work, ...]:
-        if microbatch not in self._work:
-            self._work[microbatch] = work_list(self.placement, microbatch, self._plan.cutter)
-        return self._work[microbatch]
-
-    def _head_spec(self, shape: BatchShape, logits_of: LogitsOf) -> ProgramSpec:
-        return self._plan.head_spec(self._executables.specs, self.group, shape, logits_of)
-
-    def _work_specs(self, work: Work, shape: BatchShape) -> list[ProgramSpec]:
-        extents = {home: site.extent_pages for home, site in self.sites.items()}
-        return work_specs(self._plan, self._executables.specs, work, shape, self.placement.num_microbatches, extents)
-
-    def _prepared_transfer(self, work: Transfer, shape: BatchShape) -> PreparedTransfer:
-        programs = [self._executables.get(spec) for spec in self._work_specs(work, shape)]
-        columns: jax.Array | int = shape.num_rows // self.placement.num_microbatches
-        if work.home is not None:
-            columns = jax.device_put(np.int32(columns), self.sites[work.home].group.replicated)
-        return PreparedTransfer(work, programs, columns)
+    def _first_rank(self, array: jax.Array) -> jax.Array:
+        return disassemble(self.group, array)[0]

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+import jax
+import numpy as np
+
 from amoeba_jax.errors import RequestError
-from amoeba_jax.instances.offloaded import HostPages
 from amoeba_jax.outputs import FinishReason, Logprob
 from amoeba_jax.sampling.rows import SamplingRow, TokenLogprobs, logprob_entry
 from amoeba_jax.sampling.structured import Matcher
@@ -70,6 +72,35 @@ class Update(NamedTuple):
     prompt_logprobs: Entries | None = None
 
 
+@dataclass
+class HostPages:
+    """Pages of a sequence in host memory. Their form does not depend on the degree of the instance.
+
+    Attributes:
+        num_computed: number of leading tokens whose keys and values are in the pages.
+        layers: contents of the pages, by layer. A layer is a list of pairs: a block `[tp * pages, page_elems / tp]`,
+            for the degree `tp` at which it was copied, and the number of its pages that are used. The blocks are in
+            pinned host memory if the device supports it.
+    """
+
+    num_computed: int
+    layers: list[list[tuple[jax.Array, int]]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for layer in self.layers for block, _ in layer)
+
+    def whole(self, layer: int, tp: int) -> np.ndarray:
+        """Return the pages of a layer in the form for homes of `tp` devices: `[pages, tp, page_elems / tp]`."""
+        found = []
+        for block, used in self.layers[layer]:
+            ranks = len(block.sharding.device_set)
+            pages = np.asarray(block).reshape(ranks, len(block) // ranks, -1).transpose(1, 0, 2)
+            found.append(pages.reshape(len(pages), -1)[:used])
+        pages = np.concatenate(found)
+        return pages.reshape(len(pages), tp, -1)
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens, pages and times of one sample. After submission, only the dispatcher thread uses it.
@@ -96,7 +127,7 @@ class Sequence:
         beyond_share: True if the sequence exceeds the share of its client; see `mark_beyond_share`.
         slot: index in the sampling state of its instance; -1 while it waits and after its end.
         paused: whether its instance is paused.
-        host_pages: KV cache of an offloaded sequence, in host memory (`Engine.offload`).
+        host_pages: KV cache of an offloaded sequence, in host memory (`Admission.offload`).
         page_keys: prefix cache keys of its known tokens. Set when the sequence is queued.
     """
 

@@ -1,11 +1,11 @@
-"""A step of an instance: its plan, its inputs, and the launched step."""
+"""A step of an instance: its plan, its inputs, the launched step, and the thread that reads its results."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -81,6 +81,51 @@ class StepPlan:
         """Whether the step only decodes: every row has one token, and no prompt is computed."""
         return self.shape.num_tokens == self.shape.num_rows
 
+    def batch(self, lanes: SequenceOf[Lane], home: Home, blocks: Blocks | None, shape: BatchShape, /) -> StepBatch:
+        """Return the inputs of the step for one home.
+
+        Args:
+            lanes: lanes of the instance. They have the block tables.
+            blocks: microbatches whose rows the home computes, side by side; None for all rows of the plan.
+            shape: shape of these rows.
+        """
+        batch, num_tokens, num_rows = StepBatch(shape, home.degree), shape.num_tokens, shape.num_rows
+        first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
+        tokens, sources = np.zeros(num_tokens, np.int32), np.full(num_tokens, -1, np.int32)
+        positions = np.full(num_tokens, -1, np.int32)
+        last_token, num_pages = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        slots = np.full(num_rows, -1, np.int32)
+        for row in self.rows if blocks is None else self._rows_of(blocks, len(lanes)):
+            place, sequence, start, length = row
+            first, stop = first_token[place], start + length
+            positions[first : first + length] = np.arange(start, stop)
+            if stop > sequence.num_known:  # only the last token can be unknown
+                sources[first + length - 1] = sequence.slot
+            known = sequence.tokens(start, stop)
+            tokens[first : first + len(known)] = known
+            last_token[place] = first + length - 1
+            if row.samples:
+                slots[place] = sequence.slot
+            lane = lanes[0] if len(lanes) == 1 else next(lane for lane in lanes if sequence in lane.running)
+            if home in lane.ranks:
+                assert sequence.pages is not None
+                num_pages[place] = used = lane.pages.geometry.pages_for(stop)
+                batch.set_table(place, lane.table(sequence.pages, home)[:, :used])
+        batch.set("tokens", tokens)
+        batch.set("sources", sources)
+        batch.set("positions", positions)
+        batch.set("last_token", last_token)
+        batch.set("slots", slots)
+        batch.set("num_pages", num_pages)
+        return batch
+
+    def _rows_of(self, blocks: Blocks, num_lanes: int) -> list[Row]:
+        """Return the rows of some blocks (microbatches). Their places are counted with these blocks side by side."""
+        width = self.shape.num_rows // num_lanes
+        first = {block: index * width for index, block in enumerate(blocks)}
+        places = [(row, *divmod(row.place, width)) for row in self.rows]
+        return [row._replace(place=first[block] + place) for row, block, place in places if block in first]
+
 
 @dataclass(eq=False)
 class PendingStep:
@@ -90,7 +135,7 @@ class PendingStep:
         sampled: rows whose next token the step samples.
         result: result of the sampler. It is the last result of the step that the reader thread reads.
         decodes: whether all rows decode, and no layer switches during the step.
-        logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`StepLauncher.sample_late`).
+        logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`Runner.sample_late`).
             None: the sampling is launched.
         prompt_row: row of a prompt whose log-probabilities the step computes (`prompt_result`).
         launched_at: time of the launch, a value of `time.perf_counter()`.
@@ -125,58 +170,44 @@ class PendingStep:
             self.result.set_exception(RuntimeError("a step before this step has failed"))
 
 
-def step_batch(
-    plan: StepPlan,
-    lanes: SequenceOf[Lane],
-    home: Home,
-    blocks: Blocks | None,
-    shape: BatchShape,
-) -> StepBatch:
-    """Return the inputs of a step for one home.
+class ResultReader:
+    """Thread that reads results in the order of the calls.
 
     Args:
-        lanes: lanes of the instance. They have the block tables.
-        blocks: microbatches whose rows the home computes, side by side; None for all rows of the plan.
-        shape: shape of these rows.
+        name: name of the thread.
+        on_result: function that the thread calls after each result. It must not block.
     """
-    batch = StepBatch(shape, home.degree)
-    rows = plan.rows if blocks is None else _rows_of(plan.rows, blocks, plan.shape.num_rows // len(lanes))
-    first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
-    tokens, sources = np.zeros(shape.num_tokens, np.int32), np.full(shape.num_tokens, -1, np.int32)
-    positions = np.full(shape.num_tokens, -1, np.int32)
-    last_token, num_pages = np.zeros(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
-    slots = np.full(shape.num_rows, -1, np.int32)
-    for row in rows:
-        place, sequence, start, length = row
-        first, stop = first_token[place], start + length
-        positions[first : first + length] = np.arange(start, stop)
-        if stop > sequence.num_known:  # only the last token can be unknown
-            sources[first + length - 1] = sequence.slot
-        known = sequence.tokens(start, stop)
-        tokens[first : first + len(known)] = known
-        last_token[place] = first + length - 1
-        if row.samples:
-            slots[place] = sequence.slot
-        lane = lanes[0] if len(lanes) == 1 else next(lane for lane in lanes if sequence in lane.running)
-        if home in lane.ranks:
-            assert sequence.pages is not None
-            num_pages[place] = used = lane.pages.geometry.pages_for(stop)
-            batch.set_table(place, lane.table(sequence.pages, home)[:, :used])
-    batch.set("tokens", tokens)
-    batch.set("sources", sources)
-    batch.set("positions", positions)
-    batch.set("last_token", last_token)
-    batch.set("slots", slots)
-    batch.set("num_pages", num_pages)
-    return batch
 
+    def __init__(self, name: str, on_result: Callable[[], None]):
+        self._on_result = on_result
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-def _rows_of(rows: tuple[Row, ...], blocks: Blocks, width: int) -> list[Row]:
-    """Return the rows of some blocks (microbatches) of a step.
+    def read(self, array: jax.Array, result: "Future[np.ndarray] | None" = None) -> "Future[np.ndarray]":
+        """Copy a result `[rows, ...]` to the host in the thread.
 
-    Their places are counted with these blocks side by side.
-    """
-    first = {block: index * width for index, block in enumerate(blocks)}
-    return [
-        row._replace(place=first[row.place // width] + row.place % width) for row in rows if row.place // width in first
-    ]
+        The future returns an array with two axes: rows and values. It is `result`, or a new future.
+        """
+        return self._submit(lambda: np.asarray(array).reshape(len(array), -1), result)
+
+    def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
+        """Return a future that is done when the arrays are computed.
+
+        Until then, do not donate the arrays to a program.
+        """
+        return self._submit(lambda: jax.block_until_ready(arrays))
+
+    def _submit(self, call: Callable[[], Any], future: "Future[Any] | None" = None) -> "Future[Any]":
+        future = future or Future()
+        self._thread.submit(self._run, call, future)
+        return future
+
+    def _run(self, call: Callable[[], Any], future: "Future[Any]") -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        self._on_result()
+
+    def close(self, wait: bool) -> None:
+        """End the thread after all requested results. If `wait`, wait for the end of the thread."""
+        self._thread.shutdown(wait=wait)

@@ -9,7 +9,6 @@ import numpy as np
 
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step import Row, StepPlan
-from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.sampling.rows import (
@@ -121,8 +120,9 @@ class StepSampler:
         """Return the program that `remember` runs for an instance on `group`."""
         return self._executables.specs.set_state(group, self.num_slots)
 
-    def specs(self, shape: BatchShape, kind: SamplerKind, *, every: bool) -> list[ProgramSpec]:
-        """Return the sampling programs of a step. `every` is True if the step has logits of all tokens."""
+    def specs(self, plan: StepPlan, kind: SamplerKind) -> list[ProgramSpec]:
+        """Return the sampling programs of a step."""
+        every, shape = plan.logits_of == "all", plan.shape
         found = self._column_specs(shape.num_tokens) if every else []
         if kind != "greedy":
             found.append(self._sample_spec(kind, 1 if every else shape.num_rows))

@@ -25,7 +25,7 @@ SUPPORTED_FAMILIES = tuple(FAMILIES)
 class ModelConfig:
     """Sizes and options of a decoder, from its `config.json`. Sizes are without padding.
 
-    All families are decoders with rotary positions and gated FFNs. The options say where they differ.
+    All model families are decoders with rotary positions and gated FFNs. The options describe the differences.
     """
 
     family: str
@@ -71,7 +71,7 @@ class ModelConfig:
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer."""
+        """Kind of each layer: its window, rotary embedding and FFN (`LayerKind`)."""
         return tuple(
             LayerKind(
                 window,
@@ -83,9 +83,9 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Longest context in tokens: `max_position`, or the length to which the rotary embedding is scaled.
+        """Longest context in tokens: `max_position`, or a larger length for which the rotary embedding is scaled.
 
-        `max_position` of models with a `local_rope` (Gemma 3) is already the scaled length.
+        If the model has a `local_rope` (Gemma 3), `max_position` is already the scaled length.
         """
         if self.local_rope is not None:
             return self.max_position
@@ -97,10 +97,11 @@ class ModelConfig:
         return int(max(self.max_position, scaled.get(rope.rope_type, 0)))
 
     def for_context(self, tokens: int | None) -> "ModelConfig":
-        """Return the config for requests of up to `tokens` tokens. None: of up to `max_position` tokens.
+        """Return the config for requests of up to `tokens` tokens. None: `max_position` tokens.
 
-        LongRoPE has frequencies for the original context and others for longer contexts. `transformers` chooses again
-        at each step, which would change the meaning of cached keys. The choice is logged.
+        Only configs with LongRoPE are changed. LongRoPE has one set of frequencies for short contexts and one for long
+        contexts. This method chooses the set once, and logs the choice. With another set later, keys in the KV cache
+        would have the wrong rotation. `transformers` chooses again at each step.
         """
         if self.rope.rope_type != "longrope":
             return self
@@ -158,7 +159,7 @@ class ModelConfig:
 
 
 def _completed(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config, with the defaults of `transformers` for missing fields of this family."""
+    """Return the config of a model family. Missing fields get the defaults of `transformers`."""
     from transformers import AutoConfig  # slow to import
 
     # A copy, because `transformers` fills in fields of nested dicts in place.

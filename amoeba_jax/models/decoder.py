@@ -1,4 +1,7 @@
-"""Decoder, divided into segments: runs of consecutive layers with the embedding, and the head."""
+"""Decoder, divided into segments: the embedding, runs of consecutive layers, and the head.
+
+A segment is one compiled program. The head is the final norm and the output projection.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -30,9 +33,10 @@ from sharding.placement import ModuleKind
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and FFN, each with a norm before it and a residual connection. `module` can select one of both.
+    """Decoder layer: attention and FFN, each with a norm before it and a residual connection.
 
-    Some families also normalize the results (`ModelConfig.post_norms`).
+    `module` selects attention alone, FFN alone, or both. Some model families also normalize the results of attention
+    and FFN (`ModelConfig.post_norms`).
     """
 
     def __init__(self, dims: ModelDims, layer: int, tp: int, module: ModuleKind = "layer"):
@@ -70,10 +74,10 @@ class DecoderLayer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding. Every rank has the whole table, because every rank looks up all tokens.
+    """Token embedding. Every rank (device of the instance) has the whole table, because every rank looks up all tokens.
 
-    An untied table is one array `[vocabulary, D]`. A tied embedding uses the buffers of all shards of the head, each
-    `[vocabulary shard, D]`.
+    A table that is not tied to the output projection is one array `[vocabulary, D]`. A tied table consists of all
+    shards of the output projection, each `[vocabulary shard, D]`.
     """
 
     def __init__(self, dims: ModelDims):
@@ -107,7 +111,8 @@ class Embedding(nnx.Module):
 def head_spec(dims: ModelDims) -> ParamSpec:
     """Return the spec of the output projection, with shards `[vocabulary shard, D]`.
 
-    With tied embeddings, the checkpoint tensor of the head is the embedding.
+    If the model ties the output projection to the embedding, the shards come from the checkpoint tensor of the
+    embedding.
     """
     config = dims.config
     name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
@@ -118,7 +123,10 @@ def head_spec(dims: ModelDims) -> ParamSpec:
 
 
 class Head(nnx.Module):
-    """Final norm and logits. Each rank computes the logits of a part of the vocabulary. An all-gather joins these."""
+    """Final norm and output projection.
+
+    Each rank computes the logits of a part of the vocabulary. An all-gather joins the parts.
+    """
 
     def __init__(self, dims: ModelDims, tp: int):
         self.dims, self.tp = dims, tp
@@ -148,18 +156,18 @@ class Head(nnx.Module):
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Part of a model that one program computes: consecutive layers (attention, FFN or both), embedding or head.
+    """Part of a model that one program computes: consecutive layers, the embedding, or the head.
 
-    If the devices of some layers also hold the embedding, the program of the layers includes the embedding. The program
-    computes the embedding only if the segment is the first of a step. All segments with equal layers can therefore
-    share one executable, and the embedding needs no executable of its own.
+    If the devices of some layers also hold the embedding, the program of these layers includes the embedding. The
+    program computes the embedding only if the segment is the first of a step (forward pass). All segments with equal
+    layers therefore share one executable, and the embedding needs no executable of its own.
 
     Attributes:
         start: first layer. For the head, the number of layers.
         kinds: kind of each layer. Empty for the embedding and the head.
-        module: computed part of each layer: `attention`, `ffn`, or `layer` for attention and FFN. Or `embedding` or
-            `head`, without layers.
-        embeds: whether the program includes the embedding, so that it can begin a step.
+        module: computed part of each layer: `attention`, `ffn`, or `layer` for both. `embedding` and `head` are
+            segments without layers.
+        embeds: whether the program includes the embedding. Such a program can begin a step.
     """
 
     start: int
@@ -177,7 +185,7 @@ class SegmentPlan:
 
 
 class Segment(nnx.Module):
-    """Flax modules of one segment at degree `tp`. Their parameters have shapes and dtypes, but no data."""
+    """Flax modules of one segment at tensor-parallel degree `tp`. Parameters have shapes and dtypes, but no data."""
 
     def __init__(self, dims: ModelDims, plan: SegmentPlan, tp: int):
         self.embedding = Embedding(dims) if plan.embeds else None
@@ -187,13 +195,13 @@ class Segment(nnx.Module):
 
 
 def leaf_variables(segment: Segment) -> list[nnx.Variable]:
-    """Return the parameters of a segment, in the order in which the segment's program takes the weights."""
+    """Return the parameters of a segment, in the order in which the compiled segment expects its weights."""
     state = nnx.split(segment)[1]
     return jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def is_sharded(variable: nnx.Variable) -> bool:
-    """Return whether ranks use different shards of this parameter. False: all ranks use the same shard."""
+    """Return whether the ranks use different shards of this parameter. False: all ranks use the same shard."""
     metadata = variable.get_metadata()
     spec: ParamSpec = metadata["spec"]
     return spec.placement == "sharded" and not metadata.get("whole", False)
@@ -202,8 +210,8 @@ def is_sharded(variable: nnx.Variable) -> bool:
 def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ...]:
     """Divide the layers of a model into segments of at most `segment_layers` layers, of equal length if possible.
 
-    One executable serves all segments with equal kinds of layers. With 30 layers on CPU, segments of 8 layers compile
-    in half the time of the whole model, and a decode step takes at most 2% longer.
+    Segments with equal kinds of layers share one executable, so short segments compile faster. For example, on CPU, 30
+    layers compile twice as fast in segments of 8 layers as in one segment. A decode step then takes at most 2% longer.
     """
     kinds = dims.config.kinds
     count = len(kinds)
@@ -215,16 +223,20 @@ def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ..
 
 
 def module_plan(dims: ModelDims, layers: range, module: ModuleKind, *, embeds: bool) -> SegmentPlan:
-    """Return the segment that computes attention, FFN or both (`module`) of consecutive layers.
+    """Return the segment that computes consecutive layers: their attention, their FFN or both (`module`).
 
-    `embeds` becomes `SegmentPlan.embeds`. For an FFN, `embeds` is ignored, because an FFN never begins a step.
+    `embeds` says whether the segment also includes the embedding. A segment of FFNs never includes the embedding,
+    because it never begins a step.
     """
     kinds = dims.config.kinds[layers.start : layers.stop]
     return SegmentPlan(layers.start, kinds, module, embeds and module != "ffn")
 
 
 def embedding_plan() -> SegmentPlan:
-    """Return the segment of the embedding alone, for steps whose first layers are on devices without the embedding."""
+    """Return the segment with the embedding alone.
+
+    The segment is used if the first layers are on devices without the embedding.
+    """
     return SegmentPlan(0, (), "embedding")
 
 
@@ -244,5 +256,5 @@ def model_specs(dims: ModelDims) -> dict[str, ParamSpec]:
 
 
 def num_parameters(dims: ModelDims) -> int:
-    """Return the number of parameters of the model, without padding and copies."""
+    """Return the number of parameters of the model. Padding and copies do not count."""
     return sum(spec.model_elements for spec in model_specs(dims).values())

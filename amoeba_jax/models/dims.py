@@ -17,12 +17,12 @@ MOST_FFN_PADDING = 4
 
 
 class ExpertShards(NamedTuple):
-    """Division of the experts of a layer into `max_tp` shards.
+    """Division of the experts of a layer into `max_tp` shards, one for each device at the largest degree.
 
     Attributes:
-        whole: whether a shard has whole experts. If not, each shard has a part of the inner features of all experts.
+        whole: whether a shard has whole experts. False: each shard has a part of the inner features of every expert.
         num_experts: number of experts in a shard.
-        size: inner features of each expert in a shard, with padding.
+        size: number of inner features of each expert in a shard, with padding.
     """
 
     whole: bool
@@ -32,10 +32,11 @@ class ExpertShards(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Sizes of a model as one engine stores it: padded weight shards and page geometry.
+    """Sizes of a model as one engine stores it: sizes of padded weight shards and of KV cache pages.
 
     The sizes follow from the model's config and the other fields, which are settings of `EngineConfig`. A matrix is
-    divided into `max_tp` shards. A shard that can become KV cache is padded to whole KV pages.
+    divided into `max_tp` shards (`max_tp`: largest tensor-parallel degree). A shard that can become KV cache is padded
+    to whole KV pages.
     """
 
     config: ModelConfig
@@ -54,17 +55,23 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Elements of the KV pages to which FFN shards are padded. None if FFN shards never become KV cache."""
+        """Number of elements of a KV page. FFN shards are padded to whole pages.
+
+        None if FFN shards never become KV cache and are not padded.
+        """
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Elements of the KV pages to which attention shards are padded. None if these never become KV cache."""
+        """Number of elements of a KV page. Attention shards are padded to whole pages.
+
+        None if attention shards never become KV cache and are not padded.
+        """
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
     def ffn_shard(self) -> int:
-        """Inner features of an FFN shard, rounded up so that `gate_up` and `down` shards are whole pages."""
+        """Number of inner features of an FFN shard, rounded up so that `gate_up` and `down` fill whole KV pages."""
         share = -(-self.config.ffn_size // self.max_tp)
         if self.ffn_page_elems is None:
             return share
@@ -86,9 +93,12 @@ class ModelDims:
 
     @cached_property
     def ffn_pages(self) -> int:
-        """Pages of a stored `down` shard; a `gate_up` shard has twice as many. They are equal in all layers.
+        """Number of KV pages that a stored `down` shard fills. A `gate_up` shard fills twice as many.
 
-        If a model has layers with experts and layers with a dense FFN, the smaller shards are padded.
+        The number is equal in all layers. If a model has both layers with experts and layers with a dense FFN, the
+        smaller shards are padded. 0 if FFN shards never become KV cache.
+
+        Raises `ConfigError` if the shards would need too much padding.
         """
         if self.ffn_page_elems is None:
             return 0
@@ -106,14 +116,14 @@ class ModelDims:
 
     @property
     def _features(self) -> list[int]:
-        """Features of an FFN shard in each kind of layer: dense layers first, then layers with experts."""
+        """Number of inner features of an FFN shard in each kind of layer: dense layers, then layers with experts."""
         kinds = {kind.has_experts for kind in self.config.kinds}
         dense = [self.ffn_shard] if False in kinds else []
         return [*dense, self.experts.num_experts * self.experts.size] if True in kinds else dense
 
     @property
     def ffn_intermediates(self) -> int:
-        """Largest number of elements of the intermediates of one token in an FFN."""
+        """Largest number of intermediate values that the FFN of any layer computes for one token."""
         dense = 3 * 2 * self.ffn_shard * self.max_tp
         if (experts := self.config.experts) is None:
             return dense
@@ -123,9 +133,9 @@ class ModelDims:
 
     @property
     def ffn_copy(self) -> int:
-        """Number of FFN weights of a layer that XLA copies before it computes with them.
+        """Number of FFN weights of a layer that XLA copies before it computes with them. 0 without experts.
 
-        These are one expert, or all shards of a dense FFN that is padded (`ffn_pages`).
+        XLA copies one expert, or all shards of a dense FFN that is padded (`ffn_pages`).
         """
         if self.config.experts is None:
             return 0
@@ -135,24 +145,24 @@ class ModelDims:
 
     @property
     def vocab_share(self) -> int:
-        """Vocabulary entries of a shard of the head, without padding."""
+        """Number of vocabulary entries in one shard of the output projection, without padding."""
         return -(-self.config.vocab_size // self.max_tp)
 
     @property
     def vocab_shard(self) -> int:
-        """Rows of a shard of the head, with padding to a multiple of `VOCAB_ALIGNMENT`."""
+        """Number of rows of one shard of the output projection, padded to a multiple of `VOCAB_ALIGNMENT`."""
         if self.max_tp == 1:
             return self.vocab_share
         return -(-self.vocab_share // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT
 
     @property
     def kv_shard_heads(self) -> int:
-        """KV heads of a shard, with padding and copies (see `HeadLayout`)."""
+        """Number of KV heads in one shard, including padding and copied heads (see `HeadLayout`)."""
         return self.heads.kv_heads // self.max_tp
 
     @cached_property
     def qkv_rows(self) -> int:
-        """Rows of a shard of the query, key and value projection, with padding to whole pages."""
+        """Number of rows of one shard of the query, key and value projection, padded to whole KV pages."""
         used = self.kv_shard_heads * (self.heads.group + 2) * self.config.head_dim
         if self.attention_page_elems is None:
             return used
@@ -160,7 +170,7 @@ class ModelDims:
 
     @cached_property
     def output_columns(self) -> int:
-        """Columns of a shard of the output projection, with padding to whole pages."""
+        """Number of columns of one shard of attention's output projection, padded to whole KV pages."""
         used = self.kv_shard_heads * self.heads.group * self.config.head_dim
         if self.attention_page_elems is None:
             return used

@@ -1,4 +1,8 @@
-"""Mixture of experts. Shards are stacks of whole experts if `max_tp` divides their number."""
+"""Mixture of experts.
+
+If `max_tp` (largest tensor-parallel degree) divides the number of experts, each shard is a stack of whole experts. If
+not, each shard has a part of every expert.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,10 +27,10 @@ Expert = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class MixtureOfExperts(nnx.Module):
-    """FFN in which a few experts compute each token.
+    """FFN with experts: a router selects a few experts for each token.
 
-    Every rank routes all tokens, whose hidden states are equal on all ranks, and computes the experts of its shards.
-    The sum over the ranks adds the results, as in a dense FFN. No token is dropped.
+    The hidden states of all tokens are equal on all ranks. Every rank routes all tokens, and computes only the experts
+    in its shards. The sum over the ranks adds the results, as in a dense FFN. No token is dropped.
     """
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
@@ -85,7 +89,10 @@ class MixtureOfExperts(nnx.Module):
         self.shared = FeedForward(dims, layer, tp, size) if size else None
 
     def __call__(self, x: Float[Array, "D N"], context: StepContext | None = None) -> Float[Array, "D N"]:
-        """Return the sum of the results of each token's experts. With a `context`, no expert computes padding."""
+        """Return, for each token, the weighted sum of the results of its experts.
+
+        If `context` is given, tokens that are padding are skipped.
+        """
         ids, weights = self.route(x)
         if context is not None:
             ids = jnp.where(context.page_ids < 0, self.experts.count, ids)
@@ -102,7 +109,7 @@ class MixtureOfExperts(nnx.Module):
         return rank_sum(total, self.tp).astype(x.dtype)
 
     def route(self, x: Float[Array, "D N"]) -> tuple[Int32[Array, "k N"], Float[Array, "k N"]]:
-        """Return the experts that compute each token, and the weights of their results."""
+        """Return the indices of the `k` experts that compute each token, and the weights of their results."""
         logits = lax.optimization_barrier(matmul(self.router[...], x))  # see `Attention._project`
         if self.router_bias is not None:
             logits = logits + self.router_bias[...][:, None]
@@ -115,9 +122,9 @@ class MixtureOfExperts(nnx.Module):
     def _compute(
         self, x: Float[Array, "D N"], ids: Int32[Array, "k N"], weights: Float[Array, "k N"], shard: int
     ) -> Float[Array, "D N"]:
-        """Return the weighted sum of the results of the experts of one shard, in f32.
+        """Return, for each token, the weighted sum of the results of its experts in one shard, in f32.
 
-        `ids` count the experts of the shard; the number of experts means an expert of another shard.
+        `ids` are indices of experts within the shard. The id after the last expert stands for no expert of this shard.
         """
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         stacks = [part[shard] for part in parts if part is not None]
@@ -135,7 +142,10 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _one(stack: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return a parameter of one expert from a shard: `[E, *shape]`, or pages with padding after the experts."""
+    """Return one parameter of expert number `index`, with the shape `shape`.
+
+    `stack` holds the parameter of all experts of a shard: `[E, *shape]`, or flat pages with padding after the experts.
+    """
     if stack.shape[1:] == shape:
         return lax.dynamic_index_in_dim(stack, index, keepdims=False)
     size = math.prod(shape)
@@ -158,12 +168,16 @@ def _expert(
 def used_experts(
     expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int, *, model_experts: int
 ) -> jax.Array:
-    """Compute the experts that have tokens, one block of tokens of one expert after the other.
+    """Return, for each token, the weighted sum of the results of its experts in a shard. Used on CPU.
 
-    `count` is the number of experts in the shard, `model_experts` the number of all experts that `ids` are spread over.
-    Pairs of a token and one of its experts are sorted by expert. A block has up to `block_tokens` pairs of one expert.
-    Its results replace the padding of the previous block. Milliseconds of a layer with 32 experts of 384 features,
-    hidden size 768, top 4 (f32, 2 cores), beside other ways to compute the same:
+    Only experts that have tokens are computed, each with blocks of its own tokens. `count` is the number of experts in
+    the shard. `model_experts` is the number of experts in the layer.
+
+    The pairs of a token and one of its experts are sorted by expert. A block has up to `block_tokens` pairs, all of one
+    expert. The rest of the block is padding. The results of the next block overwrite the padding.
+
+    The table shows the time of this method and of three other methods in milliseconds. The layer has 32 experts of 384
+    features, hidden size 768 and top 4 (f32, 2 cores).
 
     | tokens | blocks | loop over experts with tokens, all tokens each | masked dense | `lax.ragged_dot` |
     | ---: | ---: | ---: | ---: | ---: |
@@ -197,19 +211,20 @@ def used_experts(
 
 
 def block_tokens(pairs: int, experts: int, tokens: int) -> int:
-    """Return the number of tokens of a block: about the mean number of tokens of an expert.
+    """Return the number of tokens in a block of one expert: about the mean number of tokens per expert.
 
-    `pairs` are the pairs of a token and an expert, for all `experts` of the model.
+    `pairs` counts the pairs of a token and one of its experts. `experts` counts all experts of the layer.
     """
     mean = 1 << (max(pairs // experts, 1) - 1).bit_length()
     return min(tokens, max(_FEW_BLOCK_TOKENS, min(mean, MOST_BLOCK_TOKENS)))
 
 
 def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
-    """Compute all experts with all tokens, one expert after the other, and leave out the results of other experts.
+    """Return the same sum as `used_experts`. Used on GPUs and TPUs.
 
-    Used on GPUs, where XLA lowers `lax.ragged_dot` to products with all experts too. The loop has no data-dependent
-    length, so the host does not wait for the device.
+    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. On GPUs,
+    XLA's `lax.ragged_dot` computes all experts too. The length of the loop does not depend on data, so the host does
+    not wait for the device.
     """
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:

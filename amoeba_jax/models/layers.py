@@ -1,4 +1,4 @@
-"""Building blocks of the decoder. They run inside `shard_map`: shapes are per rank, and collectives are explicit."""
+"""Building blocks of the decoder. They run inside `shard_map`: shapes are of one rank, and collectives are explicit."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from sharding.params import ParamSpec, Source, deal_rows, expand_rows
 
 
 class QueryGroup(NamedTuple):
-    """Sequences of a step with equally many tokens: `B` sequences of `T` tokens.
+    """Sequences with equally many tokens in a step: `B` sequences of `T` tokens.
 
     Attributes:
         query_positions: `[B, T]` position of each token in its sequence; -1 for padding.
-        tables: pages of the sequences, one table for each extent (`kvcache.page_lists`).
+        tables: page ids of the sequences, one table for each KV buffer (extent) of the layer (`kvcache.page_lists`).
     """
 
     query_positions: Int32[Array, "B T"]
@@ -36,9 +36,10 @@ class StepContext(NamedTuple):
     The `N` tokens of a step are ordered by group. Hidden states are feature-major, `[D, N]`: see `matmul`.
 
     Attributes:
-        rotary: cosines and sines, `[N, h/2]` each, of `ModelConfig.rope` and, if present, `ModelConfig.local_rope`.
-        page_ids: page for the key and value of each token, `[N]`; -1 for padding. Ids count over all extents of
-            the layer (`kvcache.extents`).
+        rotary: pairs of cosines and sines, `[N, h/2]` each. The first pair is for `ModelConfig.rope`. The
+            second pair, if any, is for `ModelConfig.local_rope`.
+        page_ids: id of the KV page that gets the key and value of each token, `[N]`. -1 for padding. Ids are numbered
+            through all KV buffers (extents) of the layer (`kvcache.extents`).
         page_offsets: index of each token in its page, `[N]`.
         groups: query groups of the step.
     """
@@ -50,18 +51,21 @@ class StepContext(NamedTuple):
 
 
 def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
-    """Return a parameter without data. It has the shape and dtype of one shard of `spec`, and `spec` as metadata."""
+    """Return a parameter without data, with the shape and dtype of one shard of `spec`.
+
+    The metadata of the parameter has `spec`.
+    """
     return nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=0)
 
 
 def norm_scale(dims: ModelDims, kind: str, tensor: str, size: int, owner: Owner, layer: int | None = None) -> nnx.Param:
-    """Return the scale vector of an RMS norm, without data. Every rank uses the whole vector."""
+    """Return the scale vector of an RMS norm, as a parameter without data. Every rank uses the whole vector."""
     init = "zeros" if dims.config.norm_offset else "ones"
     return parameter(dims, ParamSpec(kind, (Source(tensor, (size,)),), (size,), init=init, owner=owner, layer=layer))
 
 
 def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
-    """Return a parameter (see `parameter`) for each shard that a rank computes with at degree `tp`."""
+    """Return one parameter (see `parameter`) for each shard that a rank uses at tensor-parallel degree `tp`."""
     abstract = spec.abstract(dims.dtype)
     return nnx.List([nnx.Param(abstract, spec=spec, shard=index) for index in range(spec.local_shards(tp))])
 
@@ -69,9 +73,9 @@ def shards(dims: ModelDims, spec: ParamSpec, tp: int) -> nnx.List:
 def matmul(kernel: Float[Array, "O I"], x: Float[Array, "I N"]) -> Float[Array, "O N"]:
     """Return `kernel @ x` in f32, with full f32 precision for f32 inputs.
 
-    Kernels are output-major and activations feature-major, because XLA on CPU first packs the right operand of a
-    product: here `x`, which is small. For 32 tokens, all products of a 125M model take 49 ms in this form and 75 ms as
-    `x @ W` (2 cores, f32).
+    XLA on CPU first packs the right operand of a product. Here the right operand is `x`, which is small. In `x @ W`, it
+    would be the large weights. For 32 tokens, all products of a 125M model take 49 ms in this form and 75 ms as `x @ W`
+    (2 cores, f32).
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(kernel, x, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
@@ -87,8 +91,8 @@ def rms_norm(
 ) -> Float[Array, "... h"]:
     """Normalize the last axis by its root mean square, and multiply by `scale`. Computes in f32, returns `x.dtype`.
 
-    If `offset` is a number, it is added to the scale, and the product is rounded to `x.dtype` (Gemma, gpt-oss). If it
-    is None, the normalized values are rounded before they are multiplied (Llama).
+    If `offset` is a number, add it to the scale, and round only the product to `x.dtype` (Gemma, gpt-oss). If `offset`
+    is None, round the normalized values before the multiplication (Llama).
     """
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -100,7 +104,7 @@ def rms_norm(
 def hidden_norm(
     x: Float[Array, "D N"], scale: Float[Array, " D"], eps: float, offset: float | None = None
 ) -> Float[Array, "D N"]:
-    """Apply `rms_norm` along the first axis: to the hidden state of each token."""
+    """Apply `rms_norm` to the hidden state of each token, along the first axis."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
     if offset is not None:
@@ -117,7 +121,7 @@ def rotate(x: Float[Array, "N H h"], cos: Float[Array, "N half"], sin: Float[Arr
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over the paged cache. Heads are split over the ranks."""
+    """Grouped-query attention over the paged KV cache. Heads are split over the ranks."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
         kind = dims.config.kinds[layer]
@@ -165,7 +169,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext
     ) -> tuple[Float[Array, "D N"], LayerKV]:
-        """Return the attention output, summed over the ranks, and the extents with the new tokens."""
+        """Return the attention output, summed over the ranks, and the layer's KV buffers with the new tokens."""
         config, geometry, tp = self.dims.config, self.dims.pages, self.tp
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -238,7 +242,7 @@ def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the activation of gpt-oss."""
+    """Return the activation of gpt-oss for gate and up features."""
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
     return gate * nnx.sigmoid(1.702 * gate) * (up + 1)
 
@@ -282,7 +286,10 @@ class FeedForward(nnx.Module):
         return rank_sum(self.partial(x), self.tp).astype(x.dtype)
 
     def partial(self, x: Float[Array, "D N"]) -> Float[Array, "D N"]:
-        """Return the sum over the shards of this rank, in f32."""
+        """Return the part of the result that this rank's shards contribute, in f32.
+
+        The sum over all ranks is the result.
+        """
         total = jnp.zeros((), jnp.float32)
         for gate_up, down in zip(self.gate_up, self.down, strict=True):
             gate, up = jnp.split(matmul(gate_up[...], x), 2)

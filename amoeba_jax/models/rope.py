@@ -14,7 +14,7 @@ class RopeConfig:
     """Rotary position embedding: base `theta`, and scaling of the frequencies.
 
     `rope_type` selects the scaling: `default` (none), `linear`, `llama3` (Llama 3.1), `yarn` or `longrope`. The other
-    fields are its parameters, named as in `config.json`.
+    fields are parameters of the scaling, named as in `config.json`.
     """
 
     theta: float
@@ -60,7 +60,10 @@ class RopeConfig:
         return base.astype(np.float32)
 
     def _pair(self, turns: float, head_dim: int) -> float:
-        """Return the index of the pair that turns `turns` times within the original context. It may be a fraction."""
+        """Return the index of the pair of features that makes `turns` full turns within the original context.
+
+        The index may be a fraction.
+        """
         wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
 
@@ -75,10 +78,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read_rope(rope: dict[str, Any], max_position: int, head_dim: int) -> RopeConfig:
-    """Return the rotary settings from `rope_parameters`, in the form of `transformers` 5.
+    """Return the rotary settings in a `rope_parameters` dictionary, as `transformers` 5 writes it.
 
-    `max_position` is `max_position_embeddings`: the original context if YaRN's settings name none. Raises
-    `CheckpointError` for a value that is not supported.
+    `max_position` is the config's `max_position_embeddings`. YaRN uses this length if `rope` names no original context.
+
+    Raises `CheckpointError` for a value that is not supported.
     """
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise CheckpointError(

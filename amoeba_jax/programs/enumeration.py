@@ -37,10 +37,12 @@ def enumerate_by_degree(
 
     With a start placement, `degrees` is ignored. There is one list, with all programs of the instance.
     """
-    found: dict[object, ProgramSpec] = {}
     if plan.placement is not None:
-        found.update((spec.key, spec) for spec in _placed(plan, executables, plan.placement))
-        return {degree: list(found.values()) for degree in plan.degrees}
+        pages = home_pages(plan.placement, plan.device_plans)
+        homes = {plan.placement.head, *(h for of in (*plan.placement.attention, *plan.placement.ffn) for h in of)}
+        specs = _instance(plan, executables, plan.placement, {home: (pages.get(home, 0),) for home in homes})
+        return {degree: list({spec.key: spec for spec in specs}.values()) for degree in plan.degrees}
+    found: dict[object, ProgramSpec] = {}
     by_degree: dict[int, list[ProgramSpec]] = {}
     for index, tp in enumerate(degrees):
         mine = list(_instances(plan, executables, tp, tp))
@@ -56,8 +58,10 @@ def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int,
 
     Usually a merge releases weights to the KV cache. If requests are paused while the merged instance serves, it keeps
     all weights. The instance then has fewer extents and needs other programs. Programs of `enumerate_programs` are left
-    out.
+    out. The list is empty without `EngineConfig.prepare_pausing`, and with a start placement.
     """
+    if not plan.config.prepare_pausing or plan.placement is not None:
+        return []
     known = {spec.key for spec in enumerate_programs(plan, executables, degrees)}
     lowest, found = min(degrees), dict[object, ProgramSpec]()
     for tp in degrees:
@@ -72,9 +76,10 @@ def placement_programs(plan: EnginePlan, executables: Executables) -> list[Progr
     """Return the programs of all placements that TP1 instances can reach by replicating and migrating layers.
 
     Their number depends on the lengths of segments and the step shapes, not on the number of placements. Some of these
-    programs are also in `enumerate_programs`.
+    programs are also in `enumerate_programs`. The list is empty without `EngineConfig.prepare_placements`, and with a
+    start placement.
     """
-    if plan.placement is not None:
+    if not plan.config.prepare_placements or plan.placement is not None:
         return []
     specs, buckets, width = executables.specs, plan.buckets(1), plan.hidden_tokens
     base = plan.memory.num_pages
@@ -126,11 +131,7 @@ def parallel_attention_programs(plan: EnginePlan, executables: Executables) -> l
     for group in [group for group in plan.sub_meshes.groups(tp) if group.start in plan.start_devices]:
         placement = Placement.parallel_attention(group.home, degree, num_layers)
         extents = dict.fromkeys((group.home, *placement.attention[0]), plan.extent_pages(tp))
-        found += _steps_at(plan, executables, placement, extents, steps_of(plan, placement))
-        found += _sampling(plan, executables, group)
-        for home in placement.attention[0]:
-            part, make = plan.sub_meshes.group(home.start, home.degree), executables.specs
-            found += [make.page_copy(part, extents[home]), make.set_state(part, plan.num_slots)]
+        found += _instance(plan, executables, placement, extents)
         for rows in plan.buckets(degree).decode_sizes:
             for up in (True, False):
                 programs = TransitionPrograms(
@@ -141,7 +142,7 @@ def parallel_attention_programs(plan: EnginePlan, executables: Executables) -> l
 
 
 class StepKind(NamedTuple):
-    """A step that an instance with a start placement may run.
+    """A step that an instance may run.
 
     Attributes:
         shape: shape of the step.
@@ -150,20 +151,18 @@ class StepKind(NamedTuple):
     """
 
     shape: BatchShape
-    logits_of: LogitsOf
-    microbatch: int | None
+    logits_of: LogitsOf = "last"
+    microbatch: int | None = None
 
 
 def steps_of(plan: EnginePlan, placement: Placement) -> list[StepKind]:
-    """Return all steps of an instance with a start placement."""
+    """Return all steps of an instance at a placement."""
     count = placement.num_microbatches
     buckets = plan.buckets(placement_width(placement) // count)
     prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
     if count == 1:
-        return [*(StepKind(s, "last", None) for s in buckets.all()), *(StepKind(s, "all", None) for s in prompts)]
-    found = [
-        StepKind(BatchShape(((rows * count, 1),), buckets.table_width), "last", None) for rows in buckets.decode_sizes
-    ]
+        return [*map(StepKind, buckets.all()), *(StepKind(shape, "all") for shape in prompts)]
+    found = [StepKind(BatchShape(((rows * count, 1),), buckets.table_width)) for rows in buckets.decode_sizes]
     for microbatch in range(count):
         found += [StepKind(buckets.step(rows), "last", microbatch) for rows in buckets.decode_sizes]
         found += [StepKind(buckets.step(0, 1, chunk), "last", microbatch) for chunk in buckets.chunk_sizes]
@@ -179,43 +178,39 @@ def relocation_specs(
     extents: Mapping[Home, tuple[int, ...]],
     kinds: Collection[SamplerKind],
 ) -> list[ProgramSpec]:
-    """Return the fewest programs with which an instance can serve at a placement.
+    """Return the fewest programs with which an instance can serve at a placement: a few steps and their samplers.
 
-    These are the programs of two steps of each microbatch, and of one step of all microbatches.
+    With one microbatch, one step decodes as many sequences as possible, and another step also computes a chunk of a
+    prompt. Otherwise there are two steps for each microbatch, and one step decodes for all microbatches.
 
     Args:
         width: factor of the number of sequences: the instance runs `max_num_seqs * width`.
         extents: pages of each extent of a layer, by home.
-        kinds: kinds of samplers that the requests need.
+        kinds: kinds of samplers that the requests need. For "greedy", the programs of the head suffice.
     """
     count = placement.num_microbatches
     buckets = plan.buckets(max(1, width // count))
     rows = next(size for size in buckets.decode_sizes if size * count >= plan.buckets(width).max_num_seqs)
-    prompt = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
-    steps = [StepKind(buckets.step(rows), "last", 0), StepKind(prompt, "last", 0)]
-    if count > 1:
-        steps = [s._replace(microbatch=number) for s in steps for number in range(count)]
-        steps.append(StepKind(BatchShape(((rows * count, 1),), buckets.table_width), "last", None))
+    chunk = buckets.chunk_sizes[len(buckets.chunk_sizes) // 2]
+    if count == 1:
+        steps = [StepKind(buckets.step(rows)), StepKind(buckets.step(buckets.mixed_rows[-1] - 1, 1, chunk))]
     else:
-        mixed = buckets.step(buckets.mixed_rows[-1] - 1, 1, prompt.groups[-1][1])
-        steps = [s._replace(microbatch=None) for s in (*steps, StepKind(mixed, "last", None))]
-    head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
+        shapes = buckets.step(rows), buckets.step(0, 1, chunk)
+        steps = [StepKind(shape, "last", number) for shape in shapes for number in range(count)]
+        steps.append(StepKind(BatchShape(((rows * count, 1),), buckets.table_width)))
     found = list(_steps_at(plan, executables, placement, extents, steps))
-    for num_rows in {shape.num_rows for shape, *_ in steps}:
-        found += _samplers_of(plan, executables, head, num_rows, kinds)
+    specs, head, slots = executables.specs, _head_group(plan, placement), plan.num_slots
+    for num_rows in {step.shape.num_rows for step in steps}:
+        if set(kinds) - {"greedy"}:
+            found.append(specs.sample(head, num_rows, slots, packed_size(num_rows)))
+        if "full" in kinds:
+            found.append(specs.sample_full(head, num_rows, slots, packed_size(num_rows, full=True)))
+            found.append(specs.set_state(head, slots))
     return found
 
 
-def _samplers_of(
-    plan: EnginePlan, executables: Executables, group: SubMesh, rows: int, kinds: Collection[SamplerKind]
-) -> Iterator[ProgramSpec]:
-    """Yield the samplers of a number of rows. For "greedy", the programs of the head suffice."""
-    specs, slots = executables.specs, plan.num_slots
-    if set(kinds) - {"greedy"}:
-        yield specs.sample(group, rows, slots, packed_size(rows))
-    if "full" in kinds:
-        yield specs.sample_full(group, rows, slots, packed_size(rows, full=True))
-        yield specs.set_state(group, slots)
+def _head_group(plan: EnginePlan, placement: Placement) -> SubMesh:
+    return plan.sub_meshes.group(placement.head.start, placement.head.degree)
 
 
 def _steps_at(
@@ -226,64 +221,27 @@ def _steps_at(
     steps: Iterable[StepKind],
 ) -> Iterator[ProgramSpec]:
     """Yield the programs of steps at a placement. `extents`: pages of each extent of a layer, by home."""
-    head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
     for shape, logits_of, microbatch in steps:
         for work in work_list(placement, microbatch, plan.cutter):
             yield from work_specs(plan, executables.specs, work, shape, placement.num_microbatches, extents)
-        yield plan.head_spec(executables.specs, head, shape, logits_of)
+        yield plan.head_spec(executables.specs, _head_group(plan, placement), shape, logits_of)
 
 
-def _placed(plan: EnginePlan, executables: Executables, placement: Placement) -> Iterator[ProgramSpec]:
-    """Yield the programs of an instance with a start placement."""
-    specs, pages = executables.specs, home_pages(placement, plan.device_plans)
-    homes = {home for homes in (*placement.attention, *placement.ffn, (placement.head,)) for home in homes}
-    extents = {home: (pages.get(home, 0),) for home in homes}
-    head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
+def _instance(
+    plan: EnginePlan, executables: Executables, placement: Placement, extents: Mapping[Home, tuple[int, ...]]
+) -> Iterator[ProgramSpec]:
+    """Yield all programs of an instance at a placement."""
     steps = steps_of(plan, placement)
     yield from _steps_at(plan, executables, placement, extents, steps)
-    yield from _samplers(plan, executables, head, {shape.num_rows for shape, *_ in steps})
-    for home in pages:
-        yield specs.page_copy(plan.sub_meshes.group(home.start, home.degree), extents[home])
+    yield from _samplers(plan, executables, _head_group(plan, placement), {step.shape.num_rows for step in steps})
+    for home in sorted({home for homes in placement.attention for home in homes}):
+        yield executables.specs.page_copy(plan.sub_meshes.group(home.start, home.degree), extents[home])
 
 
 def _instances(plan: EnginePlan, executables: Executables, tp: int, released: int) -> Iterator[ProgramSpec]:
     for group in plan.sub_meshes.groups(tp):
-        yield from _steps(plan, executables, group, released)
-        yield from _sampling(plan, executables, group)
-        yield executables.specs.page_copy(group, plan.extent_pages(released))
-
-
-def _steps(plan: EnginePlan, executables: Executables, group: SubMesh, released: int) -> Iterator[ProgramSpec]:
-    buckets, extents = plan.buckets(group.tp), plan.extent_pages(released)
-    prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
-    steps: list[tuple[BatchShape, LogitsOf]] = [*((s, "last") for s in buckets.all()), *((s, "all") for s in prompts)]
-    for shape, logits_of in steps:
-        yield from plan.step_specs(executables.specs, group, shape, extents, logits_of)
-
-
-def least_specs(
-    plan: EnginePlan, executables: Executables, group: SubMesh, released: int, kinds: Collection[SamplerKind]
-) -> Iterator[ProgramSpec]:
-    """Yield the fewest programs with which a new instance can serve requests: two steps and their samplers.
-
-    One step decodes as many sequences as possible. The other step also computes a chunk of a prompt.
-
-    Args:
-        plan: sizes of the engine.
-        executables: registry of programs.
-        group: devices of the instance.
-        released: degree for which weights are released to the KV cache (`WeightLayout.released`).
-        kinds: kinds of samplers that the requests need. For "greedy", the programs of the head suffice.
-    """
-    buckets = plan.buckets(group.tp)
-    prompts = buckets.step(buckets.mixed_rows[-1] - 1, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
-    for shape in (buckets.step(buckets.max_num_seqs), prompts):
-        yield from plan.step_specs(executables.specs, group, shape, plan.extent_pages(released))
-        yield from _samplers_of(plan, executables, group, shape.num_rows, kinds)
-
-
-def _sampling(plan: EnginePlan, executables: Executables, group: SubMesh) -> Iterator[ProgramSpec]:
-    yield from _samplers(plan, executables, group, {shape.num_rows for shape in plan.buckets(group.tp).all()})
+        placement = Placement.uniform(group.home, plan.dims.config.num_layers)
+        yield from _instance(plan, executables, placement, {group.home: plan.extent_pages(released)})
 
 
 def _samplers(

@@ -40,6 +40,8 @@ class Executables:
         specs: factory of the specs that the methods take.
         strict: whether the registry refuses new programs once it is `complete`. Evicted programs (`ProgramStore`) are
             not new: they are loaded again.
+        complete: whether a warm-up has compiled all programs that serving can need. Any later compilation delays
+            requests.
         num_late: number of programs that `get` or `request` found missing after the registry became `complete`.
         num_awaited: number of programs that `get` or `request` found missing, so that a step or a sequence had to wait.
         background: threads that compile for `request`, `compile_later` and `prepare`.
@@ -49,7 +51,7 @@ class Executables:
         self.specs = ProgramSpecs(dims)
         self.strict, self._beside = strict, beside
         self.num_late = self.num_awaited = 0
-        self._complete = False
+        self.complete = False
         self._known: set[Hashable] = set()
         self._store: ProgramStore[Executable] = ProgramStore()
         self._failed: dict[Hashable, Exception] = {}
@@ -72,15 +74,6 @@ class Executables:
     def num_made(self) -> int:
         """Number of programs added since the start, compiled or loaded from the compile cache."""
         return self._store.num_added
-
-    @property
-    def complete(self) -> bool:
-        """Whether a warm-up has compiled all programs that serving can need. Any later compilation delays requests."""
-        return self._complete
-
-    def set_complete(self) -> None:
-        """Mark the registry as `complete`."""
-        self._complete = True
 
     def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
         """Return the compiled program. If it is missing, compile it first.
@@ -191,7 +184,7 @@ class Executables:
         if the registry is `strict` and `complete`.
         """
         self._retry_at = math.inf
-        if not self._beside or (self.strict and self._complete):
+        if not self._beside or (self.strict and self.complete):
             return
         for key in [key for key in self._failed if self._num_retries[key] < _MAX_RETRIES]:
             self._num_retries[key] += 1
@@ -199,7 +192,7 @@ class Executables:
             self._num_failure_changes += 1
 
     def _absent(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        refuse = self.strict and self._complete
+        refuse = self.strict and self.complete
         return [
             spec
             for key, spec in {spec.key: spec for spec in specs}.items()
@@ -208,15 +201,18 @@ class Executables:
 
     def check(self, specs: Iterable[ProgramSpec]) -> None:
         """Raise `NotCompiledError` if any of the programs is new and the registry is `strict` and `complete`."""
-        if self.strict and self._complete:
-            for spec in specs:
-                if spec.key not in self._known:
-                    raise _not_compiled(spec)
+        if not (self.strict and self.complete):
+            return
+        for spec in specs:
+            if spec.key not in self._known:
+                raise NotCompiledError(
+                    f"program {spec} was not compiled before the engine was ready, and strict_compile allows no "
+                    "compilation afterwards"
+                )
 
     def _make(self, spec: ProgramSpec) -> Executable:
         self._raise_failure(spec)
-        if self._complete and self.strict and spec.key not in self._known:
-            raise _not_compiled(spec)
+        self.check([spec])
         self._count_awaited(spec)
         found = None
         # A compile thread has a stack of sufficient depth; this thread may not.
@@ -251,7 +247,7 @@ class Executables:
 
     def _count_awaited(self, spec: ProgramSpec) -> None:
         self.num_awaited += 1
-        if not self._complete:
+        if not self.complete:
             return
         self.num_late += 1
         evicted = spec.key in self._known
@@ -272,7 +268,7 @@ class Executables:
                 missing.append(spec)
         for spec in missing:
             self._raise_failure(spec)
-        if self._complete:
+        if self.complete:
             yield from map(self.executable, missing)
             return
         wanted = self._with_originals(missing)
@@ -289,10 +285,3 @@ class Executables:
                     yield self._store.get(spec.key, lambda spec=spec: self._make(spec))
         finally:
             self.background.forget(left)
-
-
-def _not_compiled(spec: ProgramSpec) -> NotCompiledError:
-    return NotCompiledError(
-        f"program {spec} was not compiled before the engine was ready, and strict_compile allows no compilation "
-        "afterwards"
-    )

@@ -198,8 +198,8 @@ def work_specs(
 ) -> list[ProgramSpec]:
     """Return the programs of one item of a work list, in order.
 
-    A `Compute` has a program for each segment. A `join` or `split` has one program. A `copy` has two programs for each
-    of its copies: the read and the write.
+    A `Compute` has a program for each kind of segment. A `join` or `split` has one program. A `copy` has two programs
+    for each of its copies: the read and the write.
 
     Args:
         plan: sizes of the engine.
@@ -212,7 +212,8 @@ def work_specs(
     pool, width = plan.sub_meshes, plan.hidden_tokens
     if isinstance(work, Compute):
         group, at = pool.group(work.home.start, work.home.degree), work.shape(step, num_microbatches)
-        return [plan.layers_spec(specs, group, segment, at, extent_pages[work.home]) for segment in work.segments]
+        segments = {(one.kinds, one.module, one.embeds): one for one in work.segments}.values()
+        return [plan.layers_spec(specs, group, segment, at, extent_pages[work.home]) for segment in segments]
     if work.home is not None:
         group, make = pool.group(work.home.start, work.home.degree), specs.join if work.kind == "join" else specs.split
         return [make(group, work.lower, plan.most_rows(work.lower), width)]

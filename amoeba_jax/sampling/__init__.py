@@ -1,1 +1,1 @@
-"""Sampling: settings of sequences on the host, and the sampler on the devices."""
+"""Sampling: settings of each sequence on the host, and the sampler that chooses tokens on the devices."""

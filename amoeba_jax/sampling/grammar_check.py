@@ -1,11 +1,11 @@
-"""Trial compilation of a grammar, in a process of its own: `python grammar_check.py < grammar`.
+"""Trial compilation of a grammar in a separate process: `python grammar_check.py < grammar`.
 
-Deeply nested grammars overflow the native stack of the parser, which ends the process. A few take seconds. So the
-server first lets another process compile an unknown grammar, with limits on time, memory and stack. The stack is much
-smaller than in the server.
+Deeply nested grammars overflow the native stack of the parser, which kills the process. Some grammars take seconds. The
+server therefore first lets another process compile an unknown grammar, with limits on time, memory and stack. The stack
+of that process is much smaller than the server's.
 
-The grammar comes from standard input, in the form of llguidance. The answer is JSON on standard output: `[message]`, ""
-if there is no error.
+The grammar comes from standard input, in the form of llguidance. The answer on standard output is JSON: a list with the
+error message, or with "" if there is no error.
 """
 
 import json
@@ -20,7 +20,10 @@ STACK_LIMIT = 1 << 20
 
 
 def limits() -> llguidance.LLParserLimits:
-    """Return the limits of compilations and masks. The time of a mask is a few ms at most, except in rare cases."""
+    """Return limits for the compilation of a grammar and for its masks.
+
+    With these limits, a mask rarely takes more than a few ms.
+    """
     return llguidance.LLParserLimits(
         initial_lexer_fuel=500_000,
         step_lexer_fuel=50_000,

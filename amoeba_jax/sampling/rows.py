@@ -1,4 +1,4 @@
-"""Host side of sampling: settings of a sequence, and conversion of inputs and results of the sampler on the device."""
+"""Host side of sampling: settings of each sequence, inputs for the sampler on the device, and its results."""
 
 import hashlib
 import struct
@@ -73,21 +73,21 @@ Rows without a constraint ignore their masks.
 
 @dataclass(frozen=True, eq=False)
 class SamplingRow:
-    """Sampling settings of one sequence. `sampling_row` makes them once.
+    """Sampling settings of one sequence, in the form that the sampler needs. Made by `sampling_row`.
 
     Attributes:
         params: settings of the request.
         vocab_size: number of tokens with logits.
         kind: cheapest sufficient sampler: "greedy" (argmax), "sample" (program `sample`) or "full" (program
             `sample_full`).
-        uses_state: whether the sequence needs its rows of `flags` and `bias` on the device (see `state_rows`).
+        uses_state: whether the sequence uses the arrays `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
         held_back: stop tokens and end-of-sequence tokens, which are banned for the first `min_tokens` tokens.
-        banned: bad words of one token.
+        banned: token ids of the bad words of one token.
         bad_words: bad words of several tokens, at most `MAX_BAD_WORD_PAIRS`.
         two_tokens: bad words of two tokens, as pairs.
         endings: bad words of more than two tokens.
-        settings: i32 values of the fields in `FIELDS` from `options` on. Floats are stored as their bits.
+        settings: i32 values of the fields in `FIELDS`, starting with `options`. A float is stored as its bits.
     """
 
     params: SamplingParams
@@ -114,10 +114,10 @@ class StepRow(NamedTuple):
 
     Attributes:
         row: settings of the sequence.
-        slot: index of the sequence in the arrays of sampling state, or `NO_SLOT`.
-        position: index, in the sequence, of the token to choose. The random key depends on this index.
+        slot: index of the sequence in the sampler's arrays on the device, or `NO_SLOT`.
+        position: index of the token to choose, from the start of the sequence. The random key depends on this index.
         generated: number of tokens generated so far, including tokens that the host has not read yet.
-        pairs: result of `bad_word_pairs`.
+        pairs: bad words that the token may complete, from `bad_word_pairs`.
     """
 
     row: SamplingRow
@@ -130,7 +130,8 @@ class StepRow(NamedTuple):
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of tokens, and of the most probable tokens at the same positions.
 
-    If the vocabulary has fewer than `MAX_LOGPROBS` tokens, `top_ids` ends with -1 and `top_logprobs` with -inf.
+    `top_ids` and `top_logprobs` always have `MAX_LOGPROBS` entries. If the vocabulary is smaller, the last entries are
+    -1 and -inf.
     """
 
     logprob: Float[np.ndarray, " positions"]
@@ -144,10 +145,10 @@ class TokenLogprobs(NamedTuple):
 
 
 class SamplingResult(NamedTuple):
-    """Tokens and log-probabilities of a step.
+    """Chosen tokens of a step, and their log-probabilities.
 
-    `logprobs` is None after `sample`. After `sample_full`, it is 0 in rows of sequences that did not request
-    log-probabilities.
+    `logprobs` is None if the program `sample` ran. After `sample_full`, the values are 0 in rows of sequences that
+    requested no log-probabilities.
     """
 
     tokens: Int32[np.ndarray, " R"]
@@ -168,8 +169,8 @@ def sampling_row(
     Args:
         params: settings of the request.
         seed: seed of the sequence, in [0, 2**32).
-        vocab_size: number of tokens with logits. Bad words and end tokens with larger ids are ignored, because they are
-            never generated.
+        vocab_size: number of tokens with logits. Larger token ids in bad words and end tokens are ignored, because the
+            model cannot generate them.
         eos_token_ids: end-of-sequence tokens.
         bad_words: token ids of bad words, from `bad_word_ids`.
 
@@ -223,7 +224,7 @@ def sampling_row(
 
 
 def _check_masks(params: SamplingParams, vocab_size: int, banned: tuple[int, ...], held_back: tuple[int, ...]) -> None:
-    """Raise `RequestError` if no token is allowed. Bad words of several tokens are not considered."""
+    """Raise `RequestError` if the settings together allow no token. Bad words of several tokens are not considered."""
     if params.allowed_token_ids is None and len(banned) + len(held_back) < vocab_size:
         return
     allowed = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
@@ -247,16 +248,16 @@ def _as_pairs(pairs: Sequence[tuple[int, ...]]) -> Pairs:
 
 
 def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
-    """Return a seed in [0, 2**32) for one sample of a request that has no seed. `index` is the index of the sample.
+    """Return a seed in [0, 2**32) for one sample of a request without a seed. `index` is the index of the sample.
 
-    The seed is a hash, so two samples of different requests have the same seed only with probability 2**-32.
+    The seed is a hash of the arguments. Two samples have the same seed only with probability 2**-32.
     """
     numbers = struct.pack("<3Q", engine_seed % 2**64, request_number, index)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest(), "little")
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
-    """Return the token ids of each word in two forms: without and with a leading space. Equal forms appear once.
+    """Return the token ids of each word in two forms, without and with a leading space. If both are equal, return one.
 
     vLLM bans the form with a space only if the two forms have equally many tokens. This function always returns both.
 
@@ -284,10 +285,11 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
 def state_rows(
     row: SamplingRow, prompt: Sequence[int], output: Sequence[int]
 ) -> tuple[Int32[np.ndarray, " V"], Float[np.ndarray, " V"]]:
-    """Return the rows `(flags, bias)` for the slot of a sequence that has generated `output`. `set_state` writes them.
+    """Return `(flags, bias)`, the sampler's state of a sequence that has generated `output`. `set_state` stores both.
 
-    Bit 0 of an entry of `flags` is set if the token is in the prompt, and bit 1 if it is a stop token. The bits from
-    bit 2 on count how often the token was generated. `bias` is added to the logits, and is -inf for banned tokens.
+    For each token of the vocabulary, bit 0 of `flags` says whether the token is in the prompt, and bit 1 whether it is
+    a stop token. The bits from 2 on count how often the token was generated. `bias` is added to the logits, and is -inf
+    for banned tokens.
     """
     flags = np.zeros(row.vocab_size, np.int32)
     np.add.at(flags, np.asarray(output, np.int64), ONE_OUTPUT)
@@ -308,17 +310,16 @@ def state_rows(
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
     """Return the bad words that the next token may complete. Each word is returned as the pair of its last two tokens.
 
-    A bad word of two tokens is always a candidate. A longer word is a candidate if the sequence, without its last
-    token, ends with all tokens of the word but the last two.
+    A word of two tokens is always a candidate. A longer word is a candidate if its first tokens are in the right place.
+    For example, the word `a b c d` is returned as `(c, d)` if the sequence ends with `a b` and one more token.
 
-    If the host knows the last token of the sequence, only candidates that match it are returned, and their first token
-    is replaced by `ANY_TOKEN`. If not, all candidates are returned, and the device compares their first tokens with the
-    last token of the sequence.
+    If the host knows the last token of the sequence, only candidates that match this token are returned, and the first
+    token of each pair is `ANY_TOKEN`. If not, the device compares the first token of each pair with the last token.
 
     Args:
         row: settings of the sequence.
         output_known: generated tokens that the host has read.
-        in_flight: whether the last token of the sequence was sampled, but the host has not read it.
+        in_flight: whether the device has sampled one more token that the host has not read.
     """
     end = len(output_known) if in_flight else len(output_known) - 1
     if not row.bad_words or end < 0:
@@ -346,11 +347,11 @@ def packed_size(num_rows: int, *, full: bool = False) -> int:
 
 
 def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32[np.ndarray, " size"]:
-    """Pack the settings of a step into one i32 array. It has each field for all rows, and then the pairs.
+    """Pack the sampler's inputs for a step into one i32 array.
 
-    Floats are stored as their bits. The rows after `rows` are padding, whose tokens are not recorded. Pairs are
-    included only if `full` is true, for `sample_full`. The shape of the pairs is `[2, num_rows, MAX_BAD_WORD_PAIRS]`.
-    Each row uses its first `num_pairs` pairs.
+    The array has the fields (`FIELDS`) one after another, each field for all rows. Floats are stored as their bits. If
+    `full` is true, banned pairs of tokens for `sample_full` follow, `[2, num_rows, MAX_BAD_WORD_PAIRS]`. Each row uses
+    its first `num_pairs` pairs. Rows after the given rows are padding. Their tokens are not recorded.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)
@@ -371,24 +372,24 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
 
 
 def mask_words(vocab_size: int) -> int:
-    """Return the number of words in the mask of a row."""
+    """Return the number of 32-bit words in the packed token mask of a row."""
     return -(-vocab_size // 32)
 
 
 def unpack_result(result: Int32[np.ndarray, "R columns"]) -> SamplingResult:
-    """Unpack the result of a sampler on the host."""
+    """Unpack the array that `sample` or `sample_full` returned, on the host."""
     return SamplingResult(result[:, 0], unpack_logprobs(result[:, 1:]) if result.shape[1] > 1 else None)
 
 
 def unpack_logprobs(packed: Int32[np.ndarray, "positions columns"]) -> TokenLogprobs:
-    """Unpack the result of `token_logprobs` on the host."""
+    """Unpack the array that `token_logprobs` returned, on the host."""
     floats = packed.view(np.float32)
     top = slice(2, 2 + MAX_LOGPROBS)
     return TokenLogprobs(floats[:, 0], packed[:, 1], packed[:, top], floats[:, top.stop :])
 
 
 def logprob_entry(logprobs: TokenLogprobs, index: int, token: int, k: int) -> dict[int, Logprob]:
-    """Return the log-probabilities at one position, by token id: of `token` and of the `k` most probable tokens.
+    """Return the log-probabilities of `token` and of the `k` most probable tokens at one position, by token id.
 
     Args:
         logprobs: log-probabilities of all positions.

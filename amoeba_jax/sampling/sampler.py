@@ -1,9 +1,9 @@
 """Sampler: choose the next tokens on the device, in the order of vLLM's sampler.
 
-First masks (allowed tokens, grammars, bad words, stop tokens before `min_tokens`), biases and penalties change the
-logits. With temperature 0, the most probable token is then taken. At any other temperature, the temperature, min-p,
-top-k and top-p are applied in this order, and a token is drawn. A filter also keeps all tokens that are exactly as
-probable as the last token that the filter must keep.
+First, masks (allowed tokens, grammars, bad words, stop tokens before `min_tokens`), biases and penalties change the
+logits. With temperature 0, the most probable token is then chosen. At any other temperature, the temperature, min-p,
+top-k and top-p are applied in this order, and a token is drawn. If several tokens are exactly as probable as the last
+token that a filter keeps, the filter keeps all of them.
 
 The token of a row depends only on the row's logits, settings and state, never on other rows. The noise of a row comes
 from the key `fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
@@ -11,9 +11,9 @@ from the key `fold_in(key(seed), position)`. So a request's tokens are the same 
 Logits are `[V, R]`, as a step returns them, and are never transposed as a whole. Times in comments are for XLA on CPU
 with 49,152 tokens and 32 rows, on two cores.
 
-If the largest logit of a row is not finite, the device chooses an arbitrary token, and the host gets `NO_TOKEN`. If the
-hidden state of a row has a NaN, all logits of the row are NaN. Damaged weights of the head can make a single logit NaN.
-On CPU, XLA's maximum may ignore this NaN. The token of this logit is then never chosen, and no error is reported.
+If the largest logit of a row is not finite, the host gets `NO_TOKEN`. A NaN in the hidden state makes all logits of the
+row NaN. Damaged weights of the output projection can make a single logit NaN. On CPU, XLA's maximum may ignore a single
+NaN. The token of this logit is then never chosen, and no error is reported.
 """
 
 import math
@@ -56,14 +56,17 @@ def set_state(
     flags_row: Int32[Array, " V"],
     bias_row: Float[Array, " V"],
 ) -> tuple[Int32[Array, "slots V"], Float[Array, "slots V"]]:
-    """Replace the rows of one slot in `flags` and `bias`. Return both arrays. Donates `flags` and `bias`."""
+    """Replace the rows of one slot (the place of a sequence) in `flags` and `bias`, and return both arrays.
+
+    Donates `flags` and `bias`.
+    """
     return flags.at[slot].set(flags_row), bias.at[slot].set(bias_row)
 
 
 def sample(
     logits: Float[Array, "V R"], last_tokens: Int32[Array, " slots"], packed: Int32[Array, " size"]
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
-    """Choose the tokens of rows of the kinds "greedy" and "sample" (`SamplingRow.kind`).
+    """Choose the next tokens of sequences without masks, bad words, penalties, grammars or log-probabilities.
 
     Returns `(last_tokens, result)`: the updated last token of each slot, and the chosen tokens for `unpack_result`.
     """
@@ -80,12 +83,11 @@ def sample_full(
     packed: Int32[Array, " size"],
     masks: Int32[Array, "R words"],
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
-    """Choose the tokens of rows of any kind, with log-probabilities. Return updated `(last_tokens, flags, result)`.
+    """Choose the next tokens of any sequences, with log-probabilities. Return updated `(last_tokens, flags, result)`.
 
     Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
     `logits` before any masks. A constrained row takes only tokens whose bits in `masks` are set (see `rows.Masks`). If
-    masks, biases and bad words together leave no token, the host gets `NO_ALLOWED_TOKEN` for a constrained row; the
-    logits of other rows are not changed.
+    masks, biases and bad words leave no token for a constrained row, the host gets `NO_ALLOWED_TOKEN`.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -155,9 +157,9 @@ def token_logprobs(
 
 
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
-    """Split `packed` into the fields `[R]` by name, and the banned pairs of tokens (see `Pairs`).
+    """Split `packed`. Return `(fields, pairs)`: a dictionary of fields, each `[R]`, and the banned pairs of tokens.
 
-    The inputs of `sample` have 0 pairs.
+    The inputs of `sample` have 0 pairs. See `rows.Pairs`.
     """
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
@@ -188,7 +190,7 @@ def _with_state(
 
 
 def for_host(tokens: Int32[Array, " R"], max_logit: Float[Array, " R"]) -> Int32[Array, " R"]:
-    """Return the tokens for the host: the chosen tokens, or `NO_TOKEN` in rows whose `max_logit` is not finite."""
+    """Return the tokens for the host: the chosen tokens, with `NO_TOKEN` in rows whose `max_logit` is not finite."""
     return jnp.where(jnp.isfinite(max_logit), tokens, NO_TOKEN)
 
 
@@ -210,11 +212,11 @@ def _choose(logits: Float[Array, "V R"], fields: dict[str, jax.Array]) -> tuple[
 def _draw(
     logits: Float[Array, "V R"], max_logit: Float[Array, " R"], fields: dict[str, jax.Array]
 ) -> Int32[Array, " R"]:
-    """Draw a token for each row by the Gumbel-max trick. `max_logit` is the row's largest logit.
+    """Draw a token for each row by the Gumbel-max trick. `max_logit` is the largest logit of each row.
 
-    The score of a token is its scaled logit plus noise. Top-p needs no sort: the token with the best score is drawn if
-    it is inside the top p. If it is not, the token with the best score among the more probable tokens is tried next.
-    The first try succeeds with probability p or more.
+    The score of a token is its scaled logit plus noise. Top-p needs no sort. The token with the best score is drawn if
+    it is inside the top p. If not, only tokens that are more probable than the refused token are left, and the token
+    with the best score among them is tried next. The first try succeeds with probability p or more.
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -251,8 +253,8 @@ def _scaled(
 ) -> Float[Array, "V R"]:
     """Return `(logits - max_logit) / temperature`.
 
-    All values are at most 0, so a tiny temperature cannot turn several values into +infinity. Each branch of `_draw`
-    computes the values again, which takes less time than storing them.
+    The subtraction keeps all values at most 0, so a tiny temperature cannot make several of them +infinity. Each branch
+    of `_draw` computes the values again, which takes less time than storing them.
     """
     return (logits - max_logit) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)
 
@@ -262,7 +264,7 @@ def _top_k_floor(
 ) -> Float[Array, " R"]:
     """Return the `top_k`-th largest scaled logit of each row. Return -inf for rows with `top_k` below 1.
 
-    The largest `top_k` of all rows selects the algorithm. All algorithms return the same bits.
+    The algorithm depends on the largest `top_k` of all rows. All algorithms return the same bits.
     """
     vocab_size, rows = logits.shape
     few = min(_SMALL_TOP_K, vocab_size)
@@ -311,15 +313,18 @@ def _take(x: Float[Array, "V R"], tokens: Int32[Array, " R"]) -> Float[Array, " 
 
 
 def _block_maxima(x: Float[Array, "V R"], most: int) -> tuple[int, Float[Array, "blocks R"]]:
-    """Divide the vocabulary into equal blocks of at most `most` tokens. Return their size and their maxima."""
+    """Divide the vocabulary into equal blocks of at most `most` tokens.
+
+    Return the number of tokens in a block, and the largest value of each block.
+    """
     size = math.gcd(x.shape[0], most)
     return size, x.reshape(-1, size, x.shape[1]).max(axis=1)
 
 
 def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R"]]:
-    """Return the first token with the largest value of each row, and the value.
+    """Return the token with the largest value in each row, and that value. Of equal values, the first token counts.
 
-    In a row with NaN, the token is arbitrary. The search finds first the block of tokens with the largest value, and
+    In a row with NaN, the token is arbitrary. The search first finds the block of tokens with the largest value, and
     then the token in this block. On CPU this takes 0.7 ms. `jnp.argmax` takes 4 ms, because XLA on CPU does not
     vectorize it.
     """
@@ -336,7 +341,8 @@ def argmax(x: Float[Array, "V R"]) -> tuple[Int32[Array, " R"], Float[Array, " R
 def _largest(x: Float[Array, "V R"], k: int) -> tuple[Float[Array, "R k"], Int32[Array, "R k"]]:
     """Return the k largest values of each row and their tokens, in the order of `lax.top_k(x.T, k)`.
 
-    Only the k blocks with the largest maxima are searched, because they contain all results.
+    The vocabulary is divided into blocks. Only the k blocks with the largest maxima are searched, because the k largest
+    values are in them.
     """
     size, maxima = _block_maxima(x, _LARGEST_BLOCK)
     if len(maxima) <= k:
@@ -349,7 +355,10 @@ def _largest(x: Float[Array, "V R"], k: int) -> tuple[Float[Array, "R k"], Int32
 
 
 def _kth_largest(x: Float[Array, "V R"], k: Int32[Array, " R"]) -> Float[Array, " R"]:
-    """Return the k-th largest value of each row by bisection on its bits. All values of `x` must be at most 0."""
+    """Return the k-th largest value of each row. All values of `x` must be at most 0.
+
+    The bits of the result are found one after another, by bisection.
+    """
 
     def value(bits: jax.Array) -> jax.Array:
         return -lax.bitcast_convert_type(jnp.minimum(bits, _FLOAT_INF), jnp.float32)

@@ -1,4 +1,4 @@
-"""Grammars of constrained requests: compilation with limits, and the state of each sequence."""
+"""Grammars of constrained requests: their compilation, with limits, and the state of each sequence."""
 
 import json
 import os
@@ -42,7 +42,7 @@ class Matcher:
     """State of a constrained sequence: the tokens that its grammar allows next.
 
     Attributes:
-        mask: allowed tokens as packed bits (see `rows.Masks`). Nothing writes to it.
+        mask: allowed next tokens as packed bits (see `rows.Masks`). Read-only.
         is_complete: whether the text matches the grammar, and no further text is allowed.
     """
 
@@ -54,14 +54,14 @@ class Matcher:
         self.is_complete = False
 
     def copy(self) -> "Matcher":
-        """Return a matcher in the same state that advances on its own."""
+        """Return a new matcher in the same state. Both matchers advance independently."""
         copy = object.__new__(Matcher)
         copy.__dict__.update(self.__dict__)
         copy._matcher = self._matcher.deep_copy()
         return copy
 
     def advance(self, token: int) -> None:
-        """Take the next token of the text, and compute the mask of the token after it.
+        """Add the next token to the text, and compute which tokens may follow.
 
         Raises `RequestError` if the grammar does not allow the token, or needs too much time or memory.
         """
@@ -93,13 +93,12 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. Methods may be called from any thread.
+    """Compiler of grammars for one model. Methods may be called from any thread.
 
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: number of tokens with logits. Tokens that the tokenizer does not know are never allowed.
         eos_token_ids: end-of-sequence tokens, allowed if the text so far matches the grammar.
-
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -111,7 +110,7 @@ class GrammarCompiler:
         self._tokens_lock = threading.Lock()
 
     def compile(self, structured: StructuredOutput) -> Matcher:
-        """Return a matcher at the start of its text. A grammar is compiled once, as long as it is kept.
+        """Return a matcher for a new text. Compiled grammars are cached.
 
         Raises `RequestError`, with the reason, if the grammar is invalid, not supported, or over a limit.
         """
@@ -128,14 +127,14 @@ class GrammarCompiler:
             return matcher.copy()
 
     def compile_soon(self, structured: StructuredOutput, client: str = "") -> "Future[Any] | None":
-        """Compile a grammar in a thread, so that `compile` finds it soon.
+        """Compile a grammar in another thread, so that `compile` finds it soon.
 
-        Return a future that ends with the compilation. None: the grammar is compiled already. All callers with the same
-        grammar share the future.
+        Return a future that is done when the compilation ends, or None if the grammar is already compiled. All callers
+        with the same grammar share the future.
 
-        `client`: name of the client. "": no limit for the number of its new grammars.
+        `client` is the name of the client. "": the number of new grammars is not limited.
 
-        Raises `QueueFullError` if `MAX_PENDING_GRAMMARS` grammars of the client are not compiled yet.
+        Raises `QueueFullError` if `MAX_PENDING_GRAMMARS` grammars of the client are still being compiled.
         """
         with self._lock:
             if structured in self._matchers:
@@ -169,8 +168,10 @@ class GrammarCompiler:
         return Matcher(matcher, self._vocab_size)
 
     def load_vocabulary(self) -> LLTokenizer:
-        """Return the vocabulary as llguidance needs it. The first use takes 0.2 to 0.8 s for 49,152 tokens, in which no
-        other thread can run Python."""
+        """Return the vocabulary in the form that llguidance needs.
+
+        The first call takes 0.2 to 0.8 s for 49,152 tokens. In this time, no other thread can run Python.
+        """
         with self._tokens_lock:
             if self._tokens is None:
                 size = max(self._vocab_size, self._tokenizer.vocab_size)
@@ -186,7 +187,10 @@ class GrammarCompiler:
 
 
 def _with_end(rules: str, token: int) -> str:
-    """Return the rules of a tokenizer with an end-of-sequence token, which llguidance needs and the model lacks."""
+    """Return the tokenizer's rules (JSON) with an added end-of-sequence token, whose id is `token`.
+
+    The model has no end-of-sequence token, but llguidance needs one.
+    """
     values = json.loads(rules)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     values["added_tokens"].append({"id": token, "content": "<|end of the text|>", "special": True, **flags})
@@ -194,9 +198,9 @@ def _with_end(rules: str, token: int) -> str:
 
 
 def _grammar(structured: StructuredOutput) -> str:
-    """Return a grammar in the form of llguidance. Most errors show when it is compiled.
+    """Return a constraint as a grammar in the form of llguidance. Most errors appear only when the grammar is compiled.
 
-    Raises `ValueError` if a schema is `false`, or nested over 127 levels.
+    Raises `ValueError` if a schema is `false`, or is nested more than 127 levels deep.
     """
     if structured.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults={"whitespace_pattern": _WHITE_SPACE})
@@ -230,6 +234,6 @@ def _trial(grammar: str) -> str:
 
 
 def _on_one_line(message: str) -> str:
-    """Return an error message of llguidance on one line. Long messages repeat the grammar around the reason."""
+    """Return an error message of llguidance on one line. A long message is reduced to its reason."""
     text = " ".join(message.replace("<non-verbose/>", "").split())
     return text if len(text) <= 300 else f"{text[:100]} ... {text[max(text.rfind('error:'), 100) :][:200]}"

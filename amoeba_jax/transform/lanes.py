@@ -5,13 +5,14 @@ use it, or to the instance with the most free pages. If no pages are free, the l
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int, Int32
 
+from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from kvcache.assignment import assign_down
@@ -19,6 +20,9 @@ from kvcache.pages import PagePool, SequencePages
 from kvcache.prefix_cache import CachedPage, PrefixCache
 from kvcache.relayout import staying_pieces
 from sharding.placement import Home
+
+Requeue = Callable[[Instance, Sequence], None]
+"""Function that takes a sequence off its instance and queues it. The sequence is computed again from its tokens."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,9 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 
 
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
-    """Return the root of each cached page, and the distance from the root in pages.
+    """Return, by the key of each cached page, its root and the number of pages between the two.
 
-    The root of a page is the first cached page of its prefix. It is given by its key.
+    The root of a page is the first cached page of its prefix. The function returns the key of the root.
     """
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
@@ -188,45 +192,51 @@ def lane_at(
     return Lane(pool, cache, ranks, max_running), pages
 
 
-def move_into(target: Lane, lanes: list[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
-    """Move the cached pages of lanes at one home to the lane `target`, which has only this home.
-
-    Return the sequences of the lanes with their pages at that home. References are moved, not copied.
-    """
-    adopt_prefixes(target, lanes, home)
-    return pages_at(target.pages, lanes, home)
-
-
-def pages_at(pool: PagePool, lanes: Iterable[Lane], home: Home) -> list[tuple[Sequence, SequencePages]]:
-    """Return the sequences of lanes with their pages at one home. `pool` is the page pool of the home.
-
-    Changes nothing.
-    """
-    return [
-        (sequence, SequencePages(pool, sequence.pages.table[lane.ranks[home]]))
-        for lane in lanes
-        for sequence in lane.running
-        if sequence.pages is not None
-    ]
-
-
 def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
-    """Move the cached pages of lanes at one home, and the references to them, to the lane `target` of this home."""
+    """Move the pages that lanes cache at `home`, with their references, to the lane `target` of this home."""
     for lane in lanes:
         rows = lane.ranks[home]
         target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())
 
 
+def move_sequences(
+    old: list[Instance], views: list[tuple[Instance, Lane, Sequence, SequencePages]], requeue: Requeue
+) -> None:
+    """Move the sequences of old instances to new instances, lanes and pages. `views` lists the new owners.
+
+    If that fails, the old instances keep their sequences. A sequence whose sampling state on the device was overwritten
+    is then computed again.
+    """
+    before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
+    try:
+        for instance, lane, sequence, pages in views:
+            sequence.pages = pages
+            instance.add(sequence, lane)
+    except BaseException:
+        for instance, lane, sequence, _ in views:
+            if sequence in lane.running:
+                instance.leave(sequence, lane)
+        for sequence, pages, slot in before:
+            sequence.pages, sequence.slot = pages, slot
+        for instance in old:
+            for sequence in [s for s in instance.running if s.sampling.uses_state]:
+                requeue(instance, sequence)
+        raise
+    for instance in old:
+        for lane in instance.lanes:
+            lane.running = []
+
+
 def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool]) -> None:
-    """Move the sequences and cached pages of lanes to the lane `target`. Free their pages at homes that `target` lacks.
+    """Move the sequences and cached pages of lanes to the lane `target`. Free their pages at other homes.
 
     Args:
-        pools: page pool of every home of `lanes`.
+        pools: page pools of the homes at which pages are freed if `target` lacks the home.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])
         tables = [s.pages.table.copy() for s in lane.running if s.pages is not None]
-        for home in lane.ranks.keys() - target.ranks.keys():
+        for home in (lane.ranks.keys() - target.ranks.keys()) & pools.keys():
             for table in (*tables, lane.cache.table()):
                 pools[home].free(table[lane.ranks[home]])
         for sequence, table in zip(lane.running, tables, strict=True):

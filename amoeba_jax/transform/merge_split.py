@@ -1,42 +1,75 @@
-"""Begin of a merge or split: compile programs, reserve memory, and allocate each page in the new layout."""
+"""Begin of a merge or split: compile programs, reserve memory, and allocate each page in the new layout.
 
-import time
-from collections.abc import Callable
+A group of the higher degree changes to data-parallel attention (`divide`) and back (`join`) in the same way, but FFN
+weights stay where they are. Only pages move.
+
+    4 x TP1  <- merge, split ->  TP4  <- divide, join ->  attention at 4 x TP1, FFNs at TP4
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from amoeba_jax.errors import MemoryBudgetError, RequestError
+from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.transform.lanes import LanePages, deal, lane_at, settle_references
-from amoeba_jax.transform.movers import InPlaceMover
-from amoeba_jax.transform.needs import GroupChange, reserve_staging, sampler_kinds, transition_programs
-from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.lanes import LanePages, Requeue, deal, lane_at, move_sequences, settle_references
 from amoeba_jax.transform.pausing import KeptPages, drop_prefixes
-from amoeba_jax.transform.transition import Prepared, Transition
+from amoeba_jax.transform.relayout import Relayout
+from amoeba_jax.transform.relayout_plan import RelayoutPlan, prepare, reserve_staging
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from kvcache.relayout import place_down, place_up
 from sharding.placement import Placement
 
-Requeue = Callable[[Instance, Sequence], None]
-"""Function that takes a sequence off its instance and queues it. The sequence is computed again from its tokens."""
 
-
-def merge(cluster: Cluster, options: TransformOptions, old: list[Instance], requeue: Requeue) -> Transition:
+def merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
     """Replace instances by one instance over their devices, and return the transition that will switch its layers.
 
     The old instances must have no steps in flight. Raises `RequestError`, `OutOfPagesError` or the error of a program,
     and changes nothing, if the merge is impossible.
     """
-    geometry, change = cluster.dims.pages, GroupChange.of(cluster, options, old)
-    group, (before, after) = change.group, change.released
+    with _staging(cluster, plan):
+        return _merge(cluster, plan, requeue)
+
+
+def join(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
+    """Prepare the end of data-parallel attention, and return the transition that will switch the layers.
+
+    The instance must have no steps in flight. Raises `RequestError`, `OutOfPagesError` or the error of a program, and
+    changes nothing, if the change is impossible.
+    """
+    with _staging(cluster, plan):
+        return _join(cluster, plan)
+
+
+def split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
+    """Prepare the split of an instance, or of its attention, and return the transition that will switch its layers.
+
+    The instance must have no steps in flight. It serves until all of its layers have switched. Raises `RequestError`,
+    `OutOfPagesError` or the error of a program, and changes nothing, if the split is impossible.
+    """
+    with _staging(cluster, plan):
+        return _split(cluster, plan)
+
+
+@contextmanager
+def _staging(cluster: Cluster, plan: RelayoutPlan) -> Iterator[None]:
+    """Return memory that was reserved for temporaries if an error leaves the block."""
+    try:
+        yield
+    except BaseException:
+        reserve_staging(cluster, plan.group.device_indices, 0)
+        raise
+
+
+def _merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
+    geometry, group, old, (before, after) = cluster.dims.pages, plan.group, plan.old, plan.released
     parts = [LanePages.of(i.running, i.lane.cache.pages(), i.tp) for i in old]
-    most = max(len(instance.running) for instance in old)
-    prepared = prepare(cluster, options, change, most, old, parts)
-    programs = prepared.programs
-    if programs.changes_weights:
+    prepared = prepare(cluster, plan, parts)
+    if before != after:
         cluster.weights.prepare_release(group, before, after)
     allocators = [cluster.factory.new_allocator(after) for _ in group.devices]
     tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
@@ -45,67 +78,77 @@ def merge(cluster: Cluster, options: TransformOptions, old: list[Instance], requ
             cluster.release_more(instance, before)
     members = [instance.site for instance in old]
     tokens = [buffer for instance in old for buffer in cluster.factory.last_tokens_of(instance)]
-    new = cluster.factory.new_instance(group, allocators, [[] for _ in members[0].kv], after, tokens)
+    num_layers = cluster.dims.config.num_layers
+    new = cluster.factory.new_instance(group, allocators, [[] for _ in range(num_layers)], after, tokens)
     pool, homes = new.lane.pages, tuple(site.group.home for site in members)
     # Without pages, all layers switch at once, and no sequence may start before that.
-    limit = cluster.buckets(change.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
+    limit = cluster.plan.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
     lanes: list[Lane] = []
     views: list[tuple[Instance, Lane, Sequence, SequencePages]] = []
     for home, instance, part, table in zip(homes, old, parts, tables, strict=True):
         places = {home: (instance.lane.pages, part.table), group.home: (pool, table)}
         lane, pages = lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit)
         lanes.append(lane)
-        views += [(new, lane, sequence, own) for sequence, own in pages]
-    new.lanes, new.lane_buckets = lanes, cluster.buckets(change.lower)
+        views += [(new, lane, *own) for own in pages]
+    new.lanes = lanes
     new.runner.sites.update(zip(homes, members, strict=True))
-    new.runner.place(Placement(group.home, (homes,) * programs.num_layers, (homes,) * programs.num_layers))
+    new.runner.place(Placement(group.home, (homes,) * num_layers, (homes,) * num_layers))
     cached = sum(len(part.cached) for part in parts)
-    paces = [step_s for instance in old if (step_s := instance.pace.step_s) is not None]
-    transition = Transition(
-        new, new.site, members, prepared, cluster.weights, options, allocators, old,
-        step_s=max(paces, default=None), cached=(cached, cached),
-    )  # fmt: skip
-    hand_over(old, views, requeue)
+    transition = Relayout(cluster, plan, new, members, prepared, allocators, cached=(cached, cached))
+    move_sequences(old, views, requeue)
     cluster.replace(old, [new])
     return transition
 
 
-def split(cluster: Cluster, options: TransformOptions, instance: Instance) -> Transition:
-    """Prepare the split of an instance, and return the transition that will switch its layers.
+def _join(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
+    geometry, group, (instance,) = cluster.dims.pages, plan.group, plan.old
+    old, sites = instance.lanes, instance.runner.sites
+    parts = [LanePages.of(lane.running, lane.cache.pages(), plan.lower) for lane in old]
+    prepared = prepare(cluster, plan, parts)
+    allocators = [cluster.factory.new_allocator(instance.released) for _ in group.devices]
+    tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
+    pool, homes = PagePool(geometry, allocators, group.tp), instance.runner.placement.attention[0]
+    # Without pages, all layers switch at once, and no sequence may start before that.
+    limit = cluster.plan.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
+    found: list[tuple[Lane, list[tuple[Sequence, SequencePages]]]] = []
+    for home, lane, part, table in zip(homes, old, parts, tables, strict=True):
+        places = {home: (lane.pages, part.table), group.home: (pool, table)}
+        found.append(lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit))
+    for lane, pages in found:  # nothing fails from here on
+        for sequence, own in pages:
+            sequence.pages = own
+            lane.running.append(sequence)
+    instance.lanes = [lane for lane, _ in found]
+    cached, members = sum(len(part.cached) for part in parts), [sites[home] for home in homes]
+    return Relayout(cluster, plan, instance, members, prepared, allocators, cached=(cached, cached))
 
-    The instance must have no steps in flight. It serves until all of its layers have switched. Raises `RequestError`,
-    `OutOfPagesError` or the error of a program, and changes nothing, if the split is impossible.
-    """
-    geometry, change = cluster.dims.pages, GroupChange.of(cluster, options, [instance])
-    group, tp, after, lane = instance.group, change.target, change.released[1], instance.lane
-    check_growth(cluster, instance, tp, after)
+
+def _split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
+    geometry, group, tp, after, (instance,) = cluster.dims.pages, plan.group, plan.lower, plan.released[1], plan.old
+    lane = instance.lane
+    _check_growth(cluster, instance, tp, after)
     kept, allocators, limits, parts = _deal_pages(cluster, instance, tp, after)
-    most = max(len(part.sequences) for part in parts)
-    prepared = prepare(cluster, options, change, most, [instance], parts)
-    programs = prepared.programs
+    prepared = prepare(cluster, plan, parts)
+    groups, num_layers = prepared.programs.members, cluster.dims.config.num_layers
     tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
     settle_references(lane.pages, lane.cache.pages(), parts)
     if not any(part.num_pages for part in parts):
         limits = [0] * len(parts)  # all layers switch at once, and no sequence may start before that
-    homes, num_layers = tuple(member.home for member in programs.members), programs.num_layers
-    members = [cluster.factory.new_site(member, [[] for _ in range(num_layers)], after) for member in programs.members]
+    members = [cluster.factory.new_site(member, [[] for _ in range(num_layers)], after) for member in groups]
     lanes: list[Lane] = []
-    for index, (part, table, limit) in enumerate(zip(parts, tables, limits, strict=True)):
+    for index, (member, part, table, limit) in enumerate(zip(groups, parts, tables, limits, strict=True)):
         pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
-        places = {homes[index]: (pool, table), group.home: (lane.pages, part.table)}
+        places = {member.home: (pool, table), group.home: (lane.pages, part.table)}
         new, pages = lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit)
         for sequence, own in pages:
             sequence.pages = own
             new.running.append(sequence)
         lanes.append(new)
     cached = lane.cache.num_cached_pages, len({page.key for part in parts for page in part.cached})
-    instance.lanes, instance.lane_buckets = lanes, cluster.buckets(tp)
+    instance.lanes = lanes
     instance.runner.sites.update((site.group.home, site) for site in members)
     instance.runner.place(Placement.uniform(group.home, num_layers, len(lanes)))
-    return Transition(
-        instance, instance.site, members, prepared, cluster.weights, options, allocators, [instance],
-        step_s=instance.pace.step_s, cached=cached, kept=kept,
-    )  # fmt: skip
+    return Relayout(cluster, plan, instance, members, prepared, allocators, cached=cached, kept=kept)
 
 
 class _Dealt(NamedTuple):
@@ -132,7 +175,7 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
-    limits = [cluster.buckets(tp).max_num_seqs - slots for slots in busy]
+    limits = [cluster.plan.buckets(tp).max_num_seqs - slots for slots in busy]
     while True:
         allocators = [cluster.factory.new_allocator(released) for _ in instance.group.devices]
         kept = KeptPages(instance, allocators)
@@ -147,81 +190,16 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
                 raise RequestError(message) from error
 
 
-def prepare(
-    cluster: Cluster,
-    options: TransformOptions,
-    change: GroupChange,
-    most: int,
-    old: list[Instance],
-    parts: list[LanePages],
-) -> Prepared:
-    """Compile the programs of a transition, and reserve memory for its temporaries.
-
-    Raises `RequestError` if the memory exceeds the budget, and `NotCompiledError` if a program is missing.
-
-    Args:
-        most: maximum number of sequences of an instance of the lower degree.
-        parts: sequences and cached pages of the instances of the lower degree.
-    """
-    start = time.perf_counter()
-    if not change.attention_only:
-        cluster.check_compiled(change.group, change.target, change.released[1])
-    programs = transition_programs(cluster, change, most, sampler_kinds(old))
-    if most:
-        programs.prepare_steps(prompts=any(s.num_uncomputed_tokens > 1 for part in parts for s in part.sequences))
-    max_pieces = 0
-    if any(part.num_pages for part in parts):
-        num_layers = cluster.dims.config.num_layers
-        steps = num_layers if options.layers_per_step == "auto" else -(-num_layers // options.layers_per_step)
-        new_pages = cluster.buckets(change.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
-        max_pieces = max(part.num_pages for part in parts) + new_pages
-    mover = InPlaceMover(programs, cluster.weights)
-    staging_bytes = mover.prepare(max_pieces)
-    try:
-        reserve_staging(cluster, change.group.device_indices, staging_bytes)
-    except MemoryBudgetError as error:
-        raise RequestError(f"{error}, or kv_cache_tokens") from error
-    return Prepared(programs, mover, staging_bytes, time.perf_counter() - start)
-
-
-def check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
+def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
     """Raise `RequestError` if a running request may outgrow an instance of degree `tp`.
 
     Args:
         released: degree for which the weights of the smaller instance will be released.
     """
-    limit = cluster.capacity_tokens(tp, released)
+    limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:
         if sequence.max_total_tokens > limit:
             raise RequestError(
                 f"request {sequence.request_id!r} may grow to {sequence.max_total_tokens} tokens, and a TP{tp} "
                 f"instance holds {limit}"
             )
-
-
-def hand_over(
-    old: list[Instance], views: list[tuple[Instance, Lane, Sequence, SequencePages]], requeue: Requeue
-) -> None:
-    """Move the sequences of old instances to new instances, lanes and pages. `views` lists the new owners.
-
-    If that fails, the old instances keep their sequences. A sequence whose sampling state on the device was overwritten
-    is then computed again.
-    """
-    before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
-    try:
-        for instance, lane, sequence, pages in views:
-            sequence.pages = pages
-            instance.add(sequence, lane)
-    except BaseException:
-        for instance, lane, sequence, _ in views:
-            if sequence in lane.running:
-                instance.leave(sequence, lane)
-        for sequence, pages, slot in before:
-            sequence.pages, sequence.slot = pages, slot
-        for instance in old:
-            for sequence in [s for s in instance.running if s.sampling.uses_state]:
-                requeue(instance, sequence)
-        raise
-    for instance in old:
-        for lane in instance.lanes:
-            lane.running = []

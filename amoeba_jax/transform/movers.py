@@ -27,7 +27,7 @@ class PlacedExchange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MovePlan:
     """Size of the page moves of one layer. It is the same for all layers.
 
     Attributes:
@@ -63,7 +63,7 @@ class InPlaceMover:
         exchanges = self._programs.exchanges if max_pieces else {}
         return self._programs.move_temporaries(pages=bool(exchanges))
 
-    def plan(self, old: Tables, new: Tables) -> Plan:
+    def plan(self, old: Tables, new: Tables) -> MovePlan:
         """Plan the moves of pages from the old to the new layout.
 
         The tables are arguments of `kvcache.relayout.moves`.
@@ -73,7 +73,7 @@ class InPlaceMover:
         self._phases = plan_phases(source, target, programs.group.tp, programs.phase_pieces)
         self.exchanges = self._placed(self._joined(self._phases))
         self._divided.clear()
-        return Plan(len(source), len(self._phases))
+        return MovePlan(len(source), len(self._phases))
 
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
         """Return the plan in two parts: exchanges to run as separate programs, and exchanges for step programs.

@@ -1,7 +1,7 @@
-"""Options of a transformation."""
+"""Options of a change."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from amoeba_jax.transform.report import TransformVariant
 
@@ -44,6 +44,12 @@ class PlacementOptions:
     layers: range | None = None
     modules: PlacementModules = "layer"
     move_kv: bool = True
+    running: ClassVar[RunningRequests] = "migrate"
+
+    @property
+    def name(self) -> str:
+        which = "" if self.layers is None else f" of layers {self.layers.start} to {self.layers.stop - 1}"
+        return f"{self.kind}{which} (instance {self.instance}, device {self.device})"
 
 
 @dataclass(frozen=True)
@@ -67,3 +73,7 @@ class TransformOptions:
     def is_reached_by(self, degree: int, attention_degree: int) -> bool:
         """Return whether an instance with these degrees does not change."""
         return (degree, attention_degree) == (self.tensor_parallel_size, self.attention)
+
+    @property
+    def name(self) -> str:
+        return f"the transformation to TP{self.tensor_parallel_size}"

@@ -5,66 +5,66 @@ larger instance uses the same extents. Paused sequences keep their pages, slots 
 instance uses the pages and slots that are free. Steps in flight end as usual.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 
 import jax
 import numpy as np
 
-from amoeba_jax.errors import RequestError
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.site import KvBuffers, Site
-from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.relayout_plan import RelayoutPlan
+from amoeba_jax.transform.report import GroupTransform
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
 from sharding.mesh import SubMesh, assemble, disassemble
 
 
-def check_paused(instances: Iterable[Instance], options: TransformOptions) -> None:
-    """Raise `RequestError` if an instance has paused requests of a degree other than the requested degree.
-
-    Paused requests can resume only at the degree at which they ran.
-    """
-    for instance in [instance for instance in instances if instance.paused_sequences]:
-        count, degree = len(instance.paused_sequences), instance.paused[0].tp
-        what = f"{count} requests are paused on devices {list(instance.group.device_indices)}"
-        if degree != options.tensor_parallel_size:
-            raise RequestError(f"{what}: transform them to TP{degree} first, which lets them go on")
-
-
-def pause(cluster: Cluster, members: list[Instance]) -> Instance:
-    """Replace instances by one instance over their devices, and pause them. All must have released the same weights."""
-    group = cluster.sub_meshes.group(members[0].id, sum(member.tp for member in members))
+def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
+    """Replace instances by one instance over their devices, and pause them."""
+    start, group, members = time.perf_counter(), plan.group, plan.old
+    cluster.check_compiled(group, group.tp, plan.released[1])
+    for instance in members:
+        if instance.released < plan.released[0]:
+            cluster.release_more(instance, plan.released[0])
     # No program donates the last tokens, so the members keep the tokens of their slots.
     last_tokens = [t for member in members for t in disassemble(member.group, member.runner.last_tokens)]
     instance = _joined(cluster, group, members, last_tokens)
     instance.take_the_place_of(tuple(members))
     cluster.swap(members, [instance])
-    return instance
+    seconds, count = time.perf_counter() - start, len(instance.paused_sequences)
+    return GroupTransform(group.device_indices, plan.lower, group.tp, seconds, paused=count)
 
 
-def resume(cluster: Cluster, instance: Instance) -> tuple[Instance, ...]:
-    """Replace an instance by its paused instances. It must have no sequences and no steps in flight.
+def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
+    """Replace an instance by its paused instances, and resume their requests.
 
-    Its cached prefixes are dropped.
+    It must have no sequences and no steps in flight. Its cached prefixes are dropped.
     """
+    start, (instance,) = time.perf_counter(), plan.old
+    dropped = instance.lane.cache.num_cached_pages
     instance.lane.cache.clear()
     members = instance.drop_paused()
     for member, kv in zip(members, _divided(instance.site, [member.group for member in members]), strict=True):
         member.site.kv[:] = kv
     instance.site.kv.clear()
     cluster.replace([instance], list(members))
-    return members
+    seconds, count = time.perf_counter() - start, sum(len(member.running) for member in members)
+    what = plan.group.device_indices, plan.group.tp, plan.lower, seconds
+    return GroupTransform(*what, resumed=count, prefix_pages_dropped=dropped)
 
 
-def forget(instance: Instance) -> None:
-    """Drop the paused instances of an instance, with their cached prefixes. They must have no sequences."""
-    for member in instance.drop_paused():
-        member.lane.cache.clear()
-        member.clear_pending()
-        member.retire()
+def forget_paused(plan: RelayoutPlan) -> None:
+    """Drop the paused instances of another degree, with their cached prefixes. They have no sequences."""
+    for instance in plan.old:
+        if instance.paused and instance.paused[0].tp != plan.options.tensor_parallel_size:
+            for member in instance.drop_paused():
+                member.lane.cache.clear()
+                member.clear_pending()
+                member.retire()
 
 
 def drop_prefixes(members: Iterable[Instance]) -> bool:

@@ -10,14 +10,14 @@ from amoeba_jax.instances.site import Site
 from amoeba_jax.programs.enumeration import relocation_specs
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.transform.extra_extents import extra_pages
-from amoeba_jax.transform.needs import sampler_kinds
 from amoeba_jax.transform.options import PlacementOptions
+from amoeba_jax.transform.relayout_plan import sampler_kinds
 from kvcache.allocator import BuddyAllocator
 from sharding.ledger import format_bytes
-from sharding.placement import Home, ModuleKind, Placement
+from sharding.placement import Home, Homes, ModuleKind, Placement
 
-Module = tuple[int, int | None, ModuleKind]
-"""Module on a device: (device, layer, attention or FFN). The layer None stands for the embedding and the head."""
+Module = tuple[int, int, ModuleKind]
+"""Module on a device: (device, layer, attention or FFN)."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,48 @@ class RelocationPlan:
     joining: Instance | None = None
 
     @property
-    def new_homes(self) -> list[Home]:
-        """Homes that the instance does not have before the relocation."""
-        return [home for home in homes_of(self.after) if home not in self.instance.runner.sites]
-
-    @property
     def device_indices(self) -> set[int]:
         """Devices of both placements."""
         return {*self.before.devices, *self.after.devices}
+
+    @property
+    def old(self) -> list[Instance]:
+        """Instances that the change ends."""
+        return [] if self.joining is None else [self.joining]
+
+    @property
+    def draining(self) -> list[Instance]:
+        """Instances whose steps in flight must end before the change begins."""
+        return self.old
+
+    def programs(self, cluster: Cluster) -> list[ProgramSpec]:
+        """Return the programs of steps during and after the relocation, and the programs that copy pages.
+
+        Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
+        """
+        placements = [self.before]
+        for chunk in self.chunks:
+            placements.append(placements[-1].with_layers(chunk, self.after))
+        placements.append(self.after.joined()[0])
+        extents = {home: site.extent_pages for home, site in self.instance.runner.sites.items()}
+        if self.joining is not None:
+            extents |= {home: site.extent_pages for home, site in self.joining.runner.sites.items()}
+        during = extents | {home: pages[: len(extents.get(home, pages[:1]))] for home, pages in self.extents.items()}
+        kinds, width = sampler_kinds([self.instance, *([self.joining] if self.joining else [])]), self.instance.width
+        specs = [
+            s for p in placements for s in relocation_specs(cluster.plan, cluster.executables, p, width, during, kinds)
+        ]
+        last = during | self.extents
+        specs += relocation_specs(cluster.plan, cluster.executables, placements[-1], width, last, kinds)
+        for home in {home for p in (self.before, self.after) for homes in p.attention for home in homes}:
+            group, make = cluster.sub_meshes.group(home.start, home.degree), cluster.executables.specs
+            sizes = during[home], cluster.plan.transfer_pages
+            specs += [make.page_read(group, *sizes), make.page_write(group, *sizes)]
+            if home in extents and during[home] != extents[home]:
+                specs.append(make.page_copy(group, extents[home]))
+        specs = list({spec.key: spec for spec in specs}.values())
+        cluster.executables.check(specs)
+        return specs
 
 
 def homes_of(placement: Placement) -> list[Home]:
@@ -166,8 +200,9 @@ def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ..
             found[home] = extents
             continue
         device, free = home.start, cluster.ledgers[home.start].free_bytes
-        gained = [m for m in _modules(plan.after, device) if m not in _modules(plan.before, device)]
-        lost = [m for m in _modules(plan.before, device) if m not in _modules(plan.after, device)]
+        changed = [layer for chunk in plan.chunks for layer in chunk]
+        gained = [m for layer in changed for m in difference(plan.after, plan.before, layer) if m[0] == device]
+        lost = [m for layer in changed for m in difference(plan.before, plan.after, layer) if m[0] == device]
         lost = [m for m in lost if not is_used(cluster, m, plan.instance)]
         layers = {layer for layer, extent in enumerate([] if site is None else site.kv) if extent}
         new = {layer for _, layer, module in gained if module == "attention" and layer not in layers}
@@ -205,24 +240,23 @@ def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
     return fixed
 
 
-def _modules(placement: Placement, device: int) -> list[Module]:
-    """Return all attention and FFN modules that a device computes."""
-    kinds: list[tuple[ModuleKind, tuple[tuple[Home, ...], ...]]] = [
-        ("attention", placement.attention),
-        ("ffn", placement.ffn),
+def difference(one: Placement, other: Placement, layer: int) -> list[Module]:
+    """Return the modules of a layer that devices compute in the placement `one`, but not in `other`."""
+    return sorted(_modules(one, layer) - _modules(other, layer))
+
+
+def _modules(placement: Placement, layer: int) -> set[Module]:
+    """Return the modules of a layer, on each device that computes them."""
+    pairs: list[tuple[ModuleKind, Homes]] = [
+        ("attention", placement.attention[layer]),
+        ("ffn", placement.ffn[layer]),
     ]
-    return [
-        (device, layer, kind)
-        for kind, of in kinds
-        for layer, homes in enumerate(of)
-        if any(device in home.devices for home in homes)
-    ]
+    return {(device, layer, kind) for kind, homes in pairs for home in homes for device in home.devices}
 
 
 def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
     """Return whether an instance other than `but` computes with a module on the module's device."""
-    device = module[0]
-    return any(module in _modules(i.runner.placement, device) for i in cluster.instances if i is not but)
+    return any(module in _modules(i.runner.placement, module[1]) for i in cluster.instances if i is not but)
 
 
 def site_at(cluster: Cluster, home: Home) -> Site | None:
@@ -236,42 +270,3 @@ def in_use(cluster: Cluster, home: Home) -> bool:
 
 def allocators_at(cluster: Cluster, home: Home) -> SequenceOf[BuddyAllocator] | None:
     return next((i.allocators[home] for i in cluster.instances if home in i.allocators), None)
-
-
-def needed_programs(cluster: Cluster, plan: RelocationPlan) -> list[ProgramSpec]:
-    """Return the programs of steps during and after a relocation, and the programs that copy pages."""
-    placements = [plan.before]
-    for chunk in plan.chunks:
-        placements.append(placements[-1].with_layers(chunk, plan.after))
-    placements.append(plan.after.joined()[0])
-    extents = {home: site.extent_pages for home, site in plan.instance.runner.sites.items()}
-    if plan.joining is not None:
-        extents |= {home: site.extent_pages for home, site in plan.joining.runner.sites.items()}
-    during = extents | {home: pages[: len(extents.get(home, pages[:1]))] for home, pages in plan.extents.items()}
-    kinds, width = sampler_kinds([plan.instance, *([plan.joining] if plan.joining else [])]), plan.instance.width
-    specs = [
-        s for p in placements for s in relocation_specs(cluster.plan, cluster.executables, p, width, during, kinds)
-    ]
-    last = during | plan.extents
-    specs += relocation_specs(cluster.plan, cluster.executables, placements[-1], width, last, kinds)
-    for home in {home for p in (plan.before, plan.after) for homes in p.attention for home in homes}:
-        group, make = cluster.sub_meshes.group(home.start, home.degree), cluster.executables.specs
-        sizes = during[home], cluster.plan.transfer_pages
-        specs += [make.page_read(group, *sizes), make.page_write(group, *sizes)]
-        if home in extents and during[home] != extents[home]:
-            specs.append(make.page_copy(group, extents[home]))
-    return list({spec.key: spec for spec in specs}.values())
-
-
-def difference(one: Placement, other: Placement, layer: int) -> list[Module]:
-    """Return the modules of a layer that devices compute in the placement `one`, but not in `other`."""
-    found: list[Module] = []
-    kinds: list[tuple[ModuleKind, tuple[Home, ...], tuple[Home, ...]]] = [
-        ("attention", one.attention[layer], other.attention[layer]),
-        ("ffn", one.ffn[layer], other.ffn[layer]),
-    ]
-    for kind, homes, others in kinds:
-        present = {device for home in others for device in home.devices}
-        devices = {device for home in homes for device in home.devices}
-        found.extend((device, layer, kind) for device in sorted(devices - present))
-    return found

@@ -1,6 +1,5 @@
 """Report of a transformation."""
 
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,29 +68,17 @@ class GroupTransform:
     from_degree: int
     to_degree: int
     seconds: float
-    layers: tuple[LayerSwitch, ...]
-    steps: int
-    tokens: int
-    staging_bytes: int
-    restored_bytes: int
+    layers: tuple[LayerSwitch, ...] = ()
+    steps: int = 0
+    tokens: int = 0
+    staging_bytes: int = 0
+    restored_bytes: int = 0
     recomputed: int = 0
     step_s: float | None = None
     paused: int = 0
     resumed: int = 0
     prefix_pages_kept: int = 0
     prefix_pages_dropped: int = 0
-
-    @classmethod
-    def without_moves(
-        cls, devices: tuple[int, ...], degrees: tuple[int, int], start: float, **counts: int
-    ) -> "GroupTransform":
-        """Return the report of a group whose pages did not move.
-
-        Args:
-            start: value of `time.perf_counter()` at the start of the change.
-        """
-        counts = {"steps": 0, "tokens": 0, "staging_bytes": 0, "restored_bytes": 0} | counts
-        return cls(devices, *degrees, time.perf_counter() - start, layers=(), **counts)
 
     @property
     def step_overhead(self) -> float | None:

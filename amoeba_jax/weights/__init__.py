@@ -1,1 +1,1 @@
-"""Weights on devices: loading, releasing and restoring."""
+"""Weights on devices: loading them, releasing their memory to the KV cache, and restoring them."""

@@ -14,11 +14,11 @@ ReleaseKey = tuple[int, int]
 class DeviceShards(MutableMapping[ShardKey, jax.Array]):
     """Weight shards of one device, each in its own buffer.
 
-    Shards that are released together (see `sharding.release`) are stored in one dictionary, so that `take` removes them
-    all at once. Removing each shard from one large dictionary would take most of the time of a release.
+    Shards whose memory becomes KV cache together (see `sharding.release`) are stored in one dictionary, so that `take`
+    removes all of them at once. Removing each shard from one large dictionary would take most of the time of a release.
 
     Args:
-        releases: release key of each shard that can become KV cache. Other shards have no entry.
+        releases: release key of each shard that can become KV cache. Shards with equal keys are released together.
     """
 
     def __init__(self, releases: Mapping[ShardKey, ReleaseKey]):
@@ -42,7 +42,7 @@ class DeviceShards(MutableMapping[ShardKey, jax.Array]):
         return sum(len(shards) for shards in self._shards.values())
 
     def take(self, release: ReleaseKey) -> dict[ShardKey, jax.Array]:
-        """Remove and return all shards with this release key. Raises `KeyError` if the device has none."""
+        """Remove and return all shards with this release key. Raises `KeyError` if the device has no such shard."""
         return self._shards.pop(release)
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """Cache of weight arrays over the devices of a group.
 
-A *view* is an array over several devices that shares the buffers of their weight shards. Assembling a view takes time,
-so each view is kept until one of its buffers changes.
+A *view* is an array over several devices that shares the buffers of their weight shards. Building a view takes time, so
+each view is kept until one of its buffers changes.
 """
 
 from collections import defaultdict
@@ -19,10 +19,10 @@ Place = tuple[int, bool]
 
 
 class GroupViews:
-    """Cached views, by group of devices.
+    """Cached views by group of devices. A view is an array over the devices, which shares the buffers of the shards.
 
-    The methods `of_...` return dicts to which the caller adds views. If a buffer changes, the caller must drop its
-    views with the methods `forget_...`.
+    The methods `of_...` return dicts to which the caller adds views. If a buffer changes, the caller must drop the
+    views of this buffer with the methods `forget_...`.
     """
 
     def __init__(self) -> None:
@@ -31,29 +31,33 @@ class GroupViews:
         self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
 
     def of_parameter(self, group: SubMesh, name: str) -> dict[Place, jax.Array]:
-        """Return the cache of a parameter's views on a group. The caller adds missing views to it."""
+        """Return the cached views of a parameter on a group of devices. The caller adds missing views to the result."""
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the cache of weight arguments on a group, by segment. The caller adds missing entries to it."""
+        """Return the cached weight arguments of programs on a group of devices, by segment.
+
+        The caller adds missing entries to the result.
+        """
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the cached views of the shards of a layer that can become KV cache. The caller adds missing views.
+        """Return the cached views of those shards of a layer that can become KV cache, on a group of devices.
 
-        The keys are indices in the order of release (`WeightLayout.released`).
+        The keys are positions of the shards in the order of release (`WeightLayout.released`). The caller adds missing
+        views to the result.
         """
         return self._extents[group.start, group.tp][layer]
 
     def forget_shards(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
-        """Drop all views of shards that are released or restored on the devices of a group.
+        """Drop all views of shards on the devices of a group, when the shards become KV cache or become weights again.
 
         Args:
             group: devices of the shards.
             layer: layer of the shards.
             places: indices of the shards in the order of release.
-            degrees: lowest degree at which all of these shards are released, by parameter name. Groups
-                of this degree or a higher degree do not compute with the shards, so their views of the parameter stay.
+            degrees: lowest tensor-parallel degree that does not need the shards, by parameter name. Groups of this
+                degree or a higher degree keep their views of the parameter.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -75,7 +79,10 @@ class GroupViews:
         self._forget_segments(group, layer)
 
     def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter that contain a buffer of one device, including its views as extents."""
+        """Drop all views of a parameter that contain a buffer of one device.
+
+        Views of buffers that have become KV cache are dropped too.
+        """
         for (start, tp), views in self._parameters.items():
             if start <= device < start + tp:
                 views.pop(name, None)
@@ -89,10 +96,10 @@ class GroupViews:
                     layers.pop(layer, None)
 
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
-        """Drop the cached weight arguments of the segments that contain `layer` (None: of all segments).
+        """Drop the cached weight arguments of the segments that contain `layer`. None: of all segments.
 
-        Only groups that share a device with `group` are affected. If `below` is given, only groups of a degree below it
-        are affected.
+        Only groups that share a device with `group` are affected. If `below` is given, only groups with fewer devices
+        than `below` are affected.
         """
         for (_, tp), segments in _over(group, self._segments):
             if below is None or tp < below:
@@ -107,6 +114,9 @@ class GroupViews:
 
 
 def _over(group: SubMesh, views: Mapping[tuple[int, int], T]) -> list[tuple[tuple[int, int], T]]:
-    """Return the entries for all groups that share a device with `group`."""
+    """Return the entries `(key, value)` of `views` whose group of devices overlaps `group`.
+
+    A key is the first device of a group and its number of devices.
+    """
     first, stop = group.start, group.start + group.tp
     return [(key, found) for key, found in views.items() if key[0] < stop and first < key[0] + key[1]]

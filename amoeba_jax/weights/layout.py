@@ -1,4 +1,4 @@
-"""Sizes of a model's weights, and the shards that are released to the KV cache at each degree. Has no buffers."""
+"""Sizes of a model's weights and shards, and the shards that become KV cache at each degree. No buffers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from sharding.release import ReleasedShard, released_shards
 
 @dataclass(frozen=True)
 class Padding:
-    """Number of stored elements and of model elements for one kind of parameter.
+    """Numbers of elements of one kind of parameter: as stored, and in the model.
 
-    The difference is padding and copies.
+    Stored elements include padding and copies.
     """
 
     stored: int
@@ -29,7 +29,7 @@ class Padding:
 
 
 class WeightLayout:
-    """Parameters of a model and their shards.
+    """Parameters of a model, and their division into shards.
 
     Attributes:
         dims: sizes of the model.
@@ -49,7 +49,7 @@ class WeightLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Bytes per element of a weight."""
         return jnp.dtype(self.dims.dtype).itemsize
 
     @property
@@ -58,11 +58,12 @@ class WeightLayout:
         return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
 
     def shards_at(self, placement: Placement) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return the shards that each device of a placement needs: their indices, by device and parameter.
+        """Return the indices of the shards that each device of a placement needs, by device and parameter.
 
-        Each rank of a home needs its shards of the modules that the home computes (`ParamSpec.shard_indices`). The
-        devices of `Placement.head` also need the embedding, the final norm and the head. With tied embeddings, these
-        devices need all shards of the head, because each rank looks up the embeddings of all tokens in these shards.
+        Each rank of a home (a group of devices that computes layers) needs its shards of the modules that the home
+        computes (`ParamSpec.shard_indices`). The devices of `Placement.head` also need the embedding, the final norm
+        and the output projection. With tied embeddings, these devices need all shards of the projection, because each
+        rank looks up the embeddings of all tokens in these shards.
         """
         found: dict[int, dict[str, set[int]]] = {device: defaultdict(set) for device in placement.devices}
         for name, spec in self.specs.items():
@@ -76,9 +77,9 @@ class WeightLayout:
         }
 
     def _homes(self, spec: ParamSpec, placement: Placement) -> set[tuple[Home, bool]]:
-        """Return the homes that compute with a parameter.
+        """Return `(home, whole)` for each home (group of devices) that computes with a parameter.
 
-        For each home, a bool tells whether every rank needs all shards.
+        `whole` tells whether every rank of the home needs all shards.
         """
         if spec.layer is None:
             return {(placement.head, spec.owner is Owner.HEAD and self.dims.config.tied_embeddings)}
@@ -86,7 +87,7 @@ class WeightLayout:
         return {(home, False) for home in modules[spec.layer]}
 
     def padding(self) -> dict[str, Padding]:
-        """Return the numbers of stored and of model elements, by kind of parameter (`attention.qkv` etc.)."""
+        """Return the numbers of stored elements and of model elements, by kind of parameter (`attention.qkv` etc.)."""
         totals: dict[str, list[int]] = {}
         for spec in self.specs.values():
             total = totals.setdefault(spec.kind, [0, 0])
@@ -95,15 +96,15 @@ class WeightLayout:
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
-        """Return the shards of a layer that are KV cache at `degree`, in the order of release.
+        """Return the shards of a layer whose memory is KV cache at tensor-parallel degree `degree`.
 
-        Shards that are already released at lower degrees are included.
+        Shards that become KV cache already at a lower degree are included. The shards are in the order of release.
         """
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the pages of each shard of a layer that is KV cache at `degree`. All layers have the same sizes.
+        """Return the number of KV pages in each shard of a layer whose memory is KV cache at `degree`.
 
-        The order is the order of `released`.
+        The order is that of `released`. The numbers are equal in all layers.
         """
         return tuple(shard.num_pages for shard in self.released(0, degree))

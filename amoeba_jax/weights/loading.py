@@ -23,12 +23,12 @@ _MAX_STAGING_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Open source of weights.
+    """Source of weights that is ready to be read.
 
     Attributes:
-        fill: function that writes all shards of a parameter, in their stored shapes, into host memory. Several threads
+        fill: function that writes all shards of a parameter into host memory, in their stored shapes. Several threads
             call it at once.
-        threads: number of threads. With 1, the caller's thread reads, and nothing is read ahead.
+        threads: number of reading threads. 1: the caller's thread reads, and nothing is read ahead.
     """
 
     fill: FillShards
@@ -40,16 +40,19 @@ OpenWeights = Callable[[], AbstractContextManager[WeightReader]]
 
 
 def default_threads() -> int:
-    """Return the number of usable cores, at most 8, because memory bandwidth limits the copies."""
+    """Return the number of usable cores, but at most 8.
+
+    With more threads, memory bandwidth would limit the copies.
+    """
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MAX_THREADS)
 
 
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
-    """Yield each parameter with all its shards, in order, while threads read the next parameters.
+    """Yield each parameter with all its shards, in the order of `specs`, while threads read the next parameters.
 
-    The shards are valid until the next parameter is requested. Then their memory is reused. Parameters are read
-    into `reader.threads + 1` buffers of `slot_bytes` bytes each. If these would exceed 4 GiB, there are fewer buffers
-    and threads, but at least 2 buffers. A larger parameter gets temporary memory.
+    The shards are valid until the next parameter is requested. Then their memory is reused. Parameters are read into
+    `reader.threads + 1` buffers of `slot_bytes` bytes each. If all buffers together would exceed 4 GiB, there are fewer
+    buffers and threads, but at least 2 buffers. A parameter of more than `slot_bytes` bytes gets temporary memory.
 
     Errors of `reader.fill` are raised here. If you leave the iterator early, close it, so that it waits for its
     threads.
@@ -107,8 +110,8 @@ def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
     """Return arrays for the shards of a parameter, in their stored shapes.
 
-    They are misaligned views of `memory` (bytes). On CPU, `device_put` of JAX 0.10 to 0.12 copies misaligned memory. It
-    would use aligned memory without a copy, even with `may_alias=False`, and `memory` could then not be used again.
+    The arrays are views of `memory` (bytes). The arrays are misaligned, so that `device_put` makes copies, and `memory`
+    can be used again. On CPU, JAX 0.10 to 0.12 would use aligned memory without a copy, even with `may_alias=False`.
     """
     size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]
@@ -116,7 +119,7 @@ def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list
 
 
 def _misaligned(memory: np.ndarray, dtype: np.dtype) -> int:
-    """Return an offset in `memory`, in bytes, that is one element behind an aligned address."""
+    """Return an offset in `memory`, in bytes, whose address is one element after an aligned address."""
     return -memory.ctypes.data % _ALIGNMENT + dtype.itemsize
 
 
@@ -126,7 +129,7 @@ def _stride(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def put(shards: Sequence[np.ndarray], devices: Sequence[Sequence[jax.Device]]) -> list[list[jax.Array]]:
-    """Copy shard `i` to all devices in `devices[i]` and wait. Return the copies: `result[i][j]` is on `devices[i][j]`.
+    """Copy shard `i` to all devices in `devices[i]`, and wait. `result[i][j]` is the copy on `devices[i][j]`.
 
     The shards must come from `staging_shards`. Their memory may be used again after the call.
     """

@@ -1,4 +1,4 @@
-"""Sources of weight shards: a checkpoint's tensors, or a random generator."""
+"""Sources of weight shards: the tensors of a checkpoint, or a random generator."""
 
 import logging
 from typing import Any
@@ -20,10 +20,11 @@ _COMPARED_ROWS = 1 << 12
 
 
 def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
-    """Turn `tie_word_embeddings` off if the stored head differs from the stored embedding. Return the config.
+    """Return the config, without tied embeddings if the stored output projection differs from the embedding.
 
-    The tensors are compared only if the config ties them and the checkpoint stores both tensors. A difference is
-    logged. `transformers` 5 does the same.
+    In this case, `tie_word_embeddings` is False in the result, and a warning is logged. The tensors are compared only
+    if `config` ties the embeddings and the checkpoint stores both tensors.
+    `transformers` 5 does the same.
     """
     if not config.get("tie_word_embeddings") or not checkpoint.names() >= {EMBEDDING, HEAD}:
         return config
@@ -49,8 +50,8 @@ def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[st
 def check_checkpoint(checkpoint: Checkpoint, dims: ModelDims) -> None:
     """Raise `CheckpointError` if a tensor is missing or has another shape than the config implies.
 
-    Reads only headers, so that a bad checkpoint is refused before anything large is loaded. Logs a warning about
-    tensors that the model does not use, like `transformers`.
+    Only headers are read, so a bad checkpoint is refused before its weights are loaded. Like `transformers`, log a
+    warning about tensors that the model does not use.
     """
     names = checkpoint.names()
     specs = model_specs(dims)

@@ -1,4 +1,4 @@
-"""Save weight shards in their layout on devices, with orbax."""
+"""Save the weight shards of the devices with orbax."""
 
 import dataclasses
 import json
@@ -23,9 +23,9 @@ _TOKENIZER_FILES = (
 
 
 def save(directory: Path, store: WeightStore, config: dict[str, Any], tokenizer_directory: Path | None) -> None:
-    """Write weight shards, config, layout and tokenizer files into a directory. `OrbaxCheckpoint` reads it.
+    """Write weight shards, sizes, config and tokenizer files into a directory. `OrbaxCheckpoint` reads the directory.
 
-    `tokenizer_directory` has the tokenizer files to copy; None: no tokenizer files. Raises `CheckpointError` if
+    The tokenizer files are copied from `tokenizer_directory` (None: no tokenizer files). Raises `CheckpointError` if
     `directory` exists and is not empty.
     """
     directory = directory.expanduser().resolve()

@@ -25,14 +25,14 @@ from sharding.release import ReleasedShard
 
 @dataclass(frozen=True)
 class _Change:
-    """Shards of one layer that are released or restored together, on the devices of one group.
+    """Shards of one layer that become KV cache or weights together, on the devices of one group.
 
     Attributes:
         places: indices of the shards in the order of release.
-        keys: keys of the shards on each rank, in the order of `places`.
+        keys: for each rank, the keys of its shards, in the order of `places`.
         releases: release keys of the shards (`DeviceShards.take`).
-        sizes: bytes of the shards on each device, by owner.
-        degrees: lowest degree at which all of these shards are released, by parameter name.
+        sizes: bytes of the shards on one device, by owner. The bytes are equal on all devices.
+        degrees: lowest tensor-parallel degree that needs none of the shards, by parameter name.
     """
 
     places: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Change:
 
 
 class WeightStore(WeightLayout):
-    """Weight shards of all devices. Programs get arrays that share the buffers of the shards."""
+    """Weight shards of all devices. Arguments of programs are arrays that share the buffers of the shards."""
 
     def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
         super().__init__(dims)
@@ -55,9 +55,9 @@ class WeightStore(WeightLayout):
         self._shards = [DeviceShards(self._releases(device)) for device in range(len(devices))]
 
     def padding_bytes(self, device: int) -> dict[tuple[int | None, str], int]:
-        """Return the bytes of padding and copied heads on a device, by layer and owner.
+        """Return the number of bytes of padding and copied heads on a device, by layer and owner.
 
-        Released shards do not count. The padding of a parameter is divided equally among its shards.
+        Shards whose memory is KV cache do not count. The padding of a parameter is divided equally among its shards.
         """
         totals: dict[tuple[int | None, str], int] = defaultdict(int)
         for name, spec in self.specs.items():
@@ -73,7 +73,7 @@ class WeightStore(WeightLayout):
         on_load: Callable[[str], None],
         wanted: Mapping[int, Mapping[str, Collection[int]]] | None = None,
     ) -> None:
-        """Copy every parameter to its devices, and add its bytes to the ledgers of these devices.
+        """Copy every parameter to its devices, and record the bytes in the memory ledgers of these devices.
 
         If reading or `on_load` fails, all shards are dropped again.
 
@@ -81,8 +81,8 @@ class WeightStore(WeightLayout):
             reader: source of the weights.
             ledgers: ledger of each device. The store keeps them for later changes.
             on_load: function that is called with the name of each parameter when it is on its devices.
-            wanted: indices of the shards that each device gets, by device and parameter. Default: all shards on all
-                devices.
+            wanted: indices of the shards that each device gets, by device and parameter. None: every device gets all
+                shards.
         """
         self._ledgers = ledgers
         try:
@@ -122,7 +122,7 @@ class WeightStore(WeightLayout):
         return read_ahead(order, reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
-        """Read the weights of a group again, except shards that are released.
+        """Read the weights of a group of devices again, except shards whose memory is KV cache.
 
         Each shard is replaced only when its new buffer is ready. If reading fails, the group still has all shards that
         it had before. Shards that were KV cache and become weights again are added at the end.
@@ -130,7 +130,8 @@ class WeightStore(WeightLayout):
         Args:
             reader: source of the weights.
             group: devices to read for.
-            degrees: for each rank, the degree for which its weights are released (`released`).
+            degrees: tensor-parallel degree of each rank. The degree determines which shards of the rank are KV cache
+                (`released`).
         """
         back: list[dict[ShardKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:
@@ -155,10 +156,10 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, spec.owner, buffer.nbytes, spec.layer)
 
     def view(self, group: SubMesh, plan: SegmentPlan) -> list[jax.Array]:
-        """Return the weight arguments of a segment's programs on a group, in order.
+        """Return the weight arguments of a segment (compiled part of the model) on a group of devices.
 
-        The arrays share the buffers of the shards, without a copy. The list is cached until a shard is released,
-        restored or replaced. Do not change the list.
+        The list has the order of the program's arguments. The arrays share the buffers of the shards, without a copy.
+        The list is cached until one of the shards changes. Do not change the list.
         """
         segments = self._views.of_segments(group)
         if (found := segments.get(plan)) is not None:
@@ -178,7 +179,7 @@ class WeightStore(WeightLayout):
         return arrays
 
     def assembled(self, group: SubMesh, spec: ParamSpec, place: int) -> jax.Array:
-        """Return one array over the group that combines one shard of each rank, without a copy.
+        """Return one array over the devices of a group, made of one shard of each rank, without a copy.
 
         `place` is the index of the shard among the shards that a rank computes with.
         """
@@ -193,9 +194,9 @@ class WeightStore(WeightLayout):
         return views[key]
 
     def _segment_leaves(self, plan: SegmentPlan, tp: int) -> list[tuple[ParamSpec, int, bool]]:
-        """Return `(spec, index, is_sharded)` for each weight argument of a segment, in order.
+        """Return `(spec, index, is_sharded)` for each weight argument of a segment, in the order of the arguments.
 
-        `index` is the index of the shard among the shards of a rank. `is_sharded` is True if ranks have different
+        `index` is the index of the shard among the shards of a rank. `is_sharded` tells whether ranks have different
         shards.
         """
         if (plan, tp) not in self._leaves:
@@ -209,9 +210,9 @@ class WeightStore(WeightLayout):
     # Modules that move between devices
 
     def specs_of(self, layer: int | None, module: ModuleKind = "layer") -> list[ParamSpec]:
-        """Return the parameters of a layer's attention, FFN or both.
+        """Return the parameters of a layer, or of its attention or FFN (`module`).
 
-        If `layer` is None, return parameters outside the layers.
+        If `layer` is None, return the parameters that belong to no layer.
         """
         return [
             spec
@@ -221,7 +222,10 @@ class WeightStore(WeightLayout):
         ]
 
     def bytes_to_copy(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
-        """Return the bytes that must be copied to a device before it can compute modules of a layer alone."""
+        """Return the number of bytes that must be copied to a device before it can compute a layer alone.
+
+        `module` selects the whole layer, its attention or its FFN. `layer` None: weights that belong to no layer.
+        """
         return sum(
             self.any_shard(spec.name, index).nbytes
             for spec in self.specs_of(layer, module)
@@ -230,7 +234,10 @@ class WeightStore(WeightLayout):
         )
 
     def held_bytes(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
-        """Return the bytes of the weights of a layer's modules that a device holds."""
+        """Return the number of bytes of a layer's weights that a device holds.
+
+        `module` selects the whole layer, its attention or its FFN. `layer` None: weights that belong to no layer.
+        """
         return sum(
             self._shards[device][spec.name, index].nbytes
             for spec in self.specs_of(layer, module)
@@ -239,10 +246,11 @@ class WeightStore(WeightLayout):
         )
 
     def copy_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> list[jax.Array]:
-        """Copy the weights of a layer's modules that a device lacks from other devices. Return the new buffers.
+        """Copy weights of a layer, or of its attention or FFN (`module`), to a device that lacks them.
 
-        The copies may still run when this method returns. Raises `MemoryBudgetError`, and changes nothing, if they do
-        not fit.
+        Return the new buffers. The copies may still run when this method returns.
+
+        Raises `MemoryBudgetError` if a shard does not fit. Shards that the call copied earlier stay on the device.
         """
         copies: list[jax.Array] = []
         for spec in self.specs_of(layer, module):
@@ -262,7 +270,7 @@ class WeightStore(WeightLayout):
         return copies
 
     def drop_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> None:
-        """Drop the weights of a layer's modules on a device."""
+        """Drop the weights of a layer, or of its attention or FFN (`module`), on a device."""
         for spec in self.specs_of(layer, module):
             for index in range(spec.num_shards):
                 if (spec.name, index) in self._shards[device]:
@@ -271,15 +279,15 @@ class WeightStore(WeightLayout):
             self._forget_on(device, spec)
 
     def _forget_on(self, device: int, spec: ParamSpec) -> None:
-        """Drop all views of a parameter that contain a buffer of a device."""
+        """Drop all cached arrays of a parameter that contain a buffer of a device."""
         self._views.forget_parameter_on(device, spec.layer, spec.name)
 
     # Shards that are KV extents at higher degrees
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
-        """Assemble and cache the arrays that a later `release` with the same arguments returns, for all layers.
+        """Build and cache, for all layers, the arrays that a later `release` with the same arguments returns.
 
-        Assembling is the slowest part of `release`.
+        Building the arrays is the slowest part of `release`.
         """
         for layer in range(self.dims.config.num_layers):
             change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
@@ -290,16 +298,17 @@ class WeightStore(WeightLayout):
     def release(
         self, group: SubMesh, layer: int, before: int, degree: int, spent: list[Any] | None = None
     ) -> list[jax.Array]:
-        """Release the shards that `degree` does not need, and return them as KV extents `[tp * pages, page_elems]`.
+        """Turn the shards that `degree` does not need into KV cache. Return them as extents `[tp * pages, page_elems]`.
 
-        The extents share the buffers of the shards, without a copy. Views of the shards at lower degrees are dropped.
+        An extent is a KV buffer over all devices of the group. The extents share the buffers of the shards, without a
+        copy. Cached arrays of these shards are dropped.
 
         Args:
             group: devices to release on.
             layer: layer of the shards.
-            before: degree for which shards of this layer are already released.
-            degree: degree to release for, at least `before` and at most the degree of `group`.
-            spent: list to which the arrays of the released shards are appended. The caller drops them later, because
+            before: tensor-parallel degree so far. Shards of the layer that this degree does not need are KV cache.
+            degree: tensor-parallel degree from now on, at least `before` and at most the degree of `group`.
+            spent: list to which the arrays of the shards are appended. The caller drops the arrays later, because
                 dropping takes time.
         """
         change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
@@ -318,10 +327,10 @@ class WeightStore(WeightLayout):
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
-        """Turn KV extents that already contain weights into weight shards.
+        """Turn KV extents into weight shards again, after the weights were written into them.
 
-        These are the shards that `degree` needs, and that were released because degree `before` does not need them.
-        `extents` are the last extents of the layer, one for each of these shards.
+        The shards are those that degree `degree` needs and degree `before` does not need. `extents` are the last
+        extents of the layer, one for each of these shards.
         """
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)
@@ -334,13 +343,13 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """Return the buffers of one shard of a change, one for each rank. `index` is its index in `change.places`."""
+        """Return one buffer of each rank, in the order of ranks: the rank's shard at `change.places[index]`."""
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]
 
     def _change(self, group: SubMesh, layer: int, before: int, degree: int) -> _Change:
-        """Return the shards that are released at `degree` but not at degree `before`. The result is cached."""
+        """Return the shards of a layer that degree `before` needs and degree `degree` does not need. Cached."""
         key = (group.start, group.tp, layer, before, degree)
         if key not in self._changes:
             released = self.released(layer, degree)
@@ -362,7 +371,10 @@ class WeightStore(WeightLayout):
         return self._changes[key]
 
     def _releases(self, device: int) -> dict[ShardKey, ReleaseKey]:
-        """Return the release keys of all shards on a device that can become KV cache."""
+        """Return the release keys of all shards on a device that can become KV cache.
+
+        Shards with the same release key become KV cache together.
+        """
         return {
             (shard.spec.name, self._shard_on(shard, device)): (layer, shard.degree)
             for layer, released in enumerate(self._released)
@@ -372,8 +384,14 @@ class WeightStore(WeightLayout):
     def _shard_on(self, released: ReleasedShard, device: int) -> int:
         return released.shards[device % self.dims.max_tp]
 
+    def released_on(self, device: int, layer: int) -> int:
+        """Return the degree for which the weights of a layer are released on a device."""
+        shards, held = self.released(layer, self.dims.max_tp), self._shards[device]
+        missing = [shard for shard in shards if (shard.spec.name, self._shard_on(shard, device)) not in held]
+        return max((shard.degree for shard in missing), default=1)
+
     def _forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on the devices of a group, including its views as extents."""
+        """Drop all cached arrays of a parameter on the devices of a group, including arrays that serve as KV cache."""
         self._views.forget_parameter(group, layer, name)
         if layer is not None:
             every = enumerate(self.released(layer, self.dims.max_tp))
@@ -388,7 +406,7 @@ class WeightStore(WeightLayout):
         return next(shards[(name, index)] for shards in self._shards if (name, index) in shards)
 
     def release_all(self) -> None:
-        """Drop all buffers and views."""
+        """Drop all buffers, and all arrays that share the buffers."""
         self._views.clear()
         for buffers in self._shards:
             buffers.clear()

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.transform import merge_split
-from amoeba_jax.transform.movers import InPlaceMover, Plan, Restored, Tables, _put_ids, _sources
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform import relayout_plan
+from amoeba_jax.transform.movers import InPlaceMover, MovePlan, Restored, Tables, _put_ids, _sources
+from amoeba_jax.transform.relayout import Relayout
 from amoeba_jax.weights.loading import _ALIGNMENT, _misaligned, put
 from amoeba_jax.weights.store import WeightStore
 from kvcache.migration import Phase, _phases
@@ -35,18 +35,18 @@ def baseline(variant: str) -> Iterator[None]:
 
     Enter and leave the block while no transformation runs.
     """
-    hand_over = Transition.hand_over
+    hand_over = Relayout.hand_over
 
-    def with_weights(transition: Transition, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
+    def with_weights(transition: Relayout, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
         mover = transition._mover
         assert isinstance(mover, CopyMover | HostMover)
         return hand_over(transition, layer, kv) + mover.renew(layer)
 
-    merge_split.InPlaceMover, Transition.hand_over = MOVERS[variant], with_weights
+    relayout_plan.InPlaceMover, Relayout.hand_over = MOVERS[variant], with_weights
     try:
         yield
     finally:
-        merge_split.InPlaceMover, Transition.hand_over = InPlaceMover, hand_over
+        relayout_plan.InPlaceMover, Relayout.hand_over = InPlaceMover, hand_over
 
 
 class CopyMover(InPlaceMover):
@@ -82,17 +82,17 @@ class CopyMover(InPlaceMover):
             extra = max(extra, *both)
         return extra
 
-    def plan(self, old: Tables, new: Tables) -> Plan:
+    def plan(self, old: Tables, new: Tables) -> MovePlan:
         programs = self._programs
         source, target = all_pieces(old, new)
         if not len(source):
             self._phase = None
-            return Plan(0, 0)
+            return MovePlan(0, 0)
         between = np.bincount(source[:, 0] * programs.group.tp + target[:, 0])
         if (needed := int(between.max())) > self._max_pieces:
             self.prepare(needed)
         self._phase = _put_ids(programs, single_phase(source, target, programs.group.tp, self._max_pieces))
-        return Plan(num_changed(source, target), 1)
+        return MovePlan(num_changed(source, target), 1)
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
         programs = self._programs
@@ -125,9 +125,9 @@ class HostMover(InPlaceMover):
         specs = [shard.spec for shard in self._weights.released(0, self._programs.dims.max_tp)]
         return max((spec.num_elements // spec.num_shards * itemsize for spec in specs), default=0)
 
-    def plan(self, old: Tables, new: Tables) -> Plan:
+    def plan(self, old: Tables, new: Tables) -> MovePlan:
         self._source, self._target = all_pieces(old, new)
-        return Plan(num_changed(self._source, self._target), 1)
+        return MovePlan(num_changed(self._source, self._target), 1)
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
         group = self._programs.group

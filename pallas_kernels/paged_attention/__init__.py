@@ -1,4 +1,4 @@
-"""Paged attention over the header-centric KV cache."""
+"""Paged attention over a KV cache whose pages store heads first (header-centric)."""
 
 from pallas_kernels.paged_attention.api import Implementation, paged_attention
 from pallas_kernels.paged_attention.base import Options, PageTable, reference_paged_attention

@@ -1,4 +1,4 @@
-"""Paged attention over header-centric extents: one signature, several implementations."""
+"""Paged attention over one or several KV buffers. One function chooses between several implementations."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Implementation = Literal["auto", "mosaic_gpu", "xla", "reference"]
 
 
 def _mosaic_gpu_paged_attention(*args: Any, **kwargs: Any) -> jax.Array:
-    """Call the GPU kernel. Import it on the first call, because importing Mosaic takes long."""
+    """Call the GPU kernel. The kernel's module is imported here, because importing Mosaic takes long."""
     from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 
     return mosaic_gpu_paged_attention(*args, **kwargs)
@@ -50,15 +50,16 @@ def paged_attention(
     implementation: Implementation = "auto",
     debug: bool = False,
 ) -> Float[Array, "B T H h"]:
-    """Compute causal attention of new tokens over the paged cache, which must already hold the tokens' keys and values.
+    """Compute causal attention of new tokens over the paged cache.
 
-    T = 1 is decode, T > 1 a chunk of prefill. Query head i uses KV head `i // (H // K)`. Sums are in f32.
+    The cache must already hold the keys and values of the new tokens. T is the number of new tokens of each sequence: 1
+    for a decode, more for a chunk of a prompt. Query head i uses KV head `i // (H // K)`. Sums are in f32.
 
     Args:
         queries: queries after rotary embedding; f32, bf16 or f16.
-        extents: pages `[pages, K, 2, S, h]` (header-centric; index 0 keys, 1 values), one array for each extent, with
-            the dtype of the queries or fp8 (e4m3fn, e5m2).
-        tables: pages of each extent that the sequences use, with their logical positions.
+        extents: KV buffers (extents) of pages, each `[pages, K, 2, S, h]` with keys at index 0 and values at index 1.
+            Their dtype is the dtype of the queries, or fp8 (e4m3fn, e5m2).
+        tables: for each extent, the pages that the sequences use, with the positions of the pages in the sequences.
         query_positions: position of each query in its sequence. -1 marks padding, whose output is zero.
         scale: factor on the scores, usually `h ** -0.5`.
         sliding_window: number of positions that a query sees, including its own. None: no limit.
@@ -66,14 +67,14 @@ def paged_attention(
         sinks: one extra score for each query head, which takes part in the softmax but has no value.
         kv_scales: factors on the stored keys (row 0) and values (row 1) of each KV head.
         stride_order: permutation that transposes an extent to `[pages, K, 2, S, h]`: the value of a `PageLayout`.
-        implementation: implementation to use. `auto`: `mosaic_gpu` on a Hopper GPU if this kernel supports the call,
-            and `xla` in all other cases. If `auto` chooses `xla` on a GPU, the reason is logged.
-        debug: also check the contents of the tables, on the host. Slow.
+        implementation: implementation to use. `auto` chooses `mosaic_gpu` on a Hopper GPU if this kernel supports the
+            call, and `xla` in all other cases. If `auto` chooses `xla` on a GPU, the reason is logged.
+        debug: whether to check the contents of the tables too, on the host. This is slow.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, the implementation is unknown, or `mosaic_gpu` is
             given and does not support the call. With `debug`, also if a page is out of range or a position occurs
-            twice. Inside `jit`, these contents raise a run-time error of JAX instead, before attention starts.
+            twice. Inside `jit`, JAX raises a run-time error for bad contents instead.
     """
     options = Options(scale, sliding_window, soft_cap, sinks, kv_scales, tuple(stride_order))
     check_arguments(queries, extents, tables, query_positions, options)
@@ -105,7 +106,7 @@ def paged_attention(
 
 
 def _not_hopper(device: Any) -> str | None:
-    """Return the reason why the kernel does not run on a device, or None for a Hopper GPU."""
+    """Return the reason why the GPU kernel does not run on a device, or None for a Hopper GPU."""
     capability = getattr(device, "compute_capability", "")
     if capability.startswith("9."):
         return None

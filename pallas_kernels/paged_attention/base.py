@@ -1,7 +1,7 @@
-"""Semantics of paged attention, with a plain reference implementation.
+"""Definition of paged attention, with a plain reference implementation.
 
-Letters: B sequences, T query tokens of each, H query heads, K KV heads, h head size, P pages of an extent, S page size,
-W width of a block table.
+Letters: B sequences, T query tokens of each, H query heads, K KV heads, h head size, P pages of an extent (KV buffer),
+S page size, W width of a block table.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 
 
 class PageTable(NamedTuple):
-    """Pages of one extent that a batch of sequences uses, packed to the left.
+    """Pages of one KV buffer (extent) that a batch of sequences uses. Entries are packed to the left.
 
     Attributes:
         page_ids: `[B, W]` index of the page in its extent.
@@ -38,9 +38,9 @@ class Options:
         scale: factor on the scores, usually `h ** -0.5`.
         sliding_window: number of positions that a query sees, including its own. None: no limit.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before masks and sinks (Gemma 2). None: unchanged.
-        sinks: `[H]` one extra score for each query head, without a value (gpt-oss).
+        sinks: `[H]` one extra score for each query head, which takes part in the softmax but has no value (gpt-oss).
         kv_scales: f32 `[2, K]` factors on stored keys and values of each KV head (fp8 caches).
-        stride_order: memory order of the extents, the value of a `PageLayout`.
+        stride_order: memory order of the KV pages, the value of a `PageLayout`.
     """
 
     scale: float

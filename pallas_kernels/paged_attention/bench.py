@@ -2,9 +2,10 @@
 
     python -m pallas_kernels.paged_attention.bench [--json results.json] [--quick]
 
-On a Hopper GPU it compares the kernel with XLA, JAX's own kernel and cuDNN. It also measures copy bandwidth and the
-rate of matrix products. On CPU it compares the XLA implementation with two others: attention that gathers all pages
-first, and attention over a dense cache. It prints Markdown tables. Compared calls run in turns.
+On a Hopper GPU, the benchmark compares the kernel with XLA, JAX's own kernel and cuDNN. It also measures the bandwidth
+of copies and the rate of matrix products. On CPU, the benchmark compares the XLA implementation with attention that
+gathers all pages first, and with attention over a dense cache. It prints Markdown tables. Calls that are compared run
+in turns.
 """
 
 import argparse
@@ -29,9 +30,9 @@ MEMORY = "memory alone (copy on a GPU, read on CPU)"
 
 @dataclass(frozen=True)
 class Row:
-    """Measurement of a call: name, median seconds, bytes to move and operations to do.
+    """Result of measuring a call: name, median seconds, bytes to move and operations to do.
 
-    A count of 0 is not meaningful.
+    A count of 0 means that the number is not meaningful.
     """
 
     name: str
@@ -42,15 +43,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """Device of the run.
+    """Device that is measured, and sizes that suit it.
 
     Attributes:
         device: name of the device.
-        gpu: True for a GPU.
+        gpu: whether the device is a GPU.
         kernel: implementation of paged attention to measure.
         dtype: dtype of queries and cache.
         probe_bytes: bytes of the call that measures memory bandwidth.
-        flop_rate: operations per second of a matrix product.
+        flop_rate: floating-point operations per second of a matrix product.
         budget_s: seconds for the measurement of each comparison.
     """
 
@@ -64,10 +65,10 @@ class Machine:
 
 
 def attention(workload: Workload, machine: Machine, implementation: str, **options: Any) -> Callable[[], jax.Array]:
-    """Return a function that runs `paged_attention`, compiled, on a workload.
+    """Return a function that runs compiled `paged_attention` on a workload.
 
-    `options` are keyword arguments of `Workload.make` or of `paged_attention`. A `layout` also sets the `stride_order`
-    of `paged_attention`.
+    `options` are keyword arguments of `Workload.make` or of `paged_attention`. The option `layout` also sets the
+    `stride_order` of `paged_attention`.
     """
     made = {name: options.pop(name) for name in ("extents", "scattered", "kv_dtype", "layout") if name in options}
     arguments = workload.make(machine.dtype, **made)
@@ -131,13 +132,13 @@ def jax_kernel(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
 def rows_of(
     machine: Machine, calls: dict[str, Callable[[], Callable[[], Any]]], num_bytes: int, flops: int
 ) -> list[Row]:
-    """Measure calls in turns and return a row for each. Calls that fail are printed and left out.
+    """Measure calls in turns, and return a row for each. Calls that fail are printed and left out.
 
     Args:
         machine: device of the run.
-        calls: functions by name. Each prepares a workload and returns the call to measure.
+        calls: functions by name. Each function prepares a workload and returns the call to measure.
         num_bytes: bytes that a call must move. If not 0, a row for memory bandwidth is added.
-        flops: operations of a call.
+        flops: floating-point operations of a call.
     """
     ready = {}
     for name, make in calls.items():
@@ -176,7 +177,7 @@ def prefill(machine: Machine, workload: Workload) -> list[Row]:
 
 
 def variants(machine: Machine, workload: Workload) -> list[Row]:
-    """Measure the cost of extents, memory orders and options."""
+    """Measure the cost of attention with several KV buffers, other memory orders and options."""
     one = partial(attention, workload, machine, machine.kernel)
     heads = workload.kv_heads * workload.group
     calls: dict[str, Callable[[], Callable[[], Any]]] = {"1 extent": one}
@@ -260,7 +261,7 @@ def measure_machine(quick: bool) -> Machine:
 def run(quick: bool) -> dict[str, Any]:
     """Run and print all comparisons. Return their results as a dict for JSON.
 
-    `quick` uses tiny workloads, whose figures mean nothing.
+    `quick` uses tiny workloads. Their times mean nothing.
     """
     machine = measure_machine(quick)
     print(f"{machine.device}, JAX {jax.__version__}, Python {platform.python_version()}, {jnp.dtype(machine.dtype)}")

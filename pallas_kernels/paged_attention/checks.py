@@ -123,8 +123,8 @@ def checked_tables(
 ) -> Sequence[PageTable]:
     """Check the tables with `check_tables` and return them.
 
-    Inside `jit`, the check runs on the host, and attention starts after the check. If the check fails, the caller gets
-    a run-time error of JAX with the same message.
+    Inside `jit`, the check runs on the host before attention starts. If the check fails, the caller gets a run-time
+    error of JAX with the same message.
     """
     leaves: list[Any] = [*(field for table in tables for field in table), query_positions]
     if not any(isinstance(leaf, Tracer) for leaf in leaves):

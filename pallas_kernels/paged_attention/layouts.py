@@ -1,8 +1,8 @@
-"""Memory orders of the pages of an extent.
+"""Memory orders of KV pages.
 
 Attention indexes the logical axes `[page, KV head, keys/values, token, element]`. A *stride order* is the permutation
-such that `physical.transpose(stride_order)` has these axes. In header-centric order, which the engine uses, the share
-of a head in a page is contiguous. The other two orders exist to measure their cost.
+such that `physical.transpose(stride_order)` has these axes. The engine uses the header-centric order, in which the part
+of a page that belongs to one head is contiguous. The other two orders exist to measure their cost.
 """
 
 import enum
@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 
 
 class PageLayout(enum.Enum):
-    """Memory order of the pages of an extent. The value of a member is its stride order."""
+    """Memory order of KV pages. The value of a member is its stride order, a permutation of the axes."""
 
     HEADER_CENTRIC = (0, 1, 2, 3, 4)
     """`[page, KV head, keys/values, token, element]`"""
@@ -34,23 +34,26 @@ class PageLayout(enum.Enum):
 
     @property
     def heads_inside_tokens(self) -> bool:
-        """Whether the heads of each token are contiguous. If False, the tokens of each head are contiguous."""
+        """Whether all heads of a token are contiguous. If False, all tokens of a head are contiguous."""
         return self is not PageLayout.HEADER_CENTRIC
 
     def logical_shape(self, physical: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the logical shape `[pages, K, 2, S, h]` of an array that has the shape `physical` in this order."""
+        """Convert a shape in this memory order to the logical shape `[pages, K, 2, S, h]`."""
         return tuple(physical[axis] for axis in self.value)
 
     def physical_shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in memory of an array in this order. `logical` is its shape `[pages, K, 2, S, h]`."""
+        """Convert the logical shape `[pages, K, 2, S, h]` to a shape in this memory order."""
         return tuple(logical[self.value.index(axis)] for axis in range(5))
 
     def physical(self, logical: Shaped[jax.Array, "P K two S h"]) -> jax.Array:
-        """Convert an array with logical axes to this order. This copies the array, except in header-centric order."""
+        """Convert an array with logical axes to this memory order.
+
+        This copies the array, except in header-centric order.
+        """
         return logical.transpose([self.value.index(axis) for axis in range(5)])
 
     def rows(self, extent: jax.Array, piece_tokens: int) -> jax.Array:
-        """Reshape an extent to rows, without a copy. Each row is a piece of a page with `piece_tokens` tokens.
+        """Reshape a KV buffer to rows, without a copy. Each row holds `piece_tokens` tokens of one page.
 
         In header-centric order, a row has the keys or values of one head: `[rows, piece_tokens, h]`. In the other
         orders, a row has the keys or values of all heads: `[rows, piece_tokens, K, h]`.
@@ -70,15 +73,15 @@ class PageLayout(enum.Enum):
         kv_heads: int,
         pieces: int,
     ) -> jax.Array:
-        """Return the index, in the result of `rows`, of the row that holds the keys or the values of a piece of a page.
+        """Return the index of a row in the result of `rows`: the row with the keys or the values of a piece of a page.
 
         Args:
-            page: index of the page in its extent.
+            page: index of the page in its buffer.
             head: KV head. Used only in header-centric order.
             kv: 0 for keys, 1 for values.
             piece: index of the piece in the page.
-            num_rows: number of rows of the extent.
-            kv_heads: K.
+            num_rows: number of rows of the buffer.
+            kv_heads: number of KV heads.
             pieces: number of pieces of a page.
         """
         if self is PageLayout.HEADER_CENTRIC:

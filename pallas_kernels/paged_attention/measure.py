@@ -1,4 +1,4 @@
-"""Workloads for measuring paged attention, and timing of calls in turns."""
+"""Workloads for measuring paged attention, and timing of several calls that run in turns."""
 
 import time
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from pallas_kernels.paged_attention.tuning import KernelShape
 
 @dataclass(frozen=True)
 class Workload:
-    """Batch of sequences of equal length. The last `queries` tokens of each sequence are new.
+    """Batch of sequences of equal length, for one call of attention. Each sequence ends with `queries` new tokens.
 
     Attributes:
         batch: number of sequences.
         tokens: tokens of each sequence, including the new ones.
         queries: new tokens of each sequence.
-        kv_heads: K.
+        kv_heads: number of KV heads.
         group: query heads for each KV head.
-        head_dim: h.
-        page_size: S.
+        head_dim: elements of a head.
+        page_size: tokens in a page.
     """
 
     batch: int
@@ -47,11 +47,11 @@ class Workload:
 
     @property
     def pages(self) -> int:
-        """Pages of a sequence."""
+        """Number of KV pages of each sequence."""
         return -(-self.tokens // self.page_size)
 
     def kernel_shape(self, kv_itemsize: int = 2) -> KernelShape:
-        """Return the `KernelShape` that selects the sizes of the GPU kernel, for a cache in one extent."""
+        """Return the shape by which the GPU kernel chooses its block sizes, for a cache in one buffer."""
         return KernelShape(
             batch=self.batch,
             kv_heads=self.kv_heads,
@@ -67,7 +67,7 @@ class Workload:
         return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * itemsize
 
     def flops(self) -> int:
-        """Return the floating-point operations of both matrix products. Only keys that a query attends to count."""
+        """Return the floating-point operations of both matrix products of attention. Only visible keys count."""
         before = self.tokens - self.queries
         keys = self.queries * before + self.queries * (self.queries + 1) // 2
         return 4 * self.batch * self.kv_heads * self.group * self.head_dim * keys
@@ -81,10 +81,11 @@ class Workload:
         scattered: bool = True,
         layout: PageLayout = PageLayout.HEADER_CENTRIC,
     ) -> tuple[jax.Array, list[jax.Array], list[PageTable], jax.Array]:
-        """Return queries, extents, tables and query positions, with random contents and random page ids.
+        """Return `(queries, extents, tables, query_positions)` with random contents and random page ids.
 
-        If there are several extents and `scattered` is True, consecutive pages of a sequence are in different extents.
-        If `scattered` is False, all pages of a sequence are in one extent.
+        Extents are KV buffers, and tables are the page tables of the extents. If there are several extents and
+        `scattered` is True, consecutive pages of a sequence are in different extents. If `scattered` is False, all
+        pages of a sequence are in one extent.
         """
         random = np.random.default_rng(0)
         key = jax.random.key(0, impl="rbg")  # The default compiles for seconds, for each shape.
@@ -110,8 +111,8 @@ class Workload:
 def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
     """Return the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all calls.
 
-    After a warm-up, as many rounds run as fit in `budget_s`, at least 5 and at most 50. In each round, a call of less
-    than a millisecond is launched ten times in a row.
+    After a warm-up, there are as many rounds as fit in `budget_s` seconds, but from 5 to 50 rounds. In each round, a
+    call of less than a millisecond is launched ten times in a row.
     """
     repeats, round_s = {}, 0.0
     for name, call in calls.items():
@@ -135,7 +136,7 @@ def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[
 
 
 def memory_probe(num_bytes: int) -> tuple[Callable[[], Any], int]:
-    """Return a function whose time is limited by memory bandwidth, and the number of bytes that one call moves.
+    """Return `(function, bytes)`: a function limited by memory bandwidth, and the bytes that one call of it moves.
 
     On a GPU, the function copies memory. On CPU, it reads memory on all cores.
     """

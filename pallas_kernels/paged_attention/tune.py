@@ -1,4 +1,4 @@
-"""Tuner of the GPU kernel: measure launch sizes on the local device and write the fastest into a tuning table.
+"""Tuner of the GPU kernel: measures launch sizes on the local device, and writes the fastest into a tuning table.
 
     python -m pallas_kernels.paged_attention.tune [--quick]
 
@@ -34,7 +34,7 @@ HEAD_SIZES = (64, 128, 256)
 
 
 def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
-    """Yield the sizes to measure, beginning with the default sizes. All sizes fit into shared memory.
+    """Yield the launch sizes to measure, beginning with the default sizes. All sizes fit into shared memory.
 
     `processors` is the number of streaming multiprocessors of the device.
     """
@@ -55,10 +55,10 @@ def candidates(shape: KernelShape, processors: int) -> Iterator[KernelConfig]:
 
 
 def best(shape: KernelShape, processors: int, time_s: Callable[[KernelConfig], float]) -> tuple[KernelConfig, float]:
-    """Return the fastest candidate and its seconds. `time_s` measures a candidate.
+    """Return the fastest launch sizes and their time in seconds. `time_s` measures a candidate.
 
-    First, all candidates with the default number of splits are measured. Then, other numbers of splits are measured for
-    the fastest of these candidates.
+    First, all candidates with the default number of splits of the keys are measured. Then, other numbers of splits are
+    measured for the fastest of these candidates.
     """
     default = default_config(shape, processors)
     all_of_them = list(candidates(shape, processors))
@@ -78,7 +78,7 @@ def tune(
     time_s: Callable[[Workload, KernelConfig], float],
     about: dict[str, str],
 ) -> None:
-    """Find the best sizes for each workload and write them to `path`.
+    """Find the fastest launch sizes for each workload, and write them to `path`.
 
     Args:
         path: file of the tuning table.

@@ -1,6 +1,7 @@
-"""Sizes of a launch of the GPU kernel, from a measured table of the device kind or, without a table, by rule.
+"""Sizes of a launch of the GPU kernel. They come from a measured table, or from a rule if there is no table.
 
-`python -m pallas_kernels.paged_attention.tune` measures on the device and writes `tables/<device kind>.json`.
+There is a table for each kind of device, `tables/<device kind>.json`. `python -m pallas_kernels.paged_attention.tune`
+measures on the local device and writes the table of its kind.
 """
 
 import json
@@ -22,16 +23,16 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Sizes of a launch.
+    """Sizes of a launch of the GPU kernel. `mosaic_gpu.kernel` defines stages and items.
 
     Attributes:
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages of shared memory; with `split_keys` a multiple of `warpgroups`.
         warpgroups: computing warpgroups, 1 or 2.
-        split_keys: True: the warpgroups share 64 query rows and take stages in turn. False: each warpgroup has its own
-            64 rows.
+        split_keys: whether the warpgroups share 64 query rows and take stages in turn. False: each warpgroup has its
+            own 64 rows.
         splits: number of parts into which the keys of a sequence are divided.
-        thread_blocks: number of thread blocks, which take items (`mosaic_gpu.kernel`) in turn.
+        thread_blocks: number of thread blocks, which take items in turn.
 
     Raises `ValueError` if a size is not supported.
     """
@@ -59,10 +60,10 @@ class KernelShape:
     """Sizes of a call of attention that determine the sizes of the kernel.
 
     Attributes:
-        batch: B.
-        kv_heads: K.
-        head_dim: h.
-        page_size: S.
+        batch: number of sequences.
+        kv_heads: number of KV heads.
+        head_dim: elements of a head.
+        page_size: tokens in a page.
         rows: query rows of a KV head in a sequence: `T * H / K`.
         kv_itemsize: bytes of an element of the cache.
         max_tokens: maximum number of keys of a sequence, from the widths of the page tables.
@@ -87,7 +88,7 @@ class KernelShape:
 
 
 def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
-    """Return the bytes of shared memory of a thread block. Sinks are included, barriers are not."""
+    """Return the bytes of shared memory that a thread block needs, including sinks but not barriers."""
     h, groups, converts = shape.head_dim, config.warpgroups, shape.kv_itemsize == 1
     parts = 1 if config.split_keys else groups
     queries = parts * _ROWS * (2 * h + 8)
@@ -99,13 +100,16 @@ def shared_bytes(shape: KernelShape, config: KernelConfig) -> int:
 
 
 def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
-    """Return the measured sizes of the most similar shape in the table of the device kind, or the default sizes.
+    """Return the measured sizes for the most similar shape in the table of the device.
 
-    The default sizes are used in three cases: there is no GPU or no table; no entry has the same phase (prefill or
-    decode), head size and element size of the cache; or the measured sizes need too much shared memory for this shape.
+    The default sizes are returned in three cases:
 
-    Similar shapes may still differ in page size and in amount of work. If these differences together reach a factor of
-    2, the number of splits is computed by rule.
+    * There is no GPU or no table.
+    * No entry has the same phase (prefill or decode), head size and element size of the cache.
+    * The measured sizes need too much shared memory for this shape.
+
+    The most similar shape may still differ in page size and in amount of work. If these differences together reach a
+    factor of 2, the number of splits is computed by rule.
     """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)
@@ -142,7 +146,10 @@ def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> 
 
 
 def _splits(shape: KernelShape, config: KernelConfig, processors: int) -> int:
-    """Return the number of splits that keeps all processors busy. Each split has at least four blocks of keys."""
+    """Return the number of parts (splits) of the keys that keeps all processors busy.
+
+    Each split has at least four blocks of keys.
+    """
     longest = shape.max_tokens // (4 * config.block_tokens)
     return max(1, min(processors // shape.tiles(config), longest))
 

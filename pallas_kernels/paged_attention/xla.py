@@ -1,7 +1,7 @@
 """Paged attention in plain XLA operations, for CPU and for all calls that the GPU kernel does not support.
 
-The softmax runs online over blocks of pages: each block is gathered, used and discarded, so the working set stays in
-cache. One loop reads the first extent, and a second loop reads all other extents.
+The softmax runs online over blocks of pages. Each block is gathered, used and discarded, so that the data in use stay
+in the CPU cache. One loop reads the first KV buffer (extent), and a second loop reads all other extents.
 
 The number of iterations of a loop is computed at run time, from the sequence with the most pages in the extents of the
 loop. One executable therefore serves every context length, and unused table entries cost nothing.
@@ -20,11 +20,12 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 
 
 def block_tokens(batch: int, kv_heads: int) -> int:
-    """Return the number of tokens of each sequence to gather in one iteration.
+    """Return the number of tokens of each sequence that one iteration of `xla_paged_attention` gathers.
 
-    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. The best size was measured for
-    decode on 2 cores (f32, head size 64, 2,048 tokens): 32 tokens for 16 sequences with 8 KV heads, and 128 tokens for
-    8 sequences with 4 KV heads. Larger blocks are not used, because short contexts would waste most of a block.
+    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. Best sizes were measured for
+    decode on 2 cores (f32, head size 64, 2,048 tokens). For 16 sequences with 8 KV heads, the best size is 32 tokens.
+    For 8 sequences with 4 KV heads, it is 128 tokens. Blocks above 128 tokens are not used, because short contexts
+    would waste most of a block.
     """
     return min(128, max(32, 4096 // (batch * kv_heads)))
 
@@ -36,7 +37,7 @@ def xla_paged_attention(
     query_positions: Int32[Array, "B T"],
     options: Options,
 ) -> Float[Array, "B T H h"]:
-    """Compute the result of `reference_paged_attention` block by block. Sums are in f32."""
+    """Compute the result of `reference_paged_attention`, one block of pages at a time. Sums are in f32."""
     batch, length, heads, head_dim = queries.shape
     kv_heads = PageLayout.of(options.stride_order).logical_shape(extents[0].shape)[1]
     group = heads // kv_heads
@@ -65,21 +66,23 @@ def xla_paged_attention(
 
 
 class _Pages(NamedTuple):
-    """Pages of each sequence in several extents: the page tables of the extents side by side."""
+    """Pages of each sequence in several KV buffers (extents): their page tables side by side."""
 
     ids: Int32[Array, "B columns"]
     """Page ids of all tables. A page id is the index of the page in its extent."""
     positions: Int32[Array, "B columns"]
     """Logical positions of these pages."""
     ends: Int32[Array, "B extents"]
-    """For each extent, number of pages of a sequence in this extent and all earlier extents together."""
+    """For each extent: number of pages of a sequence in this extent and all earlier extents together."""
     offsets: Int32[Array, "B extents"]
-    """For each extent, number to add to the index of a page among all pages of its sequence to get its column in `ids`.
+    """For each extent: the offset in `column of a page in ids = number of the page + offset`.
+
+    Pages of a sequence are numbered through all extents, without padding.
     """
 
     @classmethod
     def of(cls, tables: Sequence[PageTable], block: int) -> "_Pages":
-        """Concatenate the tables of the extents, padded to whole blocks of `block` pages."""
+        """Concatenate the tables of several KV buffers. The result is padded to whole blocks of `block` pages."""
         widths = [table.page_ids.shape[1] for table in tables]
         counts = jnp.stack([table.num_pages for table in tables], axis=1)
         ends = jnp.cumsum(counts, axis=1)
@@ -90,9 +93,9 @@ class _Pages(NamedTuple):
         return cls(ids, positions, ends, starts - (ends - counts))
 
     def block(self, index: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the extent, id and position of each page of block `index`, each as an array `[B, size]`.
+        """Return `(extents, ids, positions)` of the pages in block `index`, each an array `[B, size]`.
 
-        Position -1 marks padding.
+        `extents` has the index of the KV buffer of each page. Position -1 marks padding.
         """
         place = jnp.broadcast_to(index * size + jnp.arange(size, dtype=jnp.int32), (self.ids.shape[0], size))
         if self.ends.shape[1] == 1:  # same result as below, faster
@@ -114,13 +117,13 @@ def _accumulate(
     query_positions: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Continue the online softmax over the pages of some extents. Return the new state.
+    """Continue the online softmax over the pages of some KV buffers (extents). Return the new state.
 
     Args:
         carry: f32 state of the softmax: weighted sum of values `[B, K, T * H / K, h]`, maximum score so far and sum of
             weights, each `[B, K, T * H / K]`.
-        rows: queries `[B, K, T * H / K, h]`: the queries of a KV head are the rows of one matrix.
-        extents: pages of each extent.
+        rows: queries `[B, K, T * H / K, h]`. All queries of a KV head are rows of one matrix.
+        extents: KV buffers of pages.
         tables: pages of the sequences in each extent.
         query_positions: `[B, T]` position of each query; -1 for padding.
         options: options of attention.

@@ -12,10 +12,10 @@ def draw_arrivals(
     count: int | None,
     duration_s: float | None,
 ) -> np.ndarray:
-    """Draw ascending arrival times, in seconds.
+    """Draw random arrival times of requests, in seconds and in ascending order.
 
     Args:
-        rate: mean number of requests per second. At an infinite rate, all requests arrive at 0.
+        rate: mean number of requests per second. At an infinite rate, all requests arrive at time 0.
         burstiness: shape of the gamma distribution of the intervals between arrivals. 1: a Poisson process; below 1:
             burstier; infinity: equal intervals.
         count: maximum number of requests. Required if `rate` is infinite.

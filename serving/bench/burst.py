@@ -12,10 +12,9 @@ LOW, HIGH = "low", "high"
 
 
 def read_rates(name: str, text: str) -> tuple[float, float]:
-    """Return the lowest and the highest rate in a text such as "2:5".
+    """Return the lowest and the highest request rate in a text such as "2:5". A single number gives equal rates.
 
-    A text with one number, such as "4", has equal rates. Raises `ConfigError` for an invalid text. `name` is the name
-    of the setting in the error message.
+    Raises `ConfigError` for an invalid text. `name` is the name of the setting in the error message.
     """
     parts = text.split(":")
     try:
@@ -39,9 +38,10 @@ def draw_phases(
     most: int | None,
     duration_s: float | None,
 ) -> Iterator[tuple[float, str]]:
-    """Yield ascending arrival times in seconds, each with the kind of its phase (`LOW` or `HIGH`).
+    """Yield `(arrival_s, phase)` for each request, in the order of arrival. `phase` is `LOW` or `HIGH`.
 
-    The first phase is low, the second is high, and so on. The rate of each phase is drawn uniformly between two limits.
+    `arrival_s` is in seconds. The first phase is low, the second is high, and so on. Each phase has its own rate, drawn
+    uniformly between the lowest and the highest rate of its kind.
 
     Args:
         low: lowest and highest rate of low phases, in requests per second.

@@ -1,4 +1,4 @@
-"""Samples of a server's instances during a run."""
+"""Samples of a server's instances (serving replicas) during a benchmark run."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from amoeba_jax.client import AsyncClient, Cluster
 
 @dataclass(frozen=True)
 class Sample:
-    """Instances and queue of a server at time `time_s`, in seconds since the start of the run."""
+    """Instances (serving replicas) and queue of a server at time `time_s`, in seconds since the start of the run."""
 
     time_s: float
     devices: tuple[tuple[int, ...], ...]
@@ -22,7 +22,7 @@ class Sample:
     """Number of requests in the queue."""
 
     def devices_by_degree(self) -> dict[int, int]:
-        """Return the number of devices whose instances have each degree."""
+        """Return the number of devices in instances of each tensor-parallel degree."""
         counts: dict[int, int] = {}
         for devices, degree in zip(self.devices, self.degrees, strict=True):
             counts[degree] = counts.get(degree, 0) + len(devices)
@@ -31,24 +31,26 @@ class Sample:
 
 @dataclass
 class ClusterWatch:
-    """Samples of a server's instances, received from `AdminService.WatchCluster`."""
+    """Samples of a server's instances, received from `AdminService.WatchCluster` during a run."""
 
     samples: list[Sample] = field(default_factory=list)
     problem: str | None = None
     """Reason why no further samples arrive, such as a status of the server. None: samples still arrive."""
 
     def end_s(self, duration_s: float) -> float:
-        """Return the end of the time with samples, in seconds.
+        """Return the time up to which the samples describe the run, in seconds from its start.
 
-        This is `duration_s`, or the time of the last sample if sampling has failed.
+        This is `duration_s`, the duration of the run. If sampling has failed, it is the time of the last sample.
         """
         return duration_s if self.problem is None else max((sample.time_s for sample in self.samples), default=0.0)
 
     async def follow(self, client: AsyncClient, interval_s: float, clock: Callable[[], float]) -> None:
-        """Add samples until the task is cancelled or the server ends its stream. In the second case, set `problem`.
+        """Add samples until this task is cancelled, or until the server's stream ends.
+
+        If the stream ends, set `problem`.
 
         Args:
-            interval_s: seconds between samples; 0: no samples.
+            interval_s: seconds between samples. 0: no samples are taken, and `problem` is set.
             clock: function that returns the seconds since the start of the run.
         """
         if interval_s == 0:
@@ -63,7 +65,7 @@ class ClusterWatch:
 
 
 def read_sample(cluster: Cluster, time_s: float) -> Sample:
-    """Convert the state of a cluster into a sample, with instances in the order of their devices."""
+    """Convert the state of a server to a sample. Instances are ordered by their devices."""
     instances = sorted(cluster.instances, key=lambda instance: instance.devices)
     return Sample(
         time_s,
@@ -74,13 +76,13 @@ def read_sample(cluster: Cluster, time_s: float) -> Sample:
 
 
 def changes_of(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the first sample, and each sample whose instances differ from the instances of the previous sample."""
+    """Return the first sample, and each sample with other instances than the sample before it."""
     changed = [after for before, after in pairwise(samples) if after.devices != before.devices]
     return [*samples[:1], *changed]
 
 
 def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Return `(merges, splits)`: the number of merges and the number of splits between consecutive samples."""
+    """Return `(merges, splits)`: how often instances merged and split between consecutive samples."""
     merges = splits = 0
     for before, after in pairwise(samples):
         merges += _joined(before.devices, after.devices)
@@ -89,15 +91,16 @@ def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
 
 
 def _joined(parts: Iterable[tuple[int, ...]], wholes: Iterable[tuple[int, ...]]) -> int:
-    """Count the elements of `wholes` that consist of several elements of `parts`."""
+    """Count the device groups in `wholes` that each contain several device groups of `parts`."""
     part_sets = [set(devices) for devices in parts]
     return sum(sum(part < set(whole) for part in part_sets) > 1 for whole in wholes)
 
 
 def device_seconds(samples: Sequence[Sample], end_s: float) -> dict[int, float]:
-    """Return the device seconds until `end_s`, by degree.
+    """Return how many seconds devices spent in instances of each tensor-parallel degree, until `end_s`.
 
-    A sample describes the time until the next sample. The first sample also describes the time before it.
+    The seconds of all devices are added. A sample counts for the time until the next sample. The first sample also
+    counts for the time before it.
     """
     totals: dict[int, float] = {}
     for place, sample in enumerate(samples):

@@ -1,4 +1,4 @@
-"""Sender of planned requests. It records the times and tokens of each request."""
+"""Load generator: sends planned requests, and records the times and tokens of each request."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ class Outcome(StrEnum):
 
 @dataclass
 class Record:
-    """Record of a request. Times are in seconds since the start of the run."""
+    """Times and tokens of one request. Times are in seconds since the start of the run."""
 
     request: PlannedRequest
     arrival_s: float
@@ -79,12 +79,12 @@ class Record:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds from arrival to sending; None if the request was not sent."""
+        """Seconds from `arrival_s` to sending; None if the request was not sent."""
         return None if self.start_s is None else self.start_s - self.arrival_s
 
 
 class Load:
-    """Run of requests against one server."""
+    """Run of a benchmark's requests against one server."""
 
     def __init__(self, client: AsyncClient, model: ModelInfo, config: LoadConfig):
         self._client, self._model, self._config = client, model, config
@@ -103,12 +103,14 @@ class Load:
         stop: asyncio.Event,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> float:
-        """Send each request at its time, and wait until all requests end. Return the seconds of the run. Call it once.
+        """Send each request at its arrival time, and wait until all requests have ended.
+
+        Return the duration of the run in seconds. Call this method only once.
 
         Args:
             requests: requests in the order of arrival.
-            stop: event that ends the run: running requests are cancelled, and no further requests are sent.
-            on_end: function that gets the record of each finished or failed request.
+            stop: event that ends the run. Running requests are then cancelled, and no further requests are sent.
+            on_end: function that is called with the record of each request that has completed or failed.
         """
         self._begin = time.perf_counter()
         tasks: list[asyncio.Task[None]] = []

@@ -1,6 +1,6 @@
-"""Settings of the requests of `amoeba bench`.
+"""Settings of the requests that `amoeba bench` sends.
 
-Imports no gRPC, because the command line imports this module and needs no gRPC.
+Imports no gRPC, so that the command line starts fast.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MAX_PREFIX_CHARS = 80
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Settings of requests.
+    """Settings of the requests that a benchmark sends.
 
     Raises `RequestError` for an invalid temperature, and `ConfigError` for any other invalid value.
     """

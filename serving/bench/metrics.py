@@ -1,4 +1,4 @@
-"""Metrics of a run, with vLLM's definitions and names."""
+"""Metrics of a benchmark run, with vLLM's definitions and names."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Metrics to compute. Raises `ConfigError` for an invalid value."""
+    """Choice of the metrics of a benchmark. Raises `ConfigError` for an invalid value."""
 
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     """Names of the `METRICS` for which mean, median, standard deviation and percentiles are reported."""
@@ -51,7 +51,7 @@ class MetricsConfig:
 
     @classmethod
     def from_text(cls, percentile_metrics: str, metric_percentiles: str, goodput: Sequence[str]) -> "MetricsConfig":
-        """Parse texts such as "ttft,tpot", "50,99" and ["ttft:10000", "tpot:100"].
+        """Parse the options of the command line: texts such as "ttft,tpot", "50,99" and ["ttft:10000", "tpot:100"].
 
         Raises `ConfigError` for an invalid text.
         """
@@ -75,7 +75,7 @@ class MetricsConfig:
 
 
 def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Return the values of each metric (`METRICS`) in seconds, for completed requests.
+    """Return the values of each latency metric (`METRICS`) over all completed requests, in seconds.
 
     `itl` has a value for each message after the first message of a request. The other metrics have at most one value
     for each request.
@@ -92,10 +92,13 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
-    """Compute vLLM's metrics of completed requests. Rates are per second of `duration_s`.
+    """Return vLLM's metrics of requests by name. Rates are per second of `duration_s`, the duration of the run.
 
-    A latency is None if no completed request has a value for it. `request_goodput` is None if neither `config` nor a
-    request sets a limit.
+    Totals, throughput and latencies come from completed requests only. Peaks of throughput and of concurrent requests
+    include all requests. A latency is None if no completed request has a value for it.
+
+    `request_goodput` is the number of requests per second that meet their latency limits. It is None if neither
+    `config` nor a request sets a limit.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -123,10 +126,10 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 
 
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
-    """Return whether a request met all limits in `objectives_ms`, given by metric in milliseconds.
+    """Return whether a request met all latency limits in `objectives_ms` (milliseconds, by metric).
 
-    If the request sets a limit of its own, it replaces the limit of the same name. A request with one token meets any
-    TPOT limit. A request without a token meets no limit.
+    If the request itself sets a limit for a metric, this limit replaces the limit in `objectives_ms`. A request with
+    one token meets any TPOT limit. For a request without a token, the result is False.
     """
     objectives_ms = objectives_ms | own_objectives_ms(record)
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
@@ -136,13 +139,13 @@ def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
 
 
 def own_objectives_ms(record: Record) -> dict[str, float]:
-    """Return the SLOs that a request sets itself, in milliseconds."""
+    """Return the latency limits (SLOs) that a request sets itself, in milliseconds by metric."""
     slos_s = {"ttft": record.request.ttft_slo_s, "tpot": record.request.tpot_slo_s}
     return {name: slo_s * 1000 for name, slo_s in slos_s.items() if slo_s is not None}
 
 
 def max_concurrency(records: Sequence[Record]) -> int:
-    """Return the maximum number of requests in flight, including failed requests."""
+    """Return the largest number of requests that were in flight at once, including failed requests."""
     events = []
     for record in records:
         if record.start_s is not None and record.end_s is not None:
@@ -155,7 +158,7 @@ def max_concurrency(records: Sequence[Record]) -> int:
 
 
 def tokens_per_bin(records: Sequence[Record], duration_s: float, width_s: float) -> list[float]:
-    """Return the output tokens in each interval of `width_s` seconds, including tokens of failed requests."""
+    """Return the number of output tokens in each interval of `width_s` seconds, including tokens of failed requests."""
     counts = np.zeros(math.ceil(duration_s / width_s) or 1)
     for record in records:
         for time_s, tokens in zip(record.chunk_times, record.chunk_tokens, strict=True):

@@ -1,6 +1,6 @@
 """Settings of `amoeba bench`.
 
-Imports no gRPC, because the command line imports this module and needs no gRPC.
+Imports no gRPC, so that the command line starts fast.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConnectionConfig:
-    """Connection to the server. Raises `ConfigError` for an invalid value."""
+    """Settings of the connection to the server. Raises `ConfigError` for an invalid value."""
 
     target: str
     """Host and port of the server."""
@@ -49,9 +49,10 @@ class ConnectionConfig:
             raise ConfigError(f"ready_timeout_s={self.ready_timeout_s:g} must be finite and at least 0")
 
     def open(self, admin: bool = False) -> "AsyncClient":
-        """Return a client for the server. It does not retry calls, because retries would hide errors of the server.
+        """Return a client for the server. If `admin` is true, the client connects to AdminService.
 
-        If `admin`, connect to AdminService. Raises `ConfigError` if a certificate file cannot be read.
+        The client does not retry calls, because retries would hide errors of the server. Raises `ConfigError` if a
+        certificate file cannot be read.
         """
         from amoeba_jax.client import AsyncClient, Retries
 
@@ -72,7 +73,7 @@ class ConnectionConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Files that a run writes. Raises `ConfigError` if a file cannot be written."""
+    """Files that a benchmark run writes. Raises `ConfigError` if a file cannot be written."""
 
     label: str | None = None
     """Label in the report."""
@@ -101,13 +102,13 @@ class OutputConfig:
 
     @property
     def wants_file(self) -> bool:
-        """Whether the report is written as JSON."""
+        """Whether to write the report to a JSON file."""
         return self.save_result or self.save_detailed or bool(self.result_filename or self.result_dir)
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """All settings of a run. Raises `ConfigError` for an invalid value."""
+    """All settings of a benchmark run. Raises `ConfigError` for an invalid value."""
 
     connection: ConnectionConfig
     workload: WorkloadConfig
@@ -123,9 +124,10 @@ class BenchConfig:
 
 
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
-    """Return the settings of a run, from the options of `amoeba bench` (`flags`).
+    """Convert the options of `amoeba bench` (`flags`) to settings.
 
-    If no token file is given, the token comes from the environment. Raises `ConfigError` for invalid settings.
+    An access token comes from the file that an option names. Without this option, the token comes from `environment`.
+    Raises `ConfigError` for invalid settings.
     """
     from serving.bench.metrics import MetricsConfig
 

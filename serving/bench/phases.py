@@ -1,4 +1,4 @@
-"""Metrics of a benchmark run for each phase of the load and each priority, and latencies during transformations."""
+"""Metrics of a benchmark run by phase of the load and by priority, and latencies during merges and splits."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,8 +17,7 @@ def by_phase(
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of requests that arrived in low phases (key `low`) and in high phases (key `high`).
 
-    The dict is empty if the load has no phases. The rates of `low` are per second of low phases, and the rates of
-    `high` are per second of high phases.
+    The dict is empty if the load has no phases. Rates are per second of the low phases or the high phases alone.
 
     Args:
         duration_s: seconds of the run.
@@ -58,10 +57,10 @@ def by_priority(records: Sequence[Record], duration_s: float, config: MetricsCon
 
 
 def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
-    """Return the start and the end, in seconds, of each period in which instances changed.
+    """Return `(start, end)` of each period in which instances merged or split, in seconds.
 
-    A period starts at the last sample before a change. It ends `settle_s` after the first sample that shows the change.
-    Overlapping periods are joined.
+    A period starts at the last sample before a change. The period ends `settle_s` seconds after the first sample that
+    shows the change. Overlapping periods are joined.
     """
     windows: list[tuple[float, float]] = []
     for before, after in pairwise(samples):
@@ -82,14 +81,15 @@ def transitions(
     settle_s: float,
     config: MetricsConfig,
 ) -> dict[str, Any]:
-    """Return statistics of TTFT and ITL of completed requests, `during` and `outside` of changes of instances.
+    """Return statistics of TTFT and ITL, separately for latencies `during` and `outside` of merges and splits.
 
-    A latency counts as `during` if its time overlaps a period of `transition_windows`.
+    Only completed requests count. A latency counts as `during` if the measured interval overlaps a period of
+    `transition_windows`. The result also has `seconds`, the total length of these periods, and `per_hour`, the number
+    of merges and splits per hour.
 
     Args:
         changes: number of merges and splits in the run.
-        watched_s: seconds in which the instances were sampled. The result `per_hour` is `changes` for each hour of this
-            time.
+        watched_s: seconds in which the instances were sampled. `per_hour` is relative to this time.
         settle_s: see `transition_windows`.
     """
     windows = transition_windows(samples, settle_s)

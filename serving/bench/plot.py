@@ -1,4 +1,4 @@
-"""Plot of a run: throughput, TTFT and instances over time."""
+"""Plot of a benchmark run: throughput, TTFT and instances over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def load_matplotlib() -> Any:
 
 
 def save_plot(run: Run, path: Path) -> None:
-    """Write the plot of a run to a file. The suffix of the file name determines the format.
+    """Write the plot of a benchmark run to a file. The suffix of the file name determines the format.
 
     Raises `ConfigError` if the file cannot be written.
     """
@@ -35,9 +35,10 @@ def save_plot(run: Run, path: Path) -> None:
 
 
 def draw_run(run: Run) -> Any:
-    """Return a figure of a run with three plots. Raises `ConfigError` if matplotlib is not installed.
+    """Return a figure of a benchmark run with three plots. Raises `ConfigError` if matplotlib is not installed.
 
-    The plots show output tokens per second over time, TTFT by arrival time, and devices by degree over time.
+    The plots show output tokens per second over time, TTFT by arrival time, and the number of devices at each
+    tensor-parallel degree over time.
     """
     figure = load_matplotlib()(figsize=(10, 8), layout="tight")
     tokens, waits, degrees = figure.subplots(3, 1, sharex=True)
@@ -86,10 +87,10 @@ def _draw_degrees(axes: Any, run: Run) -> None:
 
 
 def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], dict[int, list[int]]]:
-    """Return `(times, counts)`: how many devices are in instances of each degree, over time.
+    """Return `(times, counts)`: the number of devices at each tensor-parallel degree, over time.
 
-    `counts[degree][i]` is the number of devices in instances of `degree` from `times[i]` on. `times` has 0, the time of
-    each sample after the first, and `end_s`.
+    `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until `times[i + 1]`. `times`
+    has 0, the time of each sample after the first, and `end_s`.
     """
     times = [0.0, *(sample.time_s for sample in samples[1:]), max(end_s, samples[-1].time_s)]
     by_degree = [sample.devices_by_degree() for sample in (*samples, samples[-1])]

@@ -1,4 +1,4 @@
-"""Report of a run as JSON."""
+"""Report of a benchmark run as JSON."""
 
 import json
 import math
@@ -26,7 +26,7 @@ It begins with the first sample that shows the change.
 
 @dataclass(frozen=True)
 class Run:
-    """Finished run. Times are in seconds from its start."""
+    """Finished benchmark run. Times are in seconds from its start."""
 
     date: datetime
     model: ModelInfo
@@ -41,7 +41,7 @@ class Run:
 
 
 def make_report(run: Run, config: MetricsConfig, label: str | None, detailed: bool) -> dict[str, Any]:
-    """Return the report of a run, ready for JSON. docs/serving.md explains its fields."""
+    """Return the report of a run as a dict that JSON can represent. docs/serving.md explains its fields."""
     report = _settings(run, label)
     report["duration"] = run.duration_s
     report |= compute_metrics(run.records, run.duration_s, config)
@@ -113,9 +113,9 @@ def _ours(run: Run, config: MetricsConfig) -> dict[str, Any]:
 
 
 def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return an entry for each gRPC status of failed requests. The most frequent status comes first.
+    """Return one entry for each gRPC status of failed requests. The most frequent status comes first.
 
-    An entry has the status, the number of requests, and the first error message.
+    An entry has the status, the number of requests with this status, and the error message of the first such request.
     """
     failed = [record for record in records if record.outcome is Outcome.FAILED]
     texts: dict[str, str] = {}
@@ -126,7 +126,10 @@ def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _details(records: Sequence[Record]) -> dict[str, Any]:
-    """Return vLLM's lists with one entry for each request, in the order of arrival. Times are in seconds."""
+    """Return one list for each detail of the requests, under vLLM's names. Times are in seconds.
+
+    A list has one entry for each request, in the order of arrival.
+    """
     return {
         "input_lens": [r.request.input_len for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -147,7 +150,7 @@ def _details(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Convert settings for JSON. Infinity becomes text, and a path becomes its last part."""
+    """Convert settings to values that JSON can represent. Infinity becomes `inf`, and a path becomes its file name."""
     return {
         name: value.name if isinstance(value, Path) else "inf" if value == math.inf else value
         for name, value in settings.items()
@@ -155,7 +158,11 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Return the path of the report file. The default name has the workload, the rate, the model and the time."""
+    """Return the path of the report: the file `filename` in `directory`.
+
+    The default name consists of the workload, the rate, the model and the time. The default directory is the current
+    one.
+    """
     rate = run.workload.rate
     name = filename or f"amoeba-{run.workload.dataset_name}-{rate:g}qps-{run.model.model}-{run.date:%Y%m%d-%H%M%S}.json"
     return (directory or Path()) / name

@@ -28,8 +28,8 @@ from serving.errors import EXIT_FAILURE, EXIT_INTERRUPTED, say
 def run_bench(config: BenchConfig) -> int:
     """Run a benchmark, print and save its report, and return the exit code.
 
-    The exit code is 0 if a request completed, 1 if none did, and 130 after Ctrl-C. Raises `ConfigError` for invalid
-    settings, and `grpc.RpcError` if the server does not answer.
+    The exit code is 0 if at least one request completed, 1 if none completed, and 130 after Ctrl-C. Raises
+    `ConfigError` for invalid settings, and `grpc.RpcError` if the server does not answer.
     """
     run = asyncio.run(_run(config))
     output = config.output
@@ -80,7 +80,10 @@ async def _run(config: BenchConfig) -> Run:
 
 
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
-    """Ask the server for its model. While the server is UNAVAILABLE, repeat the call for up to `timeout_s` seconds."""
+    """Wait up to `timeout_s` seconds until the server is available, and return its model.
+
+    Raises `grpc.aio.AioRpcError` if the server is still unavailable then, or at once for any other error.
+    """
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
     while True:
@@ -136,7 +139,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
 
 class _Counter:
-    """Counter of ended requests, shown in a progress bar."""
+    """Counter of ended requests, shown in a progress bar. It is called with the record of each ended request."""
 
     def __init__(self, progress: Progress, total: int):
         self._progress = progress
@@ -151,7 +154,10 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """Yield a function that counts ended requests in a progress bar. The bar is hidden if stderr is no terminal."""
+    """Show a progress bar while the context is open. Yield the counter to call with each ended request.
+
+    The bar is hidden if stderr is not a terminal.
+    """
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -10,7 +10,7 @@ def statistics(
 ) -> dict[str, float | None]:
     """Return mean, median, standard deviation and percentiles of values, in milliseconds.
 
-    The keys are vLLM's names, such as `mean_ttft_ms`. Without values, each result is None.
+    The keys are vLLM's names, such as `mean_ttft_ms`. If there are no values, each result is None.
 
     Args:
         name: name of the metric, such as "ttft".

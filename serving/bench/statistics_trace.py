@@ -20,18 +20,18 @@ def draw_specs(
     rate_scale: float,
     most: int | None,
 ) -> dict[str, np.ndarray]:
-    """Draw requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
+    """Draw random requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
 
-    The statistics have a rate for each window of time. The intervals between arrivals in a window have a gamma
-    distribution. Its coefficient of variation is the window's `cv_rate_weighted`, or 1 if the file has no such array.
-    The lengths of prompts and outputs are drawn independently.
+    The statistics have a request rate for each window of time. The intervals between arrivals in a window have a gamma
+    distribution. The coefficient of variation of the intervals is the window's `cv_rate_weighted`, or 1 if the file has
+    no such array. The lengths of prompts and outputs are drawn independently.
 
-    Raises `ConfigError` for more than `MAX_DRAWN` requests, and for negative rates.
+    Raises `ConfigError` for more than `MAX_DRAWN` requests, and for rates that are negative or not finite.
 
     Args:
         path: file of the statistics, for error messages.
         arrays: arrays of the file by name: `KEYS`, and optionally `cv_rate_weighted`.
-        rate_scale: factor of all rates.
+        rate_scale: factor by which all rates are multiplied.
         duration_s: end of the arrivals, in seconds from the start of the first window. None: the end of the last
             window.
         most: maximum number of requests.

@@ -1,4 +1,4 @@
-"""Tables of a run's report in a terminal."""
+"""Tables that show the report of a benchmark run in a terminal."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from serving.bench.metrics import METRICS, MetricsConfig
 
 
 def print_report(report: dict[str, Any], config: MetricsConfig, console: Console) -> None:
-    """Print totals, latencies, failures and changes of instances."""
+    """Print totals, latencies, failures, and merges and splits of instances."""
     console.print(_totals(report))
     if config.percentile_metrics:
         console.print(_latencies(report, config))
@@ -22,13 +22,13 @@ def print_report(report: dict[str, Any], config: MetricsConfig, console: Console
 
 
 def _groups(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each class, phase and priority, by the heading of its column."""
+    """Return the metrics of each class, phase and priority of requests. The keys are headings of columns."""
     phases = {f"{name} phases": figures for name, figures in report["phases"].items()}
     return report["classes"] | phases | {f"priority {name}": it for name, it in report["priorities"].items()}
 
 
 def _totals(report: dict[str, Any]) -> Table:
-    """Return a table of totals. It has a column for all requests, and a column for each class, phase and priority."""
+    """Return a table of totals. It has a column for all requests, and one for each class, phase and priority."""
     groups = _groups(report)
     table = Table("", "all", *groups, title=f"{report['model_id']}, {report['duration']:.2f} s")
     for column in table.columns[1:]:
@@ -88,7 +88,10 @@ def _notes(report: dict[str, Any]) -> list[str]:
 
 
 def _transitions(figures: dict[str, Any]) -> list[str]:
-    """Return a line with the latencies during and outside of changes of instances. Return [] if there was no change."""
+    """Return a list with one line: the latencies during and outside of merges and splits.
+
+    If there were no merges and splits, the list is empty.
+    """
     if not figures["per_hour"]:
         return []
 

@@ -1,6 +1,6 @@
-"""Reader of traces in CSV or JSON lines.
+"""Reader of request traces in CSV or JSON lines.
 
-Each row has a time, a number of prompt tokens and a number of output tokens.
+Each row of a trace has a time, a number of prompt tokens and a number of output tokens.
 """
 
 import csv
@@ -28,19 +28,23 @@ MAX_CLASSES, MAX_CLASS_LENGTH = 100, 64
 
 
 def is_text_trace(path: Path) -> bool:
-    """Return whether the suffix of a file name means CSV or JSON lines, such as `.csv` or `.jsonl.gz`."""
+    """Return whether a file is CSV or JSON lines, by its suffix, such as `.csv` or `.jsonl.gz`."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
-    """Read a file. Return `(columns, blocks)`. Raises `ConfigError`, with the column or line, if the file is invalid.
+    """Read a trace file. Return `(columns, blocks)`.
 
-    `columns` has the arrays `input_tokens` and `output_tokens`. It also has `arrival_s` in seconds if the file has
-    times, the texts `class` and the integers `priority` if the file has these columns. `blocks` has the ids of the
-    prompt blocks of each row (`hash_ids`, as in Mooncake's traces). It is None if the file has no ids.
+    `columns` has the arrays `input_tokens` and `output_tokens`. It also has `arrival_s` in seconds, `class` as texts,
+    and `priority` as integers, as far as the file has such columns.
 
-    The times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. The latter has
-    ISO dates (Azure) or milliseconds (Mooncake).
+    `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces). `blocks` is None if the
+    file has no ids.
+
+    In the file, the times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. A
+    column `timestamp` has ISO dates (Azure) or milliseconds (Mooncake).
+
+    Raises `ConfigError` for an invalid file. The message names the column or line.
     """
     rows = list(_rows(path))
     if not rows:
@@ -103,9 +107,9 @@ def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
 
 
 def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
-    """Return the block ids of a row. `value` is a list, a JSON list as text (from a CSV file), or empty.
+    """Return the ids of the prompt blocks of a row. An empty `value` gives an empty tuple.
 
-    If `value` is empty, the result is an empty tuple.
+    `value` is a list, a JSON list as text (from a CSV file), or empty.
     """
     try:
         ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []

@@ -25,7 +25,7 @@ class Trace:
         input_tokens: prompt lengths, int64.
         output_tokens: output lengths, int64.
         arrival_s: seconds since the first arrival, float64. None: the file has no times.
-        prefix_blocks: ids of the prompt blocks of each request, by the index of the request. Blocks with equal ids have
+        prefix_blocks: ids of the blocks that a prompt consists of, by index of the request. Blocks with equal ids have
             equal tokens. None: the file has no ids.
         kinds: class of each request, as an index into `kind_names`. None: the file has no classes.
         kind_names: names of the classes.
@@ -52,7 +52,7 @@ class Draw:
 
 
 def read_trace(path: Path, draw: Draw | None = None) -> Trace:
-    """Read a trace file. Raises `ConfigError` for an invalid file.
+    """Read a file with a trace of requests. Raises `ConfigError` for an invalid file.
 
     There are three kinds of files:
 
@@ -134,8 +134,8 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
     With a scale of 0.3, a random 30% of the requests remain. With a scale of 2.3, each request occurs twice, and a
     random 30% of the requests occur a third time. A copy arrives within 30 s of its original.
 
-    Copies stand for other users, so a copy shares no prefix with its original or with other copies of its original. The
-    first copies share prefixes with each other as their originals do, and so do the second copies.
+    A copy stands for another user, so it shares no prefix with its original or with another copy of its original. First
+    copies share prefixes with each other exactly as their originals do. The same holds for second copies.
     """
     size = len(trace.input_tokens)
     whole = int(scale)
@@ -158,12 +158,14 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Return the block ids of requests and of their copies, by index. The n-th copies of all requests get new ids.
+    """Return the ids of the prompt blocks of each request, original or copy, by index of the request.
+
+    The n-th copies of all requests get new ids.
 
     Args:
         blocks: block ids of the original requests, by row.
-        rows: row in `blocks` of the original of each request.
-        copies: 0 for an original request, n for the n-th copy of a request.
+        rows: for each request, the row in `blocks` of its original.
+        copies: for each request, 0 if it is an original, or n if it is the n-th copy of its original.
     """
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
     pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))
@@ -171,9 +173,10 @@ def _of_copies(
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten prompts and outputs so that both together have at most `max_model_len` tokens. Return their lengths.
+    """Shorten prompts and outputs so that both together have at most `max_model_len` tokens.
 
-    A prompt or output of at most half of `max_model_len` is not shortened.
+    Return the new lengths as `(inputs, outputs)`. A prompt or output of at most half of `max_model_len` is not
+    shortened.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -1,4 +1,4 @@
-"""Workloads: lengths and arrival times of the requests of a benchmark."""
+"""Workloads of a benchmark: lengths and arrival times of the requests."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ _ARRIVALS, _LONG_ARRIVALS, _LENGTHS, _PROMPTS, _PRIORITIES, _TRACE = range(6)
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """Workload of a benchmark. Lengths are in tokens. Raises `ConfigError` for an invalid value."""
+    """Settings of a benchmark's workload. Lengths are in tokens. Raises `ConfigError` for an invalid value."""
 
     dataset_name: str = "random"
     """Kind of workload.
@@ -165,7 +165,7 @@ class WorkloadConfig:
     def rate(self) -> float:
         """Mean number of requests per second. Infinite if all requests arrive at once.
 
-        It has no meaning for a trace with its own times.
+        The number has no meaning for a trace that has times.
         """
         if self.dataset_name == "mix":
             return (self.short_per_minute + self.long_per_minute) / 60
@@ -204,9 +204,9 @@ class PlannedRequest:
     """SLO for the mean time per further token, in seconds (`SamplingParams.tpot_slo_s`)."""
 
     def prompt(self, seed: int, vocab_size: int) -> list[int]:
-        """Return random token ids. They depend only on the seed and `index`.
+        """Return a random prompt as token ids. Calls with the same arguments return the same prompt.
 
-        Call this when the request is sent, because the prompts of all requests together would fill the memory.
+        Call this only when the request is sent: all prompts together would fill the memory.
         """
         random = np.random.default_rng((seed, _PROMPTS, self.index))
         return random.integers(0, vocab_size, self.input_len).tolist()
@@ -214,7 +214,10 @@ class PlannedRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """Table of requests in the order of arrival. Lengths are in tokens, times in seconds from the start of the run."""
+    """Table of planned requests in the order of arrival.
+
+    Lengths are in tokens, times in seconds from the start of the run.
+    """
 
     arrival_s: np.ndarray
     input_len: np.ndarray
@@ -242,8 +245,8 @@ class Plan:
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
     """Plan the requests of a workload, in the order of arrival.
 
-    A request of a trace is shortened if it does not fit the context of `max_model_len` tokens. Raises `ConfigError` if
-    a request of another dataset does not fit, if a trace cannot be read, or if a trace has too few requests.
+    Requests of a trace are shortened to the context of `max_model_len` tokens. Raises `ConfigError` if a request of
+    another dataset does not fit the context, if a trace cannot be read, or if a trace has too few requests.
     """
     plan = plan_columns(config, max_model_len)
     lengths = plan.input_len, plan.output_len
@@ -261,9 +264,9 @@ def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedReq
 
 
 def plan_columns(config: WorkloadConfig, max_model_len: int, shorten: bool = True) -> Plan:
-    """Plan the requests of a workload in columns. See `plan_requests`.
+    """Plan the requests of a workload as a table with columns. See `plan_requests`.
 
-    `shorten`: whether requests of a trace are shortened to `max_model_len`.
+    If `shorten` is False, requests of a trace keep their lengths, even beyond `max_model_len`.
     """
     if config.dataset_name == "trace":
         plan = _plan_trace(config, max_model_len if shorten else None)
@@ -273,7 +276,10 @@ def plan_columns(config: WorkloadConfig, max_model_len: int, shorten: bool = Tru
 
 
 def _with_urgent(config: WorkloadConfig, plan: Plan) -> Plan:
-    """Return a plan with the priorities and SLOs of the configuration."""
+    """Return a plan with the priorities and latency limits (SLOs) of the settings.
+
+    A random `priority_share` of the requests is urgent. Raises `ConfigError` if the plan has no requests.
+    """
     urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
     if config.priority_share:
         plan = replace(plan, priorities=np.where(urgent, config.urgent_priority, config.best_effort_priority))
@@ -286,7 +292,10 @@ def _with_urgent(config: WorkloadConfig, plan: Plan) -> Plan:
 
 
 def _slos(config: WorkloadConfig, name: str) -> tuple[float | None, float | None]:
-    """Return the SLO `name` for normal requests, and for urgent requests."""
+    """Return `(limit of normal requests, limit of urgent requests)` for the latency `name`, in seconds.
+
+    `name` is `ttft_slo_s` or `tpot_slo_s`. None: these requests set no limit.
+    """
     others, own = getattr(config, name), getattr(config, f"urgent_{name}")
     return others, others if own is None else own
 
@@ -310,7 +319,7 @@ def _plan_burst(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _random_lengths(config: WorkloadConfig, count: int, max_model_len: int) -> list[np.ndarray]:
-    """Draw lengths of prompts and outputs around their means."""
+    """Draw lengths of prompts and outputs around their means. Return `[inputs, outputs]` in tokens."""
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]
@@ -379,7 +388,7 @@ def _plan_trace(config: WorkloadConfig, max_model_len: int | None) -> Plan:
 
 
 def _is_drawn(path: Path) -> bool:
-    """Return whether a trace is a .npz file of statistics."""
+    """Return whether a trace is a .npz file of statistics, from which requests are drawn."""
     if path.suffix != ".npz":
         return False
     with np.load(path, allow_pickle=False) as file:
@@ -387,9 +396,9 @@ def _is_drawn(path: Path) -> bool:
 
 
 def _synthetic_arrivals(config: WorkloadConfig, most: int | None) -> np.ndarray:
-    """Draw arrival times.
+    """Draw random arrival times of requests, in seconds.
 
-    If the number of requests is fixed, all times are scaled so that the mean rate is exact, as in vLLM.
+    If `duration_s` is None, all times are scaled so that the mean rate is exact, as in vLLM.
     """
     random = _stream(config, _ARRIVALS)
     arrivals = draw_arrivals(random, config.rate, config.burstiness, most, config.duration_s)

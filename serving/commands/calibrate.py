@@ -27,7 +27,7 @@ _CHUNKS = 3
 
 
 class _PinPolicy:
-    """Policy that sends requests to the first `width` instances in turn, in device order."""
+    """Policy that sends requests in turn to the first `width` instances, in the order of their devices."""
 
     name = "pin"
 
@@ -35,7 +35,7 @@ class _PinPolicy:
         self._width, self._next = width, 0
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """Return the next actions, in the order of their execution (`Policy.decide`)."""
+        """Return actions that send queued requests to instances, in the order of the queue."""
         actions: list[Action] = []
         steady = [i for i in view.instances if i.transition_to is None][: self._width]
         given = {i.id: 0 for i in steady}
@@ -81,12 +81,15 @@ def run_calibration(
 
 
 def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
-    """Measure an idle engine at each possible degree. Then restore the degree of its instances."""
+    """Time the steps and transformations of an engine at each tensor-parallel degree that its devices allow.
+
+    The engine must have no requests. In the end, the instances have the same degree as before.
+    """
     engine = llm._engine
     config, layers = engine.config, engine.dims.config.num_layers
     degrees: list[int] = [*engine.cluster.sub_meshes.degrees()]
     before = _degree(llm)
-    seqs = {tp: engine.cluster.buckets(tp).max_num_seqs for tp in degrees}
+    seqs = {tp: engine.cluster.plan.buckets(tp).max_num_seqs for tp in degrees}
     capacity = {tp: engine.capacity_tokens(tp) for tp in degrees}
     decode_s: dict[int, dict[int, float]] = {}
     prompt_s: dict[int, dict[int, float]] = {}
@@ -101,9 +104,9 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
             llm.transform(tp)
         timer = _Timer(llm, capacity[tp])
         decode_s[tp] = timer.decodes([1 << power for power in range(seqs[tp].bit_length())])
-        prompt_s[tp], alone_s = timer.prompts(engine.cluster.buckets(tp).chunk_sizes)
+        prompt_s[tp], alone_s = timer.prompts(engine.cluster.plan.buckets(tp).chunk_sizes)
         latencies_s += [max(alone_s[chunk] - step_s, 0.0) for chunk, step_s in prompt_s[tp].items()]
-        prompts_s[tp] = timer.several_prompts(engine.cluster.buckets(tp), alone_s, prompt_s[tp])
+        prompts_s[tp] = timer.several_prompts(engine.cluster.plan.buckets(tp), alone_s, prompt_s[tp])
         context_s[tp] = timer.context_s(decode_s[tp][1])
         if tp == degrees[0] and len(engine.instances) > 1:
             crowding = timer.crowding(len(engine.instances), decode_s[tp])
@@ -128,7 +131,7 @@ def calibrate(llm: LLM, layers_per_step: int = 1) -> Calibration:
         decode_s=decode_s,
         prompt_s=prompt_s,
         prompts_s=prompts_s,
-        few_rows=engine.cluster.buckets(degrees[0]).few_rows,
+        few_rows=engine.cluster.plan.buckets(degrees[0]).few_rows,
         latency_s=median(latencies_s),
         context_s=context_s,
         crowding=crowding,
@@ -150,9 +153,10 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 
 
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
-    """Measure the seconds that each page in use adds to the switch of one layer.
+    """Measure how many seconds each KV page in use adds when one layer switches to another tensor-parallel degree.
 
-    The result is the difference between switches with a partly full cache and switches with an empty cache.
+    The result is the difference in time between a switch with a partly full cache and a switch with an empty cache,
+    divided by the number of pages in use.
     """
     found = []
     for turn in range(_REPEATS + 1):
@@ -170,15 +174,15 @@ def _page_layer_s(llm: LLM, low: int, high: int) -> float:
 
 
 async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
-    """Transform the first `high` devices to `degree` while about two fifths of their cache are in use.
+    """Transform the first `high` devices to `degree` while about two fifths of their KV cache are in use.
 
-    Return the number of pages in use, and the mean seconds to switch a layer. Return None if all requests ended too
-    early. `degree` must be `low` or `high`.
+    Return the number of pages in use, and the mean seconds to switch a layer. Return None if all requests ended before
+    the transformation. `degree` must be `low` or `high`.
     """
     engine, random = llm._engine, np.random.default_rng(0)
     capacity, instances = engine.capacity_tokens(low), high // low
     longest = min(capacity, llm.max_model_len)
-    count = max(min(capacity // longest, engine.cluster.buckets(low).max_num_seqs), 1) * instances
+    count = max(min(capacity // longest, engine.cluster.plan.buckets(low).max_num_seqs), 1) * instances
     prompt = max(longest * 2 // 5, 1)
     params = SamplingParams(temperature=0, max_tokens=max(longest - prompt, 1), ignore_eos=True)
     prompts = random.integers(3, engine.dims.config.vocab_size, (count, prompt)).tolist()
@@ -199,7 +203,10 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
 
 
 def _switch_s(report: TransformReport) -> float:
-    """Return the mean seconds to switch a layer. If a transformation has several groups, the slowest group counts."""
+    """Return the mean seconds to switch a layer in a transformation.
+
+    If several groups of devices changed, the slowest group counts.
+    """
     return max(
         sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)
         for group in report.groups
@@ -207,7 +214,7 @@ def _switch_s(report: TransformReport) -> float:
 
 
 class _Timer:
-    """Timer of requests on the first instances of an engine."""
+    """Stopwatch for requests that run on the first instances of an engine. Results are seconds or factors."""
 
     def __init__(self, llm: LLM, capacity: int):
         self._llm, self._capacity = llm, capacity
@@ -226,7 +233,7 @@ class _Timer:
             llm.remove_scheduler_hook()
 
     def _tpot_s(self, count: int, prompt: int, width: int = 1) -> float:
-        """Measure the seconds of a decode step if each of `width` instances runs `count` requests.
+        """Measure the seconds of a decode step while each of `width` instances runs `count` requests.
 
         Each request has `prompt` prompt tokens.
         """
@@ -242,9 +249,9 @@ class _Timer:
         return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in runs)
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
-        """Measure the seconds of a decode step for the numbers of rows in `sizes`. Return them by number of rows.
+        """Measure the seconds of a decode step for each batch size in `sizes`. Return them by batch size.
 
-        A number of rows is left out if so many requests do not fit the cache.
+        A batch size is left out if so many requests do not fit the KV cache.
         """
         fitting = [size for size in sizes if self._room(size) >= _SHORT + _FEWEST_TOKENS] or sizes[:1]
         for size in fitting:
@@ -252,15 +259,15 @@ class _Timer:
         return {size: self._tpot_s(size, _SHORT) for size in fitting}
 
     def _room(self, count: int) -> int:
-        """Return the maximum length of a request, in tokens, if `count` equal requests run on one instance."""
+        """Return how many tokens each of `count` equal requests can have if all of them run on one instance."""
         page = self._llm._engine.config.page_size
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
-        """Measure prompts. Return `(steps_s, alone_s)`, two dicts by chunk size in tokens.
+        """Measure prompts of different lengths. Return `(steps_s, alone_s)`, two dicts by chunk size in tokens.
 
-        `steps_s` has the seconds of a step with one chunk. `alone_s` has the TTFT of a prompt that consists of one
-        chunk.
+        `steps_s` has the seconds of a step with one chunk of a prompt. `alone_s` has the TTFT of a prompt that consists
+        of one chunk.
         """
         steps_s, alone_s = {}, {}
         for chunk in chunks:
@@ -278,13 +285,13 @@ class _Timer:
     def several_prompts(
         self, buckets: Buckets, alone_s: dict[int, float], steps_s: dict[int, float]
     ) -> dict[int, float]:
-        """Measure the seconds of a step with the maximum number of chunks. Return them by chunk size in tokens.
+        """Measure a step with as many prompt chunks as a step can have. Return seconds by chunk size in tokens.
 
         A chunk size is left out if its prompts do not fit the cache or the context.
 
         Args:
-            alone_s: second result of `prompts`.
-            steps_s: first result of `prompts`.
+            alone_s: `alone_s` from the method `prompts`.
+            steps_s: `steps_s` from the method `prompts`.
         """
         found = {}
         for chunk in buckets.chunk_sizes:
@@ -296,10 +303,10 @@ class _Timer:
         return found
 
     def context_s(self, short_s: float) -> float:
-        """Measure the seconds that each token of context adds to a decode step.
+        """Measure how many seconds each token of context adds to a decode step.
 
-        Return 0 if the cache is too small for this. `short_s` is the time of a decode step of one request with a short
-        context, in seconds.
+        Return 0 if the cache is too small to measure this. `short_s` is the seconds of a decode step of one request
+        with a short context.
         """
         length = min(self._capacity, self._llm.max_model_len) - _TOKENS - 16
         if length < 128:
@@ -310,8 +317,9 @@ class _Timer:
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer decode steps take if several instances are busy.
 
-        Return a factor of at least 1 for each number of busy instances, from 2 on. It compares with one busy instance,
-        and is the median over batch sizes. `decode_s` is the result of `decodes`.
+        Return a factor for each number of busy instances from 2 on. The factor is the duration of a step divided by the
+        duration with one busy instance. It is at least 1. Each factor is the median over the batch sizes in `decode_s`,
+        which is the result of `decodes`.
         """
         found = {}
         for busy in range(2, instances + 1):
@@ -322,12 +330,13 @@ class _Timer:
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer a step with a prompt takes if other instances decode at the same time.
 
-        Return a factor of at least 1 for each number of busy instances, from 2 on.
+        Return a factor for each number of busy instances from 2 on. The factor is the duration of the step divided by
+        the duration if no other instance is busy. It is at least 1.
 
         Args:
             instances: number of instances.
-            alone_s: second result of `prompts`.
-            steps_s: first result of `prompts`.
+            alone_s: `alone_s` from the method `prompts`.
+            steps_s: `steps_s` from the method `prompts`.
         """
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]

@@ -29,10 +29,9 @@ def open_client(
     tls_certificate: Path | None,
     tls_key: Path | None,
 ) -> Client:
-    """Connect to a server with the token in `token_file`. If no file is given, use `token`.
+    """Connect to a server with the access token in `token_file`, or with `token` if no file is given.
 
-    Raises `ConfigError` if a file cannot be read, or if a certificate is given without its key or a key without its
-    certificate.
+    Raises `ConfigError` if a file cannot be read, or if only one of a certificate and its key is given.
     """
     token = read_token(token_file, token)
     try:
@@ -44,7 +43,7 @@ def open_client(
 def run_chat(client: Client, params: SamplingParams, system: str | None) -> None:
     """Read questions from stdin and stream the answers, until the end of the input.
 
-    Ctrl-C during an answer ends the answer. Ctrl-C at the prompt ends the chat.
+    Ctrl-C during an answer ends the answer. Ctrl-C while the user types a question ends the chat.
     """
     interactive = sys.stdin.isatty()
     accept_any_bytes()
@@ -103,7 +102,7 @@ def run_transform(
     order: str,
     wait: bool,
 ) -> None:
-    """Request a transformation and print its report."""
+    """Ask the server to merge or split instances, and print its report."""
     with server_errors(), _progress(client, tensor_parallel_size, devices or ()) if wait else nullcontext():
         done = client.transform(
             tensor_parallel_size,
@@ -126,7 +125,10 @@ def run_transform(
 
 @contextmanager
 def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator[None]:
-    """Print the state of a transformation on stderr each second."""
+    """Print the progress of a running transformation on stderr until the `with` block ends.
+
+    The line is updated each second.
+    """
     over = threading.Event()
 
     def poll() -> None:
@@ -156,9 +158,9 @@ def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """Handle errors inside this context: print them on stderr and, if `fatal`, exit with 1.
+    """Print errors of calls to a server in the `with` block on stderr. If `fatal` is true, also exit with 1.
 
-    If `fatal`, a `RequestError` is raised instead.
+    A `RequestError` is printed if `fatal` is false. If `fatal` is true, the `RequestError` is raised and not printed.
     """
     try:
         yield

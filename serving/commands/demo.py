@@ -83,7 +83,7 @@ def run_demo(model: str, num_devices: int, device_memory: str, opens_page: bool 
 
 
 def _check(llm: LLM, work: Work, short: Sequence[Answer], long: Answer) -> Check:
-    """Compare the answers of a run with answers that are generated without merging or splitting."""
+    """Compare the answers of a run with answers that the engine generates without merging or splitting instances."""
     llm.set_layout(1)
     expected = _answers(llm.generate(work.short, work.short_params))
     llm.set_layout(llm.config.max_tp)

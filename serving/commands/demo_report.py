@@ -24,7 +24,7 @@ class Check:
 
     Attributes:
         answers: number of answers.
-        equal: number of answers that equal the expected answer.
+        equal: number of answers that equal their expected answer.
         tokens: number of tokens of all answers.
         equal_tokens: number of tokens before the first wrong token of each answer, summed over all answers.
     """
@@ -36,7 +36,10 @@ class Check:
 
     @classmethod
     def compare(cls, expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> "Check":
-        """Compare answers of equal lengths."""
+        """Compare the answers `found` with the answers `expected`, and return how many answers and tokens are equal.
+
+        An answer is a tuple of token ids. The caller must pass two answers of the same length for each request.
+        """
         same = [[a == b for a, b in zip(one, other, strict=True)] for one, other in zip(expected, found, strict=True)]
         return cls(len(same), sum(map(all, same)), sum(map(len, same)), sum([*s, False].index(False) for s in same))
 
@@ -124,7 +127,7 @@ def _speed_table(run: Run, devices: int, degree: int) -> Table:
 
 
 def _print_memory(console: Console, run: Run) -> None:
-    """Print the memory of each device as a bar, for each moment in the report."""
+    """Print a bar with the memory use of each device, for each moment in `run.maps`."""
     console.print("Memory of each device, without embedding and head", style="italic")
     console.print(memory_legend())
     for name, report in run.maps:

@@ -73,13 +73,13 @@ class Answer:
 
 @dataclass
 class Stream:
-    """Request to a server, whose tokens are received by a thread.
+    """Request that has been sent to a server. A thread receives the generated tokens.
 
     Attributes:
         label: text that the live view shows.
         times: arrival time of each token, a value of `time.perf_counter()`.
-        ended_at: time at which the request ended, a value of `time.perf_counter()`. None: the request runs.
-        error: exception that ended the request. None: no exception.
+        ended_at: time at which the request ended, a value of `time.perf_counter()`. None: the request has not ended.
+        error: exception that ended the request, or None.
     """
 
     client: Client
@@ -122,23 +122,27 @@ class Stream:
         return Answer(self.prompt, tokens, "".join(chunk.text for chunk in self._chunks))
 
     def wait_for(self, num_tokens: int) -> None:
-        """Wait until the request has generated `num_tokens` tokens."""
+        """Wait until `num_tokens` tokens have arrived, or until the request has ended.
+
+        Raises the error that ended the request, if there is one.
+        """
         while len(self.times) < num_tokens and self._thread.is_alive():
             time.sleep(0.002)
         self.check()
 
     def check(self) -> None:
-        """Raise the exception that ended the request, if there is one."""
+        """Raise the error that ended the request, if there is one."""
         if self.error is not None:
             raise self.error
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Part of a run between two events.
+    """Part of a demo run between two events.
 
     Attributes:
-        gaps: seconds between consecutive tokens of each short request, if the second token arrived in this phase.
+        gaps: seconds between consecutive tokens of each short request. A gap belongs to the phase in which its second
+            token arrived.
         running: number of short requests that were still running at the end of the phase.
     """
 
@@ -150,16 +154,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a run.
+    """Result of a demo run.
 
     Attributes:
         phases: phases in order: before, merge, merged, split, after.
-        maps: memory reports in the order of time, each as (name of the moment, report).
-        reports: report of the merge, and report of the split.
+        maps: memory reports in the order of time, as pairs (name of the moment, report).
+        reports: reports of the merge and of the split.
         texts: prompts of the short requests.
         short: answers to the short requests.
         long: answer to the long prompt.
-        device_tokens: capacity of the KV cache of a TP1 instance, in tokens.
+        device_tokens: number of tokens that fit the KV cache of an instance of one device.
     """
 
     phases: tuple[Phase, ...]
@@ -173,13 +177,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts and sizes of a run.
+    """Prompts of a demo run, and lengths of their answers.
 
     Attributes:
         short: token ids of the short prompts.
         long: token ids of the long prompt. Empty if there is only one device.
         short_tokens: number of tokens to generate for each short prompt.
-        kv_cache_tokens: minimum size of each device's KV cache in tokens, so that its short requests fit.
+        kv_cache_tokens: minimum size of each device's KV cache in tokens, so that the short requests fit.
     """
 
     short: list[list[int]]
@@ -196,7 +200,8 @@ class Work:
     def short_params(self) -> SamplingParams:
         """Sampling parameters of the short requests.
 
-        End-of-text tokens are ignored, so that these requests run until the split has ended.
+        With these parameters, a request does not stop at end-of-text tokens. The short requests therefore run until the
+        split has ended.
         """
         return SamplingParams(temperature=0, max_tokens=self.short_tokens, ignore_eos=True)
 
@@ -207,9 +212,9 @@ class Work:
 
 
 def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_devices: int) -> Work:
-    """Choose the lengths of the requests.
+    """Choose the lengths of the requests in the demo.
 
-    The short requests run until the split has ended, and the long prompt fits only the merged instance.
+    The short requests run until the split has ended. The long prompt fits only the merged instance.
     """
     chat = uses_chat(tokenizer)
 
@@ -296,7 +301,7 @@ def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView, opens_p
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
-    """Wait until `count` transformations have ended. Raises an error of the long request or of the engine."""
+    """Wait until `count` merges and splits have ended. Raises the error if the long request or the engine fails."""
     while len(ended) < count:
         long.check()
         _ = llm.instances
@@ -310,10 +315,11 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 
 
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
-    """Return the memory report from the middle of a transformation, as a list of one pair `("half way", report)`.
+    """Return the memory report from the middle of a merge or split, as a list with one pair `("half way", report)`.
 
-    This is the report in which the KV cache of device 0 is closest to the mean of its sizes in the first and the last
-    report. The list is empty if `maps` is empty.
+    `maps` has the reports of the merge or split in the order of time. The returned report is the report in which the
+    size of device 0's KV cache is closest to the mean of the first and the last size. If `maps` is empty, the list is
+    empty.
     """
     if not maps:
         return []
@@ -323,7 +329,7 @@ def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
 
 
 def _fill(encode: Callable[[str], list[int]], num_tokens: int) -> list[int]:
-    """Return a prompt of at most `num_tokens` tokens: many lines of notes, and a question about them."""
+    """Return a long prompt of at most `num_tokens` tokens: many lines of notes, and a question about them."""
     things = ("two whales", "a lighthouse", "a red sail", "many gulls", "an island", "a storm far away", "calm water")
     weather = ("clear", "cloudy", "windy", "foggy", "rainy")
 

@@ -29,7 +29,7 @@ MEMORY_PARTS = (
 
 
 class Progress(Protocol):
-    """Properties of a request that the view needs to show the progress of the request."""
+    """Request whose progress the live view of the demo shows."""
 
     label: str
 
@@ -45,10 +45,10 @@ class Progress(Protocol):
 
 
 class DemoView:
-    """Live picture and event lines of a run, shown inside a `with` block.
+    """Live picture and event lines of a demo run, shown inside a `with` block.
 
     Attributes:
-        requests: requests to show. The run appends each request that it sends.
+        requests: requests to show. The demo appends each request that it sends.
     """
 
     def __init__(self, console: Console, llm: LLM) -> None:
@@ -93,11 +93,11 @@ def draw(
 ) -> RenderableType:
     """Return a picture with a box for each instance and a line for each request.
 
-    A box is as wide as the number of devices of its instance.
+    The width of a box is proportional to the number of devices of the instance.
 
     Args:
-        memory: memory of all devices.
-        page_size: tokens of a page of the KV cache.
+        memory: memory report of all devices.
+        page_size: number of tokens in a page of the KV cache.
         width: maximum width in characters.
     """
     num_devices = sum(len(instance.devices) for instance in instances)
@@ -143,7 +143,10 @@ def _instance_box(instance: InstanceStatus, memory: MemoryReport, page_size: int
 
 
 def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
-    """Return a bar that shows how the layers use the memory of a device. Its sections (`MEMORY_PARTS`) are to scale."""
+    """Return a bar that shows how the layers use the memory of a device.
+
+    The bar has one section for each part in `MEMORY_PARTS`. The sections are to scale.
+    """
     sizes = layer_bytes(memory, device)
     total = max(sum(sizes.values()), 1)
     # A short request uses about 1% of a device, and is visible too.
@@ -156,7 +159,7 @@ def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
 
 
 def memory_legend() -> Text:
-    """Return the meaning of the letters of a memory bar."""
+    """Return a line that explains the letters in a memory bar."""
     text = Text()
     for part, color, letter in MEMORY_PARTS:
         text.append(f"{letter} {part.replace('kv', 'KV')}   ", style=color)
@@ -175,7 +178,7 @@ def layer_bytes(memory: MemoryReport, device: int) -> dict[str, int]:
 
 @contextmanager
 def sampled(llm: LLM, interval_s: float = 0.02) -> Iterator[list[MemoryReport]]:
-    """Collect memory reports of an engine until the `with` block ends."""
+    """Yield a list that gets a memory report of an engine every `interval_s` seconds until the `with` block ends."""
     reports: list[MemoryReport] = []
     stop = threading.Event()
 

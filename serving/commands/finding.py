@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """Result of one check of this machine.
 
     Attributes:
         status: "ok"; "warn" if a feature may not work or runs slowly; "fail" if a feature does not work.

@@ -1,4 +1,7 @@
-"""`amoeba gateway`: the gateway `smg` in front of several servers, with settings that are tested with this server."""
+"""`amoeba gateway`: starts the gateway `smg` in front of several servers.
+
+The settings of the gateway are tested with this server.
+"""
 
 import os
 import shlex
@@ -40,8 +43,8 @@ def gateway_command(
         workers: URLs of the HTTP ports of the servers.
         host: address of the gateway.
         port: port of the gateway.
-        metrics_port: port of its metrics, on 127.0.0.1.
-        more: further arguments of smg. They take precedence.
+        metrics_port: port of the gateway's Prometheus metrics, on 127.0.0.1.
+        more: further arguments of smg. They take precedence over the settings of this command.
 
     Raises `ConfigError` for a bad URL, host or port, and for too many servers.
     """

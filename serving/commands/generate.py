@@ -41,7 +41,7 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
 
 
 def constraint(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
-    """Return the constraint of the options, or None without options.
+    """Return the constraint on the text from two options. Return None if neither option is given.
 
     Raises `RequestError` if both options are given, or if the file cannot be read or has no schema.
     """
@@ -57,7 +57,7 @@ def constraint(json_schema: Path | None, regex: str | None) -> StructuredOutput 
 
 
 def uses_chat(tokenizer: Tokenizer | None) -> bool:
-    """Return whether a model has a chat template. If so, prompts are messages by default."""
+    """Return whether a model has a chat template. If so, prompts are wrapped in the template by default."""
     return tokenizer is not None and tokenizer.has_chat_template
 
 
@@ -72,7 +72,7 @@ def chat_prompt(tokenizer: Tokenizer | None, text: str) -> list[int]:
 
 
 def _figures(output: RequestOutput, loaded_s: float, gaps_s: np.ndarray) -> str:
-    """Return the timings of a completion as one line. `gaps_s`: seconds between consecutive tokens."""
+    """Return the timings of a completion as one line. `gaps_s` has the seconds between consecutive tokens."""
     completion = output.outputs[0]
     parts = [
         f"{len(output.prompt_token_ids)} prompt tokens",

@@ -1,4 +1,4 @@
-"""Checks of `amoeba doctor` on this machine: devices, memory, caches, the default model."""
+"""Checks of this machine for `amoeba doctor`: devices, memory, caches and the default model."""
 
 import os
 import socket
@@ -121,7 +121,7 @@ def _compile_cache() -> Finding:
 
 
 def _size(directory: Path) -> tuple[int, int]:
-    """Return the total bytes of the files in a directory, and their number."""
+    """Return the total bytes of the files in a directory, and the number of files."""
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     return sum(sizes), len(sizes)
 
@@ -141,7 +141,10 @@ def _host_memory() -> Finding:
 
 
 def _free_memory() -> int | None:
-    """Return the free memory in bytes: of the machine, or of the container if its limit is lower."""
+    """Return the free memory of this machine in bytes. None: unknown.
+
+    If the container has less free memory, return the free memory of the container.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-"""A server in the process of its `LLM`, for `amoeba demo` and experiments."""
+"""Server in the same process as its `LLM`, for `amoeba demo` and experiments."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LocalServer:
-    """A running server.
+    """Running server in this process.
 
     Attributes:
         address: host and port of gRPC.
@@ -43,12 +43,12 @@ def local_server(
 ) -> Iterator[LocalServer]:
     """Serve an LLM until the `with` block ends.
 
-    Afterwards the LLM stays open, and its engine places requests without this scheduler. Raises `ConfigError` if the
-    port cannot be bound.
+    After the block, the LLM stays open, and the scheduler of this server no longer decides where requests run.
+    Raises `ConfigError` if the port cannot be bound.
 
     Args:
         config: settings of the server. None: gRPC on a free port of the loopback interface, no HTTP and no metrics.
-        on_report: function that is called with the report of each transformation.
+        on_report: function that is called with the report of each merge and split.
     """
     loop = _LoopThread()
     config = config or ServerConfig(port=0, metrics_port=None)

@@ -37,7 +37,7 @@ class AdminConnection:
 
 
 class Modules(StrEnum):
-    """Choices for the modules of a layer that a command changes."""
+    """Parts of a layer that a command changes: the whole layer, its attention or its FFN."""
 
     LAYER = "layer"
     ATTENTION = "attention"
@@ -45,7 +45,10 @@ class Modules(StrEnum):
 
 
 class MovableModules(StrEnum):
-    """Modules of a layer that can migrate."""
+    """Parts of a layer that can migrate to another device.
+
+    `kv` means the attention, but the old device keeps a copy of the weights.
+    """
 
     LAYER = "layer"
     ATTENTION = "attention"
@@ -108,7 +111,7 @@ def evict(
     instance: Instance = 0,
     modules: Annotated[Modules, typer.Option(help=f"{_MODULES_HELP}.")] = Modules.LAYER,
 ) -> None:
-    """Remove replicas of layers from a device of a running server. Their memory becomes free.
+    """Remove replicas of layers from a device of a running server. The memory of these replicas becomes free.
 
     Needs the admin token if the server has one.
     """
@@ -131,7 +134,7 @@ def migrate(
         bool, typer.Option("--move-kv/--keep-kv", help="KV cache: moves too, or stays together with attention.")
     ] = True,
 ) -> None:
-    """Move layers of a running server to another device. Their memory on the source becomes KV cache.
+    """Move layers of a running server to another device. The memory that the layers leave becomes KV cache.
 
     Needs the admin token if the server has one.
     """
@@ -144,7 +147,7 @@ def scale_out(
     device: Annotated[int, typer.Argument(min=0, help="Empty device.")],
     instance: Annotated[int, typer.Option(min=0, help="Id of the instance with the layers to replicate.")] = 0,
 ) -> None:
-    """Make an empty device of a running server an instance. It serves while its layers arrive.
+    """Turn an empty device of a running server into an instance. The instance serves requests while its layers arrive.
 
     Needs the admin token if the server has one.
     """
@@ -157,7 +160,7 @@ def scale_in(
     device: Annotated[int, typer.Argument(min=0, help="Device whose instance ends.")],
     instance: Annotated[int, typer.Option(min=0, help="Id of the instance that continues the requests.")] = 0,
 ) -> None:
-    """End the instance on a device of a running server. Its requests continue on another instance.
+    """End the instance on a device of a running server. The requests of the instance continue on another instance.
 
     Needs the admin token if the server has one.
     """
@@ -165,7 +168,10 @@ def scale_in(
 
 
 def _change(values: dict[str, Any], layers: str | None, change: Callable[["Client", Any], "PlacementChange"]) -> None:
-    """Connect, call `change` with the client and the range of layers, and print the report."""
+    """Connect to a server, call `change` with the client and the range of layers, and print the report.
+
+    `layers` is the text that the user gave, such as `5-14`. None: the command takes no layers.
+    """
     with clean_exit():
         from serving.commands.placement_run import parse_layers, run_change
 

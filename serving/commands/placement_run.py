@@ -1,4 +1,4 @@
-"""Implementation of `amoeba placement` and of the commands that change a placement."""
+"""Implementation of `amoeba placement`, and of the commands that change which devices compute which layers."""
 
 import json
 import re
@@ -24,7 +24,10 @@ _INDENT = 11
 
 
 def parse_layers(text: str) -> range:
-    """Return the layers of `5-14` (first and last) or `7`. Raises `RequestError` for other text."""
+    """Return the layers of a text such as `5-14` (first and last layer) or `7`.
+
+    Raises `RequestError` for other text.
+    """
     if not (match := _LAYERS.fullmatch(text.strip())):
         raise RequestError(f"layers {shorten(text)} must be a first and a last layer, such as 5-14, or one layer")
     first, last = int(match[1]), int(match[2] or match[1])
@@ -34,7 +37,7 @@ def parse_layers(text: str) -> range:
 
 
 def run_change(change: Callable[[], PlacementChange]) -> None:
-    """Change a placement, and print the report."""
+    """Run a change of placement (layers copied, moved or removed), and print its report."""
     with server_errors():
         done = change()
     subject = _DONE[done.kind].format(layers=_span(*done.layers), instance=done.instance, device=done.device)
@@ -53,7 +56,10 @@ def run_change(change: Callable[[], PlacementChange]) -> None:
 
 
 def show_placements(client: Client, instance: int | None, as_json: bool) -> None:
-    """Print the placements of all instances, or of one instance, as drawings or as JSON."""
+    """Print which devices compute each layer of an instance, as a drawing or as JSON.
+
+    If `instance` is None, print this for all instances. Changes in progress follow the drawings.
+    """
     with server_errors():
         cluster = client.cluster()
         placements = {it.id: it.placement for it in cluster.instances if it.placement is not None}
@@ -73,10 +79,10 @@ def show_placements(client: Client, instance: int | None, as_json: bool) -> None
 
 
 def draw(placement: Placement, width: int) -> str:
-    """Return a drawing of a placement: a row for each device and a column for each layer. The homes follow as text.
+    """Return a drawing of a placement: a row for each device and a column for each layer.
 
-    A filled cell is a whole layer, A only its attention, and F only its FFN. If the layers are wider than `width`, the
-    drawing has several blocks.
+    A filled cell means that the device computes the whole layer. A means only the attention, and F only the FFN. If the
+    layers do not fit in `width` characters, the drawing has several blocks. The same placement follows as text.
     """
     columns = max((width - _INDENT) // 10 * 10, 10)
     lines = []

@@ -1,4 +1,4 @@
-"""`amoeba serve`: start, readiness and shutdown of a server."""
+"""`amoeba serve`: starts a server, reports when it is ready, and shuts it down."""
 
 import asyncio
 import gc
@@ -44,9 +44,9 @@ def run_server(
     `ConfigError` if a port cannot be bound.
 
     Args:
-        warm_up: programs that must be compiled before the server is ready. "start": the programs of the first layout;
-            all other programs are compiled while the server serves. "all": all programs. None: no programs; each
-            program is compiled when it is first used.
+        warm_up: programs that must be compiled before the server is ready. "start": the programs of the instances at
+            the start; all other programs are compiled while the server serves. "all": all programs. None: no programs;
+            each program is compiled when it is first used.
     """
     # The import of Orbax configures a log without times.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
@@ -124,8 +124,10 @@ def _say_loaded(server: Server, name: str, policy_name: str) -> bool:
 
 
 def _http_server(server: Server) -> "HttpServer | None":
-    """Return the HTTP server if the configuration has a port for it; else None. Raises `ConfigError` if packages are
-    missing."""
+    """Return the HTTP server, or None if the settings have no port for it.
+
+    Raises `ConfigError` if packages are missing.
+    """
     if server.config.http_port is None:
         return None
     try:
@@ -136,7 +138,7 @@ def _http_server(server: Server) -> "HttpServer | None":
 
 
 def _tracing(config: ServerConfig) -> "Tracing | None":
-    """Return the sender of trace spans, or None if no collector is configured.
+    """Return the sender of trace spans, or None if the settings have no address of a collector.
 
     Raises `ConfigError` if packages are missing.
     """
@@ -161,9 +163,10 @@ def _degrees(config: EngineConfig) -> list[int]:
 
 
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
-    """Compile the programs of these degrees while the server serves. Print a line for each degree that becomes ready.
+    """Compile the programs of these tensor-parallel degrees while the server serves.
 
-    A failure is logged, and missing programs are then compiled when they are first used.
+    Print a line for each degree whose programs are ready. If a compilation fails, log the error. Missing programs are
+    then compiled when they are first used.
     """
     ready: set[int] = set()
     try:
@@ -187,7 +190,7 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
 
 
 def _load(config: EngineConfig, warm_up: str | None):
-    """Load the model, and compile the programs that must be compiled before the server is ready."""
+    """Load the model, and compile the programs that `warm_up` names."""
     from amoeba_jax import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -233,7 +236,10 @@ def _stop_signal() -> "asyncio.Future[None]":
 
 
 def _in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Call a function in a daemon thread. The interpreter can exit before the function ends."""
+    """Call a function in a new thread. Return a future with its result.
+
+    The interpreter can exit without waiting for the thread.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -44,7 +44,9 @@ def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any
 def serve_settings(
     values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[ServerConfig, EngineConfig, SchedulingConfig]:
-    """Build the configurations from settings by name. If no token file is given, the tokens come from the environment.
+    """Build the configurations from settings by name.
+
+    If the settings name no file of access tokens, the tokens come from the environment variables in `environment`.
 
     Raises `ConfigError` for invalid settings.
     """
@@ -68,7 +70,7 @@ def serve_settings(
 
 
 def _typed(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Check the types of values, and return the values.
+    """Check the types of the settings of the dataclass `kind`, and return the settings.
 
     Raises `ConfigError` for a wrong type, such as text for a number.
     """
@@ -91,9 +93,9 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 
 
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
-    """Return the tokens of clients, one for each line of a file.
+    """Return the access tokens of clients: the lines of the file `path`.
 
-    If no file is given, split `from_environment` into lines.
+    If no file is given, return the lines of `from_environment`, or None if that is None.
     """
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)

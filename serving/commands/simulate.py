@@ -141,7 +141,7 @@ def simulate(
     ] = False,
     price_per_hour: Annotated[float | None, typer.Option(help="Price of a device for an hour in USD.")] = None,
 ) -> None:
-    """Simulate scheduling policies on devices that you need not have.
+    """Simulate scheduling policies on devices that this machine need not have.
 
     The load is a trace or synthetic. See docs/simulation.md.
     """

@@ -39,15 +39,15 @@ _WIDTH = 150
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Output of a simulation. Raises `ConfigError` if a file cannot be written.
+    """Settings of the output of a simulation. Raises `ConfigError` if a file cannot be written.
 
     Attributes:
         json: file for the results.
         plot: file for a plot.
         explain: whether to print how each policy compares with the best policy.
-        find_max_rate: whether to search for the highest rate at which a policy meets the limits (`--slo`).
+        find_max_rate: whether to search for the highest request rate at which a policy meets the limits (`--slo`).
         find_min_devices: whether to search for the fewest devices with which a policy meets the limits.
-        sweep_rate: factors of the request rate, for a table of all policies at each rate. Empty: no sweep.
+        sweep_rate: factors of the request rate, for a table of all policies at each rate. Empty: no such table.
         sensitivity: whether to repeat the comparison with other constants of the device.
     """
 
@@ -81,7 +81,10 @@ class OutputConfig:
 
 
 def read_factors(text: str | None) -> tuple[float, ...]:
-    """Parse factors such as `0.5,1,2`; an empty tuple for None. Raises `ConfigError` for an invalid factor."""
+    """Return the numbers in a text such as `0.5,1,2`. None gives an empty tuple.
+
+    Raises `ConfigError` for an invalid number.
+    """
     if text is None:
         return ()
     parts = text.split(",")
@@ -102,7 +105,7 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 
     Args:
         flags: values of all options of `amoeba simulate` by name.
-        given: names of the options on the command line.
+        given: names of the options that the user gave.
     """
     slo, more = flags["slo"] or [], flags["more_slo"] or []
     if more and not slo:
@@ -144,7 +147,8 @@ def run_simulation(config: SimulationConfig, output: OutputConfig, console: Cons
     """Simulate all policies, print and save the results, and return the exit code.
 
     A policy that does not fit the model or the devices gets a row with the reason. The exit code of a simulation is 0
-    if a request completed, else 1. The exit code of a search is 0 if a value passed, else 1. Raises `ConfigError`.
+    if a request completed, else 1. The exit code of a search is 0 if it found a rate or a number of devices, else 1.
+    Raises `ConfigError` for invalid settings.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     reasons: dict[str, str] = {}
@@ -272,7 +276,7 @@ def _search(
 
 
 class _Progress:
-    """Progress on stderr: a bar in a terminal; otherwise a line for each simulation of a search or a sweep."""
+    """Progress on stderr: a bar in a terminal, and otherwise a line for each simulation of a series."""
 
     def __init__(self) -> None:
         columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -288,12 +292,12 @@ class _Progress:
         self._bar.__exit__(*error)
 
     def follow(self, name: str) -> Callable[[float, float], None]:
-        """Return a callback for `simulate` that shows the progress of a policy."""
+        """Return a function that shows the progress of the policy `name`. The caller passes it to `simulate`."""
         task = self._bar.add_task(name, total=1.0)
         return lambda now_s, share: self._bar.update(task, completed=share)
 
     def show(self, text: str) -> None:
-        """Show the present or latest simulation of a series."""
+        """Show a text about the current simulation of a series."""
         if not self._is_terminal:
             print(text, file=sys.stderr, flush=True)
             return

@@ -47,14 +47,16 @@ def run_warmup(
 ) -> int:
     """Compile all programs of a server, or print them. Return the exit code.
 
-    Raises `ConfigError`, and `MemoryBudgetError` if the model does not fit. In a dry run, a model may be too large.
+    Raises `ConfigError` for invalid settings, and `MemoryBudgetError` if the model does not fit the devices. In a dry
+    run, the model may be too large.
 
     Args:
         config: settings of the server.
-        degrees: degrees to compile for. None: all degrees.
+        degrees: tensor-parallel degrees to compile for. None: all degrees.
         platform: platform of the server. None: the platform of this machine.
-        dry_run: whether to print programs and memory only, without compiling.
-        check: whether to look for missing programs only. The exit code is 1 if a program is missing.
+        dry_run: whether to compile nothing, and only print programs and memory.
+        check: whether to compile nothing, and only look for missing programs. The exit code is 1 if a program is
+            missing.
         as_json: whether to print JSON instead of tables.
     """
     devices = serving_devices(config.num_devices)
@@ -69,9 +71,7 @@ def run_warmup(
     for tp in wanted:
         plan.sub_meshes.check_degree(tp)
     executables, in_order = Executables(plan.dims), tuple(sorted(set(wanted)))
-    requests = enumerate_programs(plan, executables, in_order)
-    if config.prepare_pausing:
-        requests += kept_weights(plan, executables, in_order)
+    requests = enumerate_programs(plan, executables, in_order) + kept_weights(plan, executables, in_order)
     if dry_run:
         _print_dry_run(config, plan, short_bytes, requests, as_json)
         return 0
@@ -97,7 +97,7 @@ def run_warmup(
 def _plan(
     config: EngineConfig, devices: tuple[jax.Device, ...], platform: str, dry_run: bool
 ) -> tuple[EnginePlan, int]:
-    """Return the plan of the engine, and the bytes that each device lacks for the model (0 if it fits).
+    """Return the engine's memory plan, and the bytes that each device lacks for the model (0 if the model fits).
 
     Raises `DeviceTooSmallError` if a device lacks memory, except in a dry run.
     """

@@ -15,10 +15,10 @@ from sharding.ledger import format_bytes
 
 
 def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
-    """Return the totals of the programs for each degree, as a dict. The lowest degree comes first.
+    """Return the totals of the programs for each tensor-parallel degree, as a dict. The lowest degree comes first.
 
-    `hits` is the number of programs that were in the compile cache. A program that runs on one device counts as TP1,
-    even if instances of other degrees use it.
+    `hits` is the number of programs that were in the compile cache. A program that runs on one device counts as degree
+    1, even if instances of other degrees use it.
     """
     rows = []
     for tp in sorted({info.tensor_parallel_size for info in infos}):
@@ -39,7 +39,7 @@ def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
 
 
 def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
-    """Print the totals of each degree."""
+    """Print the totals of the programs for each tensor-parallel degree."""
     table = Table("layout", "programs", "hits", "misses", "seconds", "code", "largest temporaries")
     for row in layouts(infos):
         table.add_row(
@@ -55,7 +55,7 @@ def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
 
 
 def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None:
-    """Print the division of a device's memory, and the capacity in tokens of an instance of each degree."""
+    """Print the parts of a device's memory, and the tokens that an instance of each tensor-parallel degree can hold."""
     memory, console = plan.memory, Console(highlight=False, soft_wrap=True)
     kv_bytes = memory.num_pages * memory.page_bytes * plan.dims.config.num_layers
     table = Table("each device", "", title=f"{config.model}, {config.num_devices} devices, {plan.dims.dtype}")
@@ -82,7 +82,7 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
 
 
 def print_requests(requests: Sequence[ProgramSpec]) -> None:
-    """Print the number of programs of each kind, and the bytes that a program updates in place on each device."""
+    """Print the number of programs of each kind, and the bytes that each kind updates in place on a device."""
     table = Table("layout", "kind", "programs", "updated in place, each device")
 
     def group(request: ProgramSpec) -> tuple[int, str]:

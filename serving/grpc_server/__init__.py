@@ -1,1 +1,1 @@
-"""gRPC server of an `LLM`. Its services are amoeba.v1, the Open Inference Protocol, health and reflection."""
+"""gRPC server of an `LLM`, with the services amoeba.v1, the Open Inference Protocol, health and reflection."""

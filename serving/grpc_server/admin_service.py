@@ -1,4 +1,4 @@
-"""amoeba.v1.AdminService."""
+"""Service amoeba.v1.AdminService: inspection and changes of a server's instances."""
 
 import asyncio
 from collections.abc import Callable
@@ -46,17 +46,17 @@ _ORDERS: dict[int, ChangeOrder] = {pb.CHANGE_ORDER_LAYER: "layer", pb.CHANGE_ORD
 
 
 class AdminService(pb_grpc.AdminServiceServicer):
-    """The RPCs with which operators inspect and change instances."""
+    """RPCs with which operators inspect and change instances (copies of the model that serve requests)."""
 
     def __init__(self, request_handler: RequestHandler):
         self._handler = request_handler
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.Cluster:
-        """Return instances, memory and queue."""
+        """Return the state of the server: instances, memory and queue."""
         return await self._cluster()
 
     async def WatchCluster(self, request: pb.WatchClusterRequest, context: Context) -> None:
-        """Stream instances, memory and queue at intervals."""
+        """Stream the state of the server (instances, memory and queue) at intervals."""
         interval_s = request.interval_s or 1.0
         if not 0.1 <= interval_s <= 3600:
             raise RequestError(f"interval_s={interval_s} must be from 0.1 to 3600")
@@ -103,7 +103,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         )
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, context: Context) -> pb.Placement:
-        """Return the placement of an instance."""
+        """Return the placement of an instance: the devices that compute each of its layers."""
         backend = self._handler.backend
         instance = read_index("instance", request.instance, backend.num_devices)
         try:
@@ -116,7 +116,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return await self._change_placement("replicate", *self._read_change(request))
 
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.PlacementReport:
-        """Remove the replicas of layers from a device."""
+        """Remove copies of layers from a device."""
         return await self._change_placement("evict", *self._read_change(request))
 
     async def Migrate(self, request: pb.MigrateRequest, context: Context) -> pb.PlacementReport:
@@ -125,11 +125,11 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return await self._change_placement("migrate", *self._read_change(request), move_kv)
 
     async def ScaleOut(self, request: pb.ScaleOutRequest, context: Context) -> pb.PlacementReport:
-        """Make an empty device an instance, with the layers of another instance."""
+        """Turn an empty device into an instance, with a copy of the layers of another instance."""
         return await self._change_placement("scale_out", *self._read_devices(request))
 
     async def ScaleIn(self, request: pb.ScaleInRequest, context: Context) -> pb.PlacementReport:
-        """End the instance on a device."""
+        """End the instance on a device. Another instance continues the requests of the ended instance."""
         return await self._change_placement("scale_in", *self._read_devices(request))
 
     def _read_change(
@@ -143,7 +143,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return read_index("device", request.device, most), read_index("instance", request.instance, most)
 
     async def _change_placement(self, kind: PlacementKind, *arguments: Any) -> pb.PlacementReport:
-        """Call the method `kind` of the engine, and return its report."""
+        """Change the placement with the method `kind` of the `LLM`, such as `replicate`. Return the report."""
         if self._handler.state is not State.READY:
             raise PreconditionError("the server is shutting down: placements can no longer be changed")
         change = partial(getattr(self._handler.backend, kind), *arguments)
@@ -170,14 +170,15 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Refuse new requests, and wait until all running requests end. Return the number of aborted requests.
 
-        A request that still runs after `timeout_s` seconds is aborted. If `timeout_s` is 0, no request is aborted.
+        Requests that still run after `request.timeout_s` seconds are aborted. A value of 0 means that no request is
+        aborted.
         """
         if not 0 <= request.timeout_s < float("inf"):
             raise RequestError(f"timeout_s={request.timeout_s} must be finite and at least 0")
         return pb.DrainResponse(aborted=await self._handler.drain(request.timeout_s or None))
 
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
-        """Replace the policy that places requests."""
+        """Replace the scheduling policy of the server. Return the name of the previous policy."""
         scheduling = self._handler.scheduling
         if scheduling is None:
             raise PreconditionError("this server has no scheduler: only Transform changes instances")

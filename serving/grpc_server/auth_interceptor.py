@@ -1,4 +1,4 @@
-"""The interceptor of all calls: it checks tokens, parses messages and turns errors into gRPC statuses."""
+"""Interceptor of all calls. It checks access tokens, parses messages and turns errors into gRPC statuses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,7 +23,7 @@ class _Malformed:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that refuses calls without a valid token, and turns exceptions into gRPC statuses."""
+    """Interceptor that refuses calls without a valid access token, and turns exceptions into gRPC statuses."""
 
     def __init__(self, callers: Callers, refusals: Refusals):
         self._callers, self._refusals = callers, refusals
@@ -33,10 +33,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Check the token of a call, and return a handler that wraps the handler of the method.
+        """Check the access token of a call, and return a handler for the call.
 
-        If the token is not valid, return a handler that refuses the call. If the server does not have the method,
-        return None, so that gRPC refuses the call.
+        If the token is valid, the handler runs the called method. If the token is not valid, the handler refuses the
+        call. If the server does not have the method, return None, so that gRPC refuses the call.
         """
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -62,7 +62,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(status, text)
 
     def _refusing(self, error: Exception) -> grpc.RpcMethodHandler:
-        """Return a handler that answers any kind of call with an error and reads no message."""
+        """Return a handler that answers every call with an error, without reading a message."""
         status, text = status_of(error)
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
@@ -71,10 +71,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
-        """Return a handler that parses messages, calls `handler`, and turns its errors into statuses.
+        """Return a handler that parses messages, calls `handler`, and turns errors of `handler` into statuses.
 
-        The returned handler streams in both directions: only then the server can free a request before the end of the
-        call. `handler` may write its answer itself and return None.
+        `handler` returns its answer, or writes the answer itself and returns None. The returned handler streams in both
+        directions. Otherwise the request message would stay in memory until the end of the call.
         """
         parse = handler.request_deserializer
 

@@ -1,4 +1,4 @@
-"""Reasons why a port cannot be bound."""
+"""Explanation of why a port cannot be bound."""
 
 import contextlib
 import errno
@@ -9,9 +9,9 @@ from amoeba_jax.errors import ConfigError
 
 
 def binding_error(host: str, port: int, flag: str) -> ConfigError:
-    """Return the error for an address that cannot be bound. Its message has the reason, and names the option to change.
+    """Return the error for an address that cannot be bound. The message has the reason and the option to change.
 
-    gRPC does not tell the reason. So this function tries to bind the port itself.
+    gRPC does not report the reason. This function therefore tries to bind the port itself.
     """
     return ConfigError(f"{join_address(host, port)} cannot be bound: {_reason(host, port, flag)}")
 

@@ -1,4 +1,4 @@
-"""The identity of a caller, from the token and the connection of a call."""
+"""Identity of the caller, from the access token and the connection of a call."""
 
 import hashlib
 import hmac
@@ -19,12 +19,14 @@ class Caller:
     """Identity of the client that sent a call.
 
     Attributes:
-        client: IP address, the same for gRPC and HTTP. All connections from one address share the limits of requests
-            and bytes.
-        scope: name space of the request ids: the token of the caller. If the caller has no token: its connection.
-        account: owner of slots and pages for fair sharing: the token of the caller. If the caller has no token:
-            `client`.
-        salt: salt of cached prefixes, different for each token. "": the caller has no token.
+        client: IP address, in the same form for gRPC and HTTP. All connections from one address share the limits of
+            requests and bytes.
+        scope: namespace of the caller's request ids, different for each access token. For a caller without a token, it
+            is different for each connection.
+        account: name under which the caller gets its fair share of the engine, different for each token. For a caller
+            without a token, it is `client`.
+        salt: salt of the prefix cache, different for each token, so that callers with different tokens share no
+            prefixes. "": the caller has no token.
         has_admin_token: whether the caller sent the admin token.
         may_abort_all: whether the caller may abort requests of other callers. This is true for the admin, and for every
             caller if the server has no tokens.
@@ -39,7 +41,7 @@ class Caller:
 
 
 class Callers:
-    """Tokens of a server. If the server has no tokens, every caller may call every method."""
+    """Access tokens of a server. If the server has no tokens, every caller may call every method."""
 
     def __init__(self, api_tokens: Iterable[str] = (), admin_token: str | None = None):
         self._api_tokens, self._admin_token = tuple(api_tokens), admin_token
@@ -51,11 +53,11 @@ class Callers:
 
     @property
     def inference_is_open(self) -> bool:
-        """Whether calls of services other than AdminService need no token."""
+        """Whether callers without a token may call all services except AdminService."""
         return not self._api_tokens
 
     def is_client(self, token: str | None) -> bool:
-        """Return whether a token belongs to a client."""
+        """Return whether a token is one of the tokens for clients."""
         # Compare with every token: the time must not show which one matches.
         same = [_same(token, known) for known in self._api_tokens]
         return any(same)
@@ -65,11 +67,11 @@ class Callers:
         return _same(token, self._admin_token)
 
     def check_admin(self, token: str | None) -> None:
-        """Check that a token allows administration. Without tokens on the server, everybody is an administrator.
+        """Check that a token allows calls of AdminService. If the server has no tokens, no token is needed.
 
         Raises:
             CredentialsError: there is no token, or it is unknown.
-            ForbiddenError: the token belongs to a client.
+            ForbiddenError: the token is a token for clients.
         """
         if self.needs_no_token or self.is_admin(token):
             return
@@ -83,11 +85,11 @@ class Callers:
         return self.identify(_host(peer), peer, bearer_token(context.invocation_metadata() or ()))
 
     def identify(self, client: str, connection: str, token: str | None) -> Caller:
-        """Return the identity of a caller.
+        """Return the identity of a caller, for the limits and the fair sharing of the server.
 
         Args:
             client: IP address, in any of its forms; "unix" for a caller without an IP address.
-            connection: address with the port.
+            connection: address of the client with the port.
             token: token that the caller sent, or None.
         """
         client = _normal(client)
@@ -100,13 +102,13 @@ class Callers:
 
 
 def _host(peer: str) -> str:
-    """Return the IP address in the name that gRPC gives a peer: `ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5` or `unix:...`."""
+    """Return the IP address in gRPC's name of a peer, such as `ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5` or `unix:...`."""
     kind, _, address = peer.partition(":")
     return kind if kind == "unix" else unquote(address.rpartition(":")[0]).strip("[]")
 
 
 def _normal(host: str) -> str:
-    """Return the shortest form of an IP address. An IPv4 address that a socket of IPv6 shows becomes IPv4."""
+    """Return the shortest form of an IP address. An IPv4 address that is written as IPv6 becomes IPv4."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

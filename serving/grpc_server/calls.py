@@ -1,4 +1,4 @@
-"""A generation request, independent of the protocol that it came by."""
+"""Generation request of a client, in a form that is the same for all protocols."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from serving.grpc_server.callers import Caller
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, and arguments of the model's chat template.
+    """Conversation, and arguments of the model's chat template.
 
     Attributes:
         messages: messages in the form of Hugging Face's chat templates.
@@ -29,7 +29,7 @@ Prompt = str | list[int] | Chat
 
 @dataclass(frozen=True)
 class Call:
-    """A generation request.
+    """Generation request of a client, in a form that is the same for all protocols.
 
     Attributes:
         name: id that the client chose; "" if the client chose no id. Replies, traces and `Abort` use this id. Inside
@@ -38,10 +38,11 @@ class Call:
         params: sampling settings.
         caller: identity of the client.
         timeout_s: time limit of the request in seconds. None: no limit.
-        num_bytes: size of the request message in bytes, plus the bytes of the prompt that the reply repeats.
-        cache_salt: salt that the client sent, or "".
+        num_bytes: size of the request message in bytes. If the reply repeats the prompt, the size of the prompts in the
+            reply is added.
+        cache_salt: salt of the prefix cache that the client sent, or "".
         unique_name: whether to refuse the request if another unfinished request of the caller has the same `name`.
-        add_special_tokens: whether a text gets the BOS of tokenizers that add one.
+        add_special_tokens: whether the tokenizer may put its BOS token before a text prompt.
         with_tokens: function that gets the token ids of the prompt, and returns the final sampling settings. It may
             change `max_tokens` only. None: `params` are final.
         trace_headers: `traceparent` and `tracestate` of W3C Trace Context, if the client sent them.
@@ -61,7 +62,7 @@ class Call:
 
     @property
     def salt(self) -> str | None:
-        """Salt of cached prefixes, made of the salt of the caller and `cache_salt`. None: both salts are empty."""
+        """Salt of the prefix cache, made of the salt of the caller and `cache_salt`. None: both salts are empty."""
         if not self.caller.salt:
             return self.cache_salt or None
         return f"{self.caller.salt}/{self.cache_salt}"

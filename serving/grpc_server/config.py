@@ -11,8 +11,10 @@ DEFAULT_PORT, DEFAULT_METRICS_PORT = 50051, 9400
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and of their fields. Raises `ConfigError` for a limit below 1. Only `min_priority` may be
-    below 1."""
+    """Limits of requests and of their fields.
+
+    Raises `ConfigError` for a limit below 1. Only `min_priority` may be below 1.
+    """
 
     max_message_bytes: int = 4 * 2**20
     """Bytes of a message to the server. Replies have no limit: a long reply is split into several messages."""
@@ -96,7 +98,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class TLS:
-    """Certificates of the server, in PEM files. The server reads a file again when it changes."""
+    """Certificates of the server, in PEM files. The server reads a file again when the file changes."""
 
     certificate: Path
     key: Path
@@ -111,7 +113,7 @@ class TLS:
 
 @dataclass(frozen=True)
 class SecretFiles:
-    """Files with the certificates and tokens of a server, as options of `amoeba serve`."""
+    """Files with the certificates and access tokens of a server, as options of `amoeba serve`."""
 
     tls_certificate: Path | None = None
     """PEM file with the server's certificate. Turns TLS on. The server reads it again when it changes."""
@@ -129,7 +131,7 @@ class SecretFiles:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Addresses, tokens and time limits of the server."""
+    """Addresses, access tokens and time limits of the gRPC server."""
 
     host: str = "127.0.0.1"
     """Host name or IP address to bind: 0.0.0.0 for all IPv4 addresses, :: for all addresses of the machine. By default
@@ -183,6 +185,6 @@ class ServerConfig:
 
     @property
     def api_tokens(self) -> tuple[str, ...]:
-        """Tokens of clients as a tuple."""
+        """Access tokens of clients, as a tuple."""
         token = self.api_token
         return token if isinstance(token, tuple) else () if token is None else (token,)

@@ -19,9 +19,9 @@ _LISTS = {
 
 
 def check_length(name: str, length: int, limit_name: str, limits: Limits, what: str = "elements") -> None:
-    """Raise `RequestError` if the field `name` is longer than the limit `limit_name`.
+    """Raise `RequestError` if the field `name` is longer than the limit in the field `limit_name` of `limits`.
 
-    `what`: unit of `length`, such as "characters".
+    `what` is the unit of `length`, such as "characters".
     """
     limit = getattr(limits, limit_name)
     if length > limit:
@@ -44,7 +44,7 @@ def check_lists(values: Mapping[str, Any], limits: Limits) -> None:
 
 
 def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Return the sampling settings for `values`. Raise `RequestError` for a value that is invalid or over a limit."""
+    """Return the sampling settings for `values`. Raises `RequestError` for a value that is invalid or over a limit."""
     check_lists(values, limits)
     params = SamplingParams(**values)
     if params.priority < limits.min_priority and not caller.has_admin_token:
@@ -83,7 +83,7 @@ def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_t
 
 
 def check_reply_entries(num_entries: int, limits: Limits) -> None:
-    """Raise `RequestError` if a reply in one piece has too many tokens and log-probabilities."""
+    """Raise `RequestError` if a reply would have too many tokens and log-probabilities for one message."""
     if num_entries > (limit := limits.max_reply_entries):
         raise RequestError(
             f"the reply has more than {limit} tokens and log-probabilities (max_reply_entries): ask for a stream"
@@ -91,7 +91,7 @@ def check_reply_entries(num_entries: int, limits: Limits) -> None:
 
 
 def check_prompt_entries(num_tokens: int, params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` if a request asks for too many log-probabilities of its prompt."""
+    """Raise `RequestError` if a request asks for too many log-probabilities of its prompt tokens."""
     if params.prompt_logprobs is None:
         return
     entries = num_tokens * (1 + params.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""The gRPC health service. Status changes never wait for a watcher."""
+"""The gRPC health service. A change of a status never waits for the clients that watch this status."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,8 +16,8 @@ NOT_SERVING = _messages.HealthCheckResponse.NOT_SERVING
 class HealthServicer(health_pb2_grpc.HealthServicer):
     """`grpc.health.v1.Health` with Check, List and Watch.
 
-    A watcher that reads nothing does not delay the watchers of other clients, as it would with
-    `grpcio-health-checking`.
+    A client that watches the status and reads nothing does not delay other clients. In the implementation of
+    `grpcio-health-checking`, such a client delays the others.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set_status(self, service: str, status: Any) -> None:
-        """Set the status of a service and wake all watchers. The service "" is the whole server."""
+        """Set the status of a service and notify all clients that watch it. The service "" is the whole server."""
         self._statuses[service] = status
         self._changed.set()
         self._changed = asyncio.Event()
@@ -42,7 +42,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return _messages.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        """Yield the status of one service now and after each change. A slow watcher gets only the latest status."""
+        """Yield the status of one service now and after each change. A slow client gets only the latest status."""
         latest = None
         while True:
             changed = self._changed

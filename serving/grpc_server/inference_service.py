@@ -1,4 +1,4 @@
-"""amoeba.v1.InferenceService."""
+"""Service amoeba.v1.InferenceService: text generation and tokenization."""
 
 import uuid
 from dataclasses import replace
@@ -21,7 +21,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
-    """The RPCs of amoeba.v1 for text generation."""
+    """RPCs of amoeba.v1 for text generation and tokenization."""
 
     def __init__(self, request_handler: RequestHandler):
         self._handler = request_handler
@@ -95,13 +95,13 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Abort a request."""
+        """Abort a request. The reply says whether there was a request to abort."""
         handler = self._handler
         return pb.AbortResponse(aborted=await handler.abort(handler.callers.caller(context), request.request_id))
 
 
 def time_left(context: Context) -> float | None:
-    """Return the seconds until the deadline of the client. None: no deadline."""
+    """Return the seconds until the deadline of the client, or None if there is no deadline."""
     left = context.time_remaining()
     # gRPC represents "no deadline" by a very large number.
     return None if left is None or left > 1e8 else left

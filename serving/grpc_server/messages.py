@@ -1,4 +1,4 @@
-"""Conversion between messages of amoeba.v1 and the objects of the engine."""
+"""Conversion between protobuf messages of amoeba.v1 and the objects of the engine."""
 
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
@@ -35,7 +35,10 @@ _MAX_ENTRIES = 2048
 
 
 def read_params(message: pb.SamplingParams, limits: Limits, caller: Caller) -> SamplingParams:
-    """Return sampling settings. Raise `RequestError` for a value out of range or a list over its limit."""
+    """Return the sampling settings in a message.
+
+    Raises `RequestError` for a value out of range or a list over its limit.
+    """
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     if "allowed_token_ids" in values:
         values["allowed_token_ids"] = values["allowed_token_ids"].ids
@@ -61,10 +64,10 @@ def _structured(message: pb.StructuredOutput) -> StructuredOutput:
 def read_prompt(
     message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str, limits: Limits, max_tokens: int
 ) -> Prompt:
-    """Return the prompt of a message. Raise `RequestError` if the prompt is missing or over a limit.
+    """Return the prompt in a message. Raises `RequestError` if the prompt is missing or over a limit.
 
     Args:
-        oneof: name of the message's group of alternative fields `text`, `token_ids` and `chat`.
+        oneof: name of the oneof in the message that has the fields `text`, `token_ids` and `chat`.
         max_tokens: maximum number of token ids.
     """
     kind = message.WhichOneof(oneof)  # type: ignore[arg-type]
@@ -83,12 +86,12 @@ def read_prompt(
 
 
 def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") -> Iterator[pb.GenerateResponse]:
-    """Yield the messages for new output of a request: one message, or several messages if the output is long.
+    """Yield the messages with new output of a request: one message, or several messages if the output is long.
 
     Args:
         request_id: id that the client knows.
         delta: new output.
-        usage: usage of a finished request, which the last message carries. None: the request has not finished.
+        usage: token counts and times of the request, to add to the last message. None: the request has not finished.
     """
     message, room = pb.GenerateResponse(request_id=request_id), _MAX_ENTRIES
     for entry in delta.prompt_logprobs:
@@ -116,8 +119,10 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
 
 
 def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> pb.Completion:
-    """Return the message for new tokens `start` to `stop - 1`. Only the last message (`ended`) has the text and the
-    finish reason."""
+    """Return a message with the new tokens `start` to `stop - 1` of a sample.
+
+    The last message for the delta (`ended`) also has the text and the finish reason.
+    """
     message = pb.Completion(
         index=delta.index,
         token_ids=delta.token_ids[start:stop],
@@ -138,7 +143,7 @@ def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> p
 
 
 def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.PositionLogprobs:
-    """Return the log-probabilities at one position: first of the token `first`, then of all other tokens by rank."""
+    """Return a message with the log-probabilities at one position, sorted by rank. The token `first` comes first."""
     items = sorted((entry or {}).items(), key=lambda item: (item[0] != first, item[1].rank))
     return pb.PositionLogprobs(
         tokens=[
@@ -149,7 +154,7 @@ def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.
 
 
 def usage(delta: RequestDelta, completion_tokens: int) -> pb.Usage:
-    """Return tokens and times of a finished request."""
+    """Return a message with the token counts and times of a finished request."""
     metrics: RequestMetrics = delta.metrics
     return pb.Usage(
         prompt_tokens=delta.num_prompt_tokens,
@@ -164,7 +169,7 @@ def usage(delta: RequestDelta, completion_tokens: int) -> pb.Usage:
 
 
 def read_layers(message: pb.ReplicateRequest | pb.EvictRequest | pb.MigrateRequest, num_layers: int) -> range:
-    """Return the layers of a change of placement. Raise `RequestError` if the model does not have them."""
+    """Return the range of layers in a message. Raises `RequestError` if the model does not have these layers."""
     first, end = message.layers.first, message.layers.end
     if not first < end <= num_layers:
         given = f"[{first}, {end})" if message.HasField("layers") else "missing"
@@ -173,14 +178,17 @@ def read_layers(message: pb.ReplicateRequest | pb.EvictRequest | pb.MigrateReque
 
 
 def read_index(name: str, value: int, limit: int) -> int:
-    """Return the index of a device or an instance. Raise `RequestError` if it is not below `limit`."""
+    """Check the index of a device or an instance, and return it. Raises `RequestError` for `limit` or more."""
     if value >= limit:
         raise RequestError(f"{name}={value} must be from 0 to {limit - 1}")
     return value
 
 
 def read_modules(number: int) -> PlacementModules:
-    """Return the name of the modules of a change of placement. Raise `RequestError` for an unknown number."""
+    """Return which part of a layer an enum value means: layer, attention, FFN or KV cache.
+
+    Raises `RequestError` for an unknown number.
+    """
     if (modules := _MODULES.get(number)) is None:
         known = ", ".join(f"{number} ({name})" for number, name in _MODULES.items())
         raise RequestError(f"modules={number} is not known: it must be one of {known}")
@@ -188,7 +196,7 @@ def read_modules(number: int) -> PlacementModules:
 
 
 def placement_message(placement: Placement) -> pb.Placement:
-    """Return the message for the placement of an instance."""
+    """Return a message with a placement: the devices that compute each layer of an instance."""
     data = placement.to_dict()
     stages = [
         pb.PlacementStage(
@@ -202,7 +210,7 @@ def placement_message(placement: Placement) -> pb.Placement:
 
 
 def placement_report(report: PlacementReport) -> pb.PlacementReport:
-    """Return the message for the report of a change of placement."""
+    """Return a message with the report of a change of placement (layers copied, moved or removed)."""
     return pb.PlacementReport(
         kind=report.kind,
         instance=report.instance,
@@ -219,7 +227,7 @@ def placement_report(report: PlacementReport) -> pb.PlacementReport:
 
 
 def placement_status(status: PlacementStatus) -> pb.PlacementStatus:
-    """Return the message for a change of placement that has not ended."""
+    """Return a message with the progress of a change of placement (layers copied, moved or removed)."""
     return pb.PlacementStatus(
         kind=status.kind,
         instance=status.instance,

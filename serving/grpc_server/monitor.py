@@ -1,4 +1,4 @@
-"""Task that polls the engine, updates the gauges of the metrics, and detects failures of the engine."""
+"""Task that polls the engine, updates the metrics, and detects failures of the engine."""
 
 import asyncio
 import logging
@@ -23,9 +23,9 @@ _TRIM_INTERVAL_S = 60.0
 async def watch_engine(
     backend: "LLM", metrics: ServerMetrics, timeout_s: float, interval_s: float = INTERVAL_S
 ) -> EngineClosedError | EngineStuckError:
-    """Poll the state of the engine into `metrics` until the engine fails. Return the error.
+    """Copy the state of the engine into `metrics` every `interval_s` seconds until the engine fails. Return the error.
 
-    An engine that has not answered for `timeout_s` seconds is stuck and counts as failed.
+    An engine that has not answered for `timeout_s` seconds counts as failed.
     """
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="amoeba-monitor")

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol with the extensions of Triton: inference.GRPCInferenceService."""
+"""Service inference.GRPCInferenceService: the Open Inference Protocol with the extensions of Triton."""
 
 import asyncio
 import contextlib
@@ -49,13 +49,13 @@ _DATA_TYPES = {
 
 @dataclass(frozen=True)
 class _Infer:
-    """A parsed request of this protocol.
+    """Parsed request of the Open Inference Protocol.
 
     Attributes:
         id: id that the client chose, or "". Replies repeat it.
-        streams: whether output is sent as soon as it is generated. If not, one message at the end has the whole output.
+        streams: whether output is sent as soon as it is generated. False: one message at the end has the whole output.
         outputs: names of the output tensors.
-        prefix: text before the output of each sample: the prompt, or "".
+        prefix: text to send before the output of each sample. This is the prompt, or "".
     """
 
     id: str
@@ -81,7 +81,7 @@ class _Durations:
 
 
 class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
-    """The RPCs of the Open Inference Protocol. The model of the server has version "1"."""
+    """RPCs of the Open Inference Protocol. The model of the server has the version "1"."""
 
     def __init__(self, request_handler: RequestHandler):
         self._handler = request_handler
@@ -104,12 +104,12 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelReadyResponse(ready=known)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        """Return name and version of the server."""
+        """Return the name and version of the server."""
         extensions = ["model_configuration", "model_repository", "schedule_policy", "statistics"]
         return pb.ServerMetadataResponse(name="amoeba-jax", version=amoeba_jax.__version__, extensions=extensions)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        """Return the tensors of a model."""
+        """Return the names, types and shapes of a model's input and output tensors."""
         self._check_model(request.name, request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
@@ -121,7 +121,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         )
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
-        """Return the tensors of a model in the form of Triton."""
+        """Return the input and output tensors of a model, in Triton's form."""
         self._check_model(request.name, request.version)
         inputs = [
             pb.ModelInput(name=name, data_type=_DATA_TYPES[kind], dims=[1], optional=name != "text_input")
@@ -139,7 +139,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelConfigResponse(config=config)
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
-        """Return the number and the times of requests of this protocol."""
+        """Return the number of requests of this protocol, and their durations."""
         if request.name:
             self._check_model(request.name, request.version)
         statistics = pb.InferStatistics(
@@ -158,7 +158,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         """Return the model of the server and its state.
 
-        If `ready` of the request is set, return the model only if the server accepts requests.
+        With `request.ready`, return the model only if the server accepts requests.
         """
         if request.repository_name:
             raise UnknownModelError("repository_name must be empty: this server has one repository, without a name")
@@ -180,19 +180,19 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
     # Inference
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> None:
-        """Generate, and answer with one message at the end."""
+        """Generate text for a prompt, and send it in one message at the end."""
         infer = self._read(request, context)
         if infer.streams:
             raise RequestError("stream is true, but ModelInfer has one response: use ModelStreamInfer")
         await self._infer(infer, self._writer(context).write)
 
     async def ModelStreamInfer(self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        """Serve the requests of one stream at the same time. Messages for different requests may alternate.
+        """Serve the requests of one stream at the same time. Messages of different requests may alternate.
 
         The call ends when the client has closed its side of the stream and all requests have ended.
 
         Raises:
-            SlowReaderError: the client does not read the error message of a refused request.
+            SlowReaderError: a request was refused, and the client does not read the error message.
         """
         one_writer, room, writer = asyncio.Lock(), asyncio.Semaphore(_MAX_PER_STREAM), self._writer(context)
         tasks: set[asyncio.Task[None]] = set()
@@ -248,8 +248,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         context: Context,
         write_message: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
     ) -> None:
-        """Serve one request of a stream. If the request fails, send the error as a message, so that the other requests
-        of the stream continue.
+        """Serve one request of a stream.
+
+        If the request fails, send the error as a message, so that the other requests of the stream continue.
 
         Raises:
             SlowReaderError: the client does not read the message with the error.
@@ -306,7 +307,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         self._last_inference_ms = time.time_ns() // 1_000_000
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> _Infer:
-        """Parse a request. Raise `RequestError` or `UnknownModelError` for an invalid request."""
+        """Parse a request. Raises `UnknownModelError` for another model, and `RequestError` for an invalid request."""
         request_handler = self._handler
         limits, caller = request_handler.limits, request_handler.callers.caller(context)
         self._check_model(request.model_name, request.model_version)
@@ -334,8 +335,10 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
 
 def _check_reply(params: SamplingParams, streams: bool, echo_bytes: int, limits: Limits) -> None:
-    """Raise `RequestError` if the reply could be too long for one message, or if the prompts that it repeats are too
-    long."""
+    """Raise `RequestError` if the reply could be too long for one message.
+
+    `echo_bytes` is the size of the prompts that the reply repeats.
+    """
     if echo_bytes > limits.max_echo_bytes:
         raise RequestError(
             f"the prompt before each of n={params.n} samples takes {echo_bytes} bytes of the reply: at most "
@@ -363,10 +366,10 @@ def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
 
 
 def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
-    """Return sampling settings by name.
+    """Return the sampling settings of a request by name.
 
-    They come from the tensor `sampling_parameters`. If the request has no such tensor, they come from the request
-    parameters. The request parameters in `_SERVICE` are used in any case.
+    The settings come from the tensor `sampling_parameters`. If there is no such tensor, they come from the request
+    parameters. The settings in `_SERVICE` may be request parameters in both cases.
     """
     if len(request.parameters) > _MAX_PARAMETERS:
         raise RequestError(
@@ -396,9 +399,9 @@ def _parameter(key: str, value: pb.InferParameter) -> Any:
 
 
 def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
-    """Return the time limit of a request in seconds. None: no limit.
+    """Return the time limit of a request in seconds, or None if there is no limit.
 
-    The limit is the deadline of the call or the parameter `timeout`, whichever is earlier.
+    The limit is the deadline of the call or the request's parameter `timeout`, whichever is earlier.
     """
     limits = [] if (left := time_left(context)) is None else [left]
     if "timeout" in request.parameters:

@@ -34,7 +34,7 @@ _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
 
 @dataclass(frozen=True)
 class Inputs:
-    """The input tensors of a request, by name."""
+    """Input tensors of a request, by name."""
 
     values: dict[str, bytes | bool]
 
@@ -47,12 +47,12 @@ class Inputs:
         return text
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return the value of a BOOL tensor; `default` if it is missing."""
+        """Return the value of a boolean tensor, or `default` if the request does not have it."""
         return bool(self.values.get(name, default))
 
 
 def read_inputs(request: pb.ModelInferRequest) -> Inputs:
-    """Return the input tensors of a request. Raise `RequestError` for an unknown, repeated or malformed tensor."""
+    """Return the input tensors of a request. Raises `RequestError` for an unknown, repeated or malformed tensor."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise RequestError(f"there are {len(raw)} raw_input_contents for {len(request.inputs)} inputs")
@@ -99,11 +99,10 @@ def _from_raw(name: str, kind: str, data: bytes) -> bytes | bool:
 
 
 def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, ...]:
-    """Return the names of the output tensors: `text_output`, and each output whose flag in the inputs (`return_<name>`)
-    is set.
+    """Return the names of the output tensors to send.
 
-    If the request lists outputs, names that are not in this list are left out. Raises `RequestError` for an unknown
-    name.
+    These are `text_output`, and each output whose input tensor `return_<name>` is true. If the request has a list of
+    outputs, names that are not in the list are left out. Raises `RequestError` for an unknown name in the list.
     """
     if len(request.outputs) > len(OUTPUTS):
         raise RequestError(f"{len(request.outputs)} outputs are listed: there are {len(OUTPUTS)}, {', '.join(OUTPUTS)}")
@@ -116,11 +115,12 @@ def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, 
 
 
 class Replies:
-    """Output tensors of the messages of one request.
+    """Builder of the output tensors in the messages of one request.
 
     Args:
         names: names of the outputs.
-        num_samples: number of samples. Each output has one element for each sample; `num_input_tokens` has one element.
+        num_samples: number of samples. Each output has one element for each sample, except `num_input_tokens`, which
+            has one element.
         prefix: text before the output of each sample, in the first message only.
     """
 
@@ -131,7 +131,7 @@ class Replies:
         self._cumulative = [0.0] * num_samples
 
     def add_outputs(self, message: pb.ModelInferResponse, delta: RequestDelta) -> None:
-        """Add the outputs for a delta to a message."""
+        """Add the tensors with the new output `delta` to a message."""
         new: list[CompletionDelta | None] = [None] * len(self._ended)
         for completion in delta.completions:
             new[completion.index] = completion
@@ -164,7 +164,7 @@ class Replies:
 def _logprobs_json(delta: CompletionDelta | None) -> str:
     """Return the log-probabilities of one sample as JSON: a list with one object for each new token.
 
-    If there is no new token, the list is empty. If the request did not ask for log-probabilities, the result is `null`.
+    If there is no new token, the list is empty. If the request did not ask for log-probabilities, return `null`.
     """
     if delta is None:
         return "[]"

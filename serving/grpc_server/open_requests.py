@@ -1,4 +1,4 @@
-"""Admission of requests: names and limits."""
+"""Admission of requests to the server: their ids, and limits on their number and size."""
 
 import uuid
 from collections import Counter
@@ -17,7 +17,7 @@ _NO_PARAMS = SamplingParams()
 
 
 class Ticket:
-    """An admitted request. It counts as queued until its first token is generated or it ends.
+    """Admitted request. It counts as queued until its first token is generated or it ends.
 
     Attributes:
         id: id of the request inside this server. No client can choose this id.
@@ -30,13 +30,15 @@ class Ticket:
         self._queued = True
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Add the tokens of the prompt to the queued tokens. Raise `LimitError` if a limit is reached
-        (`OpenRequests.add_tokens`)."""
+        """Add the tokens of the prompt to the number of queued tokens.
+
+        Raises `LimitError` if too many tokens are queued. `OpenRequests.add_tokens` describes this limit.
+        """
         self._admission.add_tokens(num_tokens, self._class)
         self._tokens = num_tokens
 
     def leave_queue(self) -> None:
-        """Stop counting the request as queued. Further calls do nothing."""
+        """Stop counting the request as queued. Further calls have no effect."""
         if self._queued:
             self._queued = False
             self._admission.requests_by_class[self._class] -= 1
@@ -44,12 +46,12 @@ class Ticket:
 
 
 class OpenRequests:
-    """The admitted requests. All methods run in the event loop of the server.
+    """Admitted requests that have not ended. All methods run in the event loop of the server.
 
     Attributes:
         ids: ids that this server has given to the admitted requests.
-        requests_by_class: number of queued requests of each class.
-        tokens_by_class: number of prompt tokens of the queued requests of each class.
+        requests_by_class: number of queued requests of each priority class.
+        tokens_by_class: number of prompt tokens of the queued requests of each priority class.
     """
 
     def __init__(self, limits: Limits):
@@ -79,14 +81,14 @@ class OpenRequests:
 
         Args:
             caller: client that sent the request.
-            num_bytes: see `Call.num_bytes`.
-            name: name by which `find` finds the request; "" for no name. If another request of the caller has this
-                name, `find` finds only the other request.
-            unique: whether to raise `DuplicateIdError` if another request of the caller has this name.
-            params: sampling settings. `priority` gives the class of the request.
+            num_bytes: bytes of the request (`Call.num_bytes`).
+            name: id that the client chose, for `find`; "" for none. If an unfinished request of the caller has
+                the same id, `find` returns only that earlier request.
+            unique: whether to refuse the request if an unfinished request of the caller has this name.
+            params: sampling settings. `priority` determines the priority class of the request.
 
         Raises:
-            DuplicateIdError: another request of the caller has this name, and `unique` is true.
+            DuplicateIdError: an unfinished request of the caller has this name, and `unique` is true.
             LimitError: a limit is reached.
         """
         key = (caller.scope, name)
@@ -116,15 +118,16 @@ class OpenRequests:
                 del self._requests_of[client], self._samples_of[client]
 
     def count_bytes(self, client: str, num_bytes: int) -> None:
-        """Add to the count of bytes that the server keeps in memory for a client. A negative `num_bytes` reduces the
-        count."""
+        """Count bytes that the server keeps in memory for a client. A negative `num_bytes` reduces the count."""
         self._bytes_of[client] += num_bytes
         if not self._bytes_of[client]:
             del self._bytes_of[client]
 
     def check_bytes(self, client: str, num_bytes: int) -> None:
-        """Raise `LimitError` if `num_bytes` more bytes of a client would exceed `max_client_bytes`. The first bytes of
-        a client are always accepted."""
+        """Raise `LimitError` if `num_bytes` more bytes of a client would exceed `max_client_bytes`.
+
+        If the server keeps no bytes for the client yet, any number is accepted.
+        """
         held, most = self._bytes_of[client], self._limits.max_client_bytes
         if held and held + num_bytes > most:
             raise LimitError(
@@ -135,9 +138,8 @@ class OpenRequests:
     def find(self, caller: Caller, name: str) -> list[str]:
         """Return the ids of the requests that a caller means by a name.
 
-        If the caller has a request with this name, the result is the id of this request. If the caller has no such
-        request and may abort requests of other callers, the result has the ids of all requests with this name. If the
-        caller may not abort requests of other callers, the result is empty.
+        If the caller has a request with this name, return its id. If not, and the caller may abort requests of other
+        callers, return the ids of all requests with this name. In all other cases, return an empty list.
         """
         own = self._named.get((caller.scope, name))
         if own is not None:
@@ -147,9 +149,9 @@ class OpenRequests:
         return [request_id for (_, other), request_id in self._named.items() if other == name]
 
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
-        """Add the tokens of a prompt of class `mine` to the queued tokens.
+        """Add the tokens of a prompt of priority class `mine` to the queued tokens.
 
-        Raise `LimitError` if the queued prompts of this class and of more urgent classes would then have more than
+        Raises `LimitError` if the queued prompts of this class and of more urgent classes would then have more than
         `max_queued_tokens` tokens. If no such prompt is queued, a prompt of any length is accepted.
         """
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
@@ -161,7 +163,7 @@ class OpenRequests:
         self.tokens_by_class[mine] += num_tokens
 
     def _check_client(self, client: str, mine: PriorityClass, num_samples: int, num_bytes: int) -> None:
-        """Raise `LimitError` if a client has reached one of its limits."""
+        """Raise `LimitError` if another request would exceed a limit of its client."""
         limits = self._limits
         most = limits.max_requests_per_client
         if _up_to(mine, self._requests_of.get(client, Counter())) >= most:
@@ -178,7 +180,7 @@ class OpenRequests:
         self.check_bytes(client, num_bytes)
 
     def _check_queue(self, mine: PriorityClass) -> None:
-        """Raise `LimitError` if the queue is full for a class."""
+        """Raise `LimitError` if the queue is full for a priority class."""
         most = self._limits.max_queued_requests
         if _up_to(mine, self.requests_by_class) >= most:
             raise LimitError(
@@ -191,10 +193,10 @@ class OpenRequests:
 
 
 def _up_to(mine: PriorityClass, counts: Counter[PriorityClass]) -> int:
-    """Return the sum of the counts of class `mine` and of all more urgent classes."""
+    """Return the sum of the counts of priority class `mine` and of all more urgent classes."""
     return sum(counts[it] for it in PriorityClass if it <= mine)
 
 
 def _and_before(mine: PriorityClass) -> str:
-    """Return the part of an error message that names class `mine` and all more urgent classes."""
+    """Return the words of an error message that name priority class `mine` and all more urgent classes."""
     return "" if mine is PriorityClass.BEST_EFFORT else f" of class {mine.label} or more urgent"

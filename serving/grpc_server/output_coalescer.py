@@ -1,4 +1,4 @@
-"""Buffer for the output of a request that has not been sent yet. Its size has a limit."""
+"""Buffer of limited size for generated output that the client has not received yet."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +23,7 @@ _PART_ENTRIES = 2048
 
 @dataclass
 class _Grown:
-    """The new output of one sample."""
+    """New output of one sample."""
 
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class _Grown:
 
 
 class DeltaSum:
-    """Sum of consecutive deltas of one request. The time to add a delta does not grow with the length of the sum."""
+    """Sum of consecutive deltas (new outputs) of one request. The cost to add a delta does not grow with the sum."""
 
     def __init__(self) -> None:
         self._latest: RequestDelta | None = None
@@ -88,11 +88,10 @@ class DeltaSum:
 
 
 class OutputCoalescer:
-    """A buffer between a request and its client. The outputs that arrive during a write are sent together, as the next
-    message.
+    """Buffer between a request and its client. It sends all output that arrived during a write as one message.
 
-    If too many tokens arrive while a write is blocked, and the write then stays blocked for `CUT_OFF_S` seconds, the
-    client is cut off. Tokens that arrive between writes do not count.
+    A client that reads too slowly is cut off. This happens if too many tokens arrive while a write is blocked, and the
+    write then stays blocked for `CUT_OFF_S` seconds. Tokens that arrive between writes do not count.
 
     Args:
         max_tokens: tokens and log-probabilities of each sample that may arrive while a write is blocked
@@ -111,7 +110,7 @@ class OutputCoalescer:
         self._give_up_at: float | None = None  # time of the event loop, set when the last message is being written
 
     def put(self, delta: RequestDelta) -> None:
-        """Add new output. If a write is blocked and too much output is unsent, give the write a time limit."""
+        """Add new output. If a write is blocked and too much output is unsent, set a time limit for the write."""
         self._sum.add(delta)
         self._ended = delta.finished
         self._news.set()
@@ -170,7 +169,7 @@ class OutputCoalescer:
         self._news.set()
 
     def _cut_off_after(self, seconds: float) -> None:
-        """Cancel the present write after some seconds, unless it has ended."""
+        """Cancel the present write after `seconds` seconds, unless it ends earlier."""
         loop, write = asyncio.get_running_loop(), self._write
 
         def suspect() -> None:
@@ -185,7 +184,7 @@ class OutputCoalescer:
 
 
 def _parts(delta: RequestDelta, num_positions: int) -> Iterator[RequestDelta]:
-    """Split a delta into parts. Each part has log-probabilities of at most `num_positions` positions of the prompt.
+    """Split new output so that each part has log-probabilities of at most `num_positions` positions of the prompt.
 
     The last part also has all other fields of the delta.
     """

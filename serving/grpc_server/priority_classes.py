@@ -1,4 +1,4 @@
-"""Classes of requests by priority, with limits of their own."""
+"""Priority classes of requests. Each class has limits of its own."""
 
 from enum import IntEnum
 
@@ -6,8 +6,8 @@ from enum import IntEnum
 class PriorityClass(IntEnum):
     """Class of requests by priority. A lower value is more urgent.
 
-    The limits for a class count the requests of this class and of all more urgent classes. So a request is not refused
-    because of less urgent requests.
+    The limit of a class counts the requests of this class and of all more urgent classes. A request is therefore never
+    refused because of less urgent requests.
     """
 
     URGENT = 0
@@ -24,7 +24,7 @@ class PriorityClass(IntEnum):
 
 
 def class_of(priority: int) -> PriorityClass:
-    """Return the class of a `SamplingParams.priority`."""
+    """Return the class of a request with the given `SamplingParams.priority`."""
     if priority < 0:
         return PriorityClass.URGENT
     return PriorityClass.BEST_EFFORT if priority else PriorityClass.STANDARD

@@ -10,7 +10,7 @@ from serving.grpc_server._proto import open_inference_pb2
 
 
 class _Pools:
-    """Pool of message definitions. It searches several pools in order."""
+    """Pool of protobuf definitions that searches several pools in order."""
 
     def __init__(self, *pools: Any):
         self._pools = pools
@@ -28,7 +28,7 @@ class _Pools:
 
 
 def add_reflection(server: grpc.aio.Server, services: list[str]) -> None:
-    """Let clients read the definitions of services from a server."""
+    """Add the reflection service to a server, so that clients can read the definitions of `services`."""
     # Our pool first: another client of the protocol in this process may define the same names in the default pool.
     pools = _Pools(open_inference_pb2.DESCRIPTOR.pool, descriptor_pool.Default())
     reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server, pool=pools)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A rate limit for clients whose calls are often refused or cancelled at once."""
+"""Rate limit for clients whose calls are often refused, or cancelled right after their start."""
 
 import asyncio
 import time
@@ -33,12 +33,11 @@ _DELAYED = frozenset(
 
 
 class Refusals:
-    """Counter of the refused calls of each client. It delays clients with many refused calls (generic cell rate
-    algorithm). All methods run in the server's event loop.
+    """Rate limit for refused calls. It delays clients with many refused calls (generic cell rate algorithm).
 
     A refused call takes 1 to 2 ms of the event loop, which all clients share. `wait` delays the answer to a refused
     call. Clients that cancel their calls do not wait for answers, so `before_request` delays the start of their next
-    requests.
+    requests. All methods run in the server's event loop.
     """
 
     def __init__(self, limits: Limits):
@@ -47,9 +46,10 @@ class Refusals:
         self._held: Counter[str] = Counter()
 
     def delay_s(self, client: str, now_s: float) -> float:
-        """Count a refusal at the time `now_s` (`time.monotonic()`). Return the seconds by which to delay its answer.
+        """Count a refused call of a client. Return the seconds by which to delay the answer to the call.
 
-        The result is at most `MAX_DELAY_S`. A negative result means no delay.
+        The result is at most `MAX_DELAY_S`. A negative result means no delay. `now_s` is the present time
+        (`time.monotonic()`).
         """
         if len(self._paid_until_s) >= _MAX_CLIENTS:
             self._paid_until_s = {name: time_s for name, time_s in self._paid_until_s.items() if time_s > now_s}
@@ -60,8 +60,7 @@ class Refusals:
     async def wait(self, client: str, status: grpc.StatusCode) -> None:
         """Count a refused call, and wait until its answer may be sent.
 
-        If `status` is no refusal, the call is not counted and does not wait. If `_MAX_HELD` calls of the client already
-        wait, the call does not wait.
+        Do nothing if `status` is no refusal. If `_MAX_HELD` calls of the client already wait, return at once.
         """
         if status not in _DELAYED:
             return
@@ -70,17 +69,18 @@ class Refusals:
             await self._sleep(client, delay_s)
 
     def given_up(self, client: str, after_s: float) -> None:
-        """Count a cancelled or expired request as a refusal if it ended at most `GIVEN_UP_WITHIN_S` seconds after its
-        start.
+        """Count a cancelled or expired request as a refused call if it ended within `GIVEN_UP_WITHIN_S` seconds.
 
-        `after_s`: seconds from the start to the end of the request.
+        `after_s` is the number of seconds from the start of the request to its end.
         """
         if after_s <= GIVEN_UP_WITHIN_S:
             self.delay_s(client, time.monotonic())
 
     async def before_request(self, client: str) -> None:
-        """Wait until a client may start another request. Raise `LimitError` if `_MAX_HELD` calls of the client already
-        wait."""
+        """Wait until a client may start another request.
+
+        Raises `LimitError` if `_MAX_HELD` calls of the client already wait.
+        """
         delay_s = self._paid_until_s.get(client, 0.0) - time.monotonic() - _BURST_S
         if delay_s <= 0:
             return

@@ -1,4 +1,4 @@
-"""The path of a request from the service of a protocol to the engine and back."""
+"""Handling of requests between the services of the protocols and the engine."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """State of the server. The value is the error message of a request that is refused in this state."""
+    """State of the server. The value of a member is the error message for requests that arrive in this state."""
 
     LOADING = "the server is loading its model: try again later"
     READY = "ready"
@@ -57,8 +57,10 @@ class State(Enum):
 
 
 class RequestHandler:
-    """Handler of the requests of all protocols, from admission to the last message. All methods run in the event loop
-    of the server."""
+    """Handler for the requests of all protocols, from admission to the last message.
+
+    All methods run in the event loop of the server.
+    """
 
     def __init__(
         self,
@@ -87,11 +89,11 @@ class RequestHandler:
         self._idle.set()
 
     def attach(self, backend: "LLM", scheduling: Scheduling | None) -> None:
-        """Start to serve with a loaded model, unless a drain has started.
+        """Start to serve with a loaded model. If a drain has started, the handler still refuses new requests.
 
         Args:
             backend: loaded model.
-            scheduling: scheduler of the model. None: only `transform` changes instances.
+            scheduling: scheduler of the model. None: instances change only by calls of `transform`.
         """
         self._backend, self.scheduling = backend, scheduling
         if self.state is State.LOADING:
@@ -104,7 +106,7 @@ class RequestHandler:
             task.cancel()
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads of the handler."""
         self._threads.close()
 
     @property
@@ -115,21 +117,21 @@ class RequestHandler:
         return self._backend
 
     def check_model(self, name: str) -> None:
-        """Raise `UnknownModelError` if `name` is not the name of the served model. The name "" is accepted."""
+        """Raise `UnknownModelError` if `name` is not the name of the served model. An empty name is accepted."""
         if name and name != self.backend.name:
             raise UnknownModelError(f"model {name[:100]!r} is not served here: this server has {self.backend.name!r}")
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raise `RequestError` if the model has none."""
+        """Return the tokenizer of the model. Raises `RequestError` if the model has no tokenizer."""
         if self.backend.tokenizer is None:
             raise RequestError("the model has no tokenizer: send token ids")
         return self.backend.tokenizer
 
     async def serve(self, call: Call, send: Send) -> None:
-        """Serve a request, and pass its output to `send` in deltas. When this method ends, the pages of the request are
-        free.
+        """Serve a request, and pass its output to `send` as it is generated.
 
-        If the task is cancelled, the request is aborted. `statuses.py` lists the exceptions.
+        When this method ends, the KV cache of the request is free. If the task is cancelled, the request is aborted.
+        `statuses.py` lists the exceptions.
         """
         backend = self.backend
         if self.state is not State.READY:
@@ -168,7 +170,10 @@ class RequestHandler:
         ticket: Ticket,
         record: RequestRecord,
     ) -> None:
-        """Read the engine and write to the client in two tasks, so that a slow client does not hold up the engine."""
+        """Receive output from the engine in one task, and write the output to the client in another task.
+
+        A slow client therefore does not delay the engine.
+        """
         if self._aborts or self.state is State.DEAD:  # may have changed during tokenization
             raise NotServingError(self.state.value)
         buffer = OutputCoalescer(self.limits.max_buffered_tokens, call.params)
@@ -210,7 +215,7 @@ class RequestHandler:
             await asyncio.shield(closing)
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt. Raise `RequestError` for an empty prompt or a prompt that is too long."""
+        """Return the token ids of a prompt. Raises `RequestError` for a prompt that is empty or too long."""
         if isinstance(prompt, str):
             self._check_text(len(prompt))
             encode = partial(self.tokenizer().encode, prompt, add_special_tokens)
@@ -228,13 +233,13 @@ class RequestHandler:
         return tokens
 
     async def detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids. Raise `RequestError` if there are more tokens than the context has."""
+        """Return the text of token ids. Raises `RequestError` for more tokens than fit the context."""
         self.check_num_tokens("token_ids", len(token_ids))
         decode = partial(self.tokenizer().decode, token_ids, skip_special_tokens)
         return await self._threads.tokenize(len(token_ids), decode)
 
     def check_num_tokens(self, name: str, num_tokens: int) -> None:
-        """Raise `RequestError` for more tokens than the longest context has."""
+        """Raise `RequestError` if the field `name` has more tokens than fit the context of the model."""
         if num_tokens > (limit := self.backend.max_model_len):
             raise ContextLengthError(f"{name} has {num_tokens} tokens: at most {limit} may be given (max_model_len)")
 
@@ -250,11 +255,12 @@ class RequestHandler:
 
     @contextlib.asynccontextmanager
     async def admitted(self, caller: Caller, num_bytes: int, timeout_s: float | None):
-        """Admit a call that only tokenizes or detokenizes. Until the `with` block ends, the call counts as a request of
-        the caller.
+        """Admit a call that only tokenizes or detokenizes.
+
+        The call counts as a request of the caller until the `with` block ends. A `timeout_s` of None means no limit.
 
         Raises:
-            DeadlineError: the `with` block took more than `timeout_s` seconds. None: no limit.
+            DeadlineError: the `with` block took more than `timeout_s` seconds.
             NotServingError: the server is not ready.
             LimitError: a limit is reached (see `OpenRequests.admit`).
         """
@@ -273,12 +279,14 @@ class RequestHandler:
             self._idle.set()
 
     async def control(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function of the engine in a thread."""
+        """Call a function of the engine in a thread, so that the event loop does not wait. Return its result."""
         return await self._threads.run(self._threads.control, function, *args)
 
     async def transform(self, function: Callable[[], T]) -> T:
-        """Run a transformation in a thread. Raise `LimitError` if `MAX_TRANSFORM_CALLS` transformations already run or
-        wait."""
+        """Run a transformation (merge or split of instances) in a thread. Return its result.
+
+        Raises `LimitError` if `MAX_TRANSFORM_CALLS` transformations already run or wait.
+        """
         if self._num_transforming >= MAX_TRANSFORM_CALLS:
             raise LimitError(
                 f"{MAX_TRANSFORM_CALLS} calls already wait for transformations, which is the limit: try again later"
@@ -290,9 +298,10 @@ class RequestHandler:
             self._num_transforming -= 1
 
     async def abort(self, caller: Caller, name: str) -> bool:
-        """Abort all requests that `OpenRequests.find` finds for a name. Return whether a request was aborted.
+        """Abort all requests that a caller means by a name. Return whether there was a request to abort.
 
-        The client of an aborted request gets the output so far, with the finish reason `abort`.
+        `OpenRequests.find` says which requests these are. The client of an aborted request gets the output so far, with
+        the finish reason `abort`.
         """
         found = self.admission.find(caller, name)
         return any([await self._abort(request_id) for request_id in found])
@@ -334,7 +343,7 @@ class RequestHandler:
 
 
 def resume_paused(backend: "LLM") -> None:
-    """Resume paused requests. On failure, log a warning and leave the requests paused."""
+    """Resume requests that a merge of instances has paused. On failure, log a warning and leave the requests paused."""
     try:
         for view in backend.instances:
             if view.paused:
@@ -358,8 +367,10 @@ async def _time_limit(timeout_s: float | None):
 
 
 async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
-    """Wait for the two tasks of a request. `receiving` is already cancelled. `sending` is cancelled after a short
-    time."""
+    """Wait for the two tasks of a request.
+
+    The caller has already cancelled `receiving`. This function cancels `sending` after a short time.
+    """
     # gRPC accepts no status during a write, so give the write a short time to end.
     await asyncio.wait((sending,), timeout=_LAST_WRITE_S)
     sending.cancel()

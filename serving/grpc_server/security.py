@@ -1,4 +1,4 @@
-"""TLS credentials of the server, read again when their files change."""
+"""TLS credentials of the server. The server reads the files again when a file changes."""
 
 import logging
 from pathlib import Path
@@ -12,21 +12,21 @@ logger = logging.getLogger(__name__)
 
 
 class _Files:
-    """PEM files of a server. Remembers the state in which the files were last read."""
+    """PEM files of a server, with the time stamps that the files had when they were last read."""
 
     def __init__(self, tls: TLS):
         self._paths = tuple(path for path in (tls.certificate, tls.key, tls.client_ca) if path is not None)
         self._stamps = self._stamp()
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificates in the files. Raise `OSError` if a file cannot be read."""
+        """Return the certificates in the files. Raises `OSError` if a file cannot be read."""
         certificate, key, *client_ca = (path.read_bytes() for path in self._paths)
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the certificates if a file has changed since the files were last read. Otherwise, return None.
 
-        If a file cannot be read, return None. gRPC calls this method for each new connection.
+        Also return None if a file cannot be read. gRPC calls this method for each new connection.
         """
         try:
             stamps = self._stamp()
@@ -45,7 +45,7 @@ class _Files:
 
 
 def server_credentials(tls: TLS) -> grpc.ServerCredentials:
-    """Return credentials for a port. With `tls.client_ca`, clients need a certificate."""
+    """Return the TLS credentials of a port. If `tls.client_ca` is set, each client needs a certificate."""
     files = _Files(tls)
     changed: Any = files.changed  # gRPC allows None, its stubs do not
     return grpc.dynamic_ssl_server_credentials(files.configuration(), changed, tls.client_ca is not None)

@@ -45,12 +45,12 @@ _MIN_STREAMS = 1024
 
 
 class Server:
-    """A gRPC server. It listens after `start` and serves after `attach`. All methods run in one event loop.
+    """gRPC server of a model. It listens after `start` and serves after `attach`. All methods run in one event loop.
 
     Attributes:
-        port: bound port.
-        admin_port: bound port of AdminService. None: the same as `port`.
-        dead: future with the error of the engine, done when the engine has failed.
+        port: port on which the server listens.
+        admin_port: port of AdminService. None: AdminService is on `port`.
+        dead: future that is done when the engine has failed. Its result is the error.
     """
 
     def __init__(self, config: ServerConfig, tracing: "Tracing | None" = None):
@@ -68,7 +68,7 @@ class Server:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind the ports and answer calls with UNAVAILABLE until `attach`. Raise `ConfigError` if a port is taken."""
+        """Bind the ports. Calls get the status UNAVAILABLE until `attach`. Raises `ConfigError` if a port is taken."""
         self._show_readiness()
         together = self.config.admin_port is None
         main = self._new_server([INFERENCE, OPEN_INFERENCE, *([ADMIN] if together else [])])
@@ -105,12 +105,12 @@ class Server:
     async def attach(
         self, backend: "LLM", interval_s: float = INTERVAL_S, scheduling: Scheduling | None = None
     ) -> None:
-        """Start to serve with a loaded model, unless a drain has started.
+        """Start to serve with a loaded model. If a drain has started, the server still refuses new requests.
 
         Args:
             backend: loaded model.
             interval_s: seconds between two polls of the engine.
-            scheduling: scheduler of the model. None: only AdminService changes instances.
+            scheduling: scheduler of the model. None: instances change only by calls of AdminService.
         """
         if backend.tokenizer is not None:
             # Computed here once, in a thread: it can take a second.
@@ -132,16 +132,18 @@ class Server:
         self._health.set_status("", NOT_SERVING)
 
     def _show_readiness(self) -> None:
-        """Set the health status of each service. The status of "" (the whole server) does not change here."""
+        """Set the health status of each service from the state of the server.
+
+        The status of the whole server does not change.
+        """
         status = SERVING if self.request_handler.state is State.READY else NOT_SERVING
         for service in (INFERENCE, ADMIN, OPEN_INFERENCE):
             self._health.set_status(service, status)
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, and wait until all running requests end. After `timeout_s` seconds, abort the requests
-        that still run.
+        """Refuse new requests, and wait until all running requests end. Return the number of aborted requests.
 
-        Return the number of aborted requests.
+        Requests that still run after `timeout_s` seconds are aborted.
         """
         return await self.request_handler.drain(timeout_s)
 

@@ -51,9 +51,9 @@ _DEPTH_CHANGES[list(b"]}")] = -1
 
 
 def parse_settings(data: bytes, limits: Limits) -> dict[str, Any]:
-    """Return the settings in `data`, the text of a JSON object.
+    """Return the sampling settings in the JSON object `data`.
 
-    Raise `RequestError` if the text is no JSON object, has a key twice, is too long, or is nested too deep.
+    Raises `RequestError` if the text is no JSON object, has a key twice, is too long, or is nested too deep.
     """
     check_length("sampling_parameters", len(data), "max_settings_bytes", limits, "bytes")
     return _parse_object("sampling_parameters", decode_utf8("sampling_parameters", data))
@@ -74,8 +74,10 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
 
 
 def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Return the sampling settings for values by name. A number may be given as a string. Raise `RequestError` for
-    invalid values."""
+    """Convert settings by name to sampling settings. A number may be given as a string.
+
+    Raises `RequestError` for invalid values.
+    """
     unknown = sorted(set(values) - KNOWN)
     if unknown:
         raise RequestError(f"unknown sampling parameters {shorten(unknown)}: known are {', '.join(sorted(KNOWN))}")
@@ -91,7 +93,7 @@ def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller)
 
 
 def decode_utf8(name: str, data: bytes) -> str:
-    """Return the text of UTF-8 bytes. Raise `RequestError` for other bytes."""
+    """Return the text of UTF-8 bytes. Raises `RequestError` for other bytes."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -99,8 +101,10 @@ def decode_utf8(name: str, data: bytes) -> str:
 
 
 def read_structured(name: str, value: Any) -> StructuredOutput:
-    """Return the constraint in an object with the keys of vLLM, or in the JSON text of such an object. Raise
-    `RequestError` for other values."""
+    """Return a constraint on the generated text. `value` is a dict with vLLM's keys, or JSON text of such a dict.
+
+    Raises `RequestError` for other values.
+    """
     if isinstance(value, str):
         value = _parse_object(name, value)
     if not isinstance(value, dict):
@@ -111,8 +115,10 @@ def read_structured(name: str, value: Any) -> StructuredOutput:
 
 
 def _converted(name: str, value: Any) -> Any:
-    """Return the value of a setting. A string is converted to the type of the setting; other values are not checked
-    here."""
+    """Convert a string to the type of the setting `name`.
+
+    Other values are returned unchanged and not checked, except the dict `logit_bias`. Its keys become integers.
+    """
     if name == "logit_bias" and isinstance(value, dict):
         return {_number(name, token, int): bias for token, bias in value.items()}
     if not isinstance(value, str):
@@ -134,7 +140,7 @@ def _number(name: str, text: str, kind: type) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Return how deep the brackets of a JSON text are nested. Brackets in strings do not count."""
+    """Return the nesting depth of the brackets in a JSON text. Brackets in strings do not count."""
     outside = np.frombuffer(_STRING.sub("", text).encode("utf-8", errors="replace"), np.uint8)
     return int(np.cumsum(_DEPTH_CHANGES[outside], dtype=np.int64).max(initial=0))
 

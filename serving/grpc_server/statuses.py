@@ -1,4 +1,4 @@
-"""The gRPC status and the HTTP status of each error."""
+"""Errors of requests, with the gRPC status and the HTTP status of each error."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ class DuplicateIdError(ValueError):
 
 
 class LimitError(ValueError):
-    """A limit of the server is reached: try again later."""
+    """A limit of the server is reached. The client may try again later."""
 
 
 class NotServingError(ValueError):
-    """The server is loading, draining, or its engine has failed."""
+    """The server is loading its model, the server is shutting down, or the engine has failed."""
 
 
 class TooLargeError(ValueError):
@@ -45,7 +45,7 @@ class TooLargeError(ValueError):
 
 
 class SlowReaderError(ValueError):
-    """The client does not read its messages."""
+    """The client reads its messages too slowly."""
 
 
 class PreconditionError(ValueError):
@@ -53,11 +53,11 @@ class PreconditionError(ValueError):
 
 
 class CredentialsError(ValueError):
-    """The call has no token, or a wrong one."""
+    """The call has no access token, or a wrong access token."""
 
 
 class ForbiddenError(ValueError):
-    """The token does not allow this call."""
+    """The access token does not allow this call."""
 
 
 # Error, gRPC status and HTTP status. Subclasses before their base classes.
@@ -96,8 +96,10 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Return the gRPC status of an error, and the text for the client. An unknown error is INTERNAL, and its own text
-    is only logged."""
+    """Return the gRPC status of an error, and the text for the client.
+
+    An unknown error has the status INTERNAL. The text of such an error is logged and not sent to the client.
+    """
     code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("a call failed", exc_info=error)
@@ -108,19 +110,19 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """Return the status of an error. Cancellation is CANCELLED."""
+    """Return the gRPC status of an error. A cancelled task has the status CANCELLED."""
     if isinstance(error, asyncio.CancelledError):
         return grpc.StatusCode.CANCELLED
     return next((code for kind, code, _ in _STATUSES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def http_status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error. An unknown error is 500."""
+    """Return the HTTP status of an error. An unknown error has the status 500."""
     return next((status for kind, _, status in _STATUSES if isinstance(error, kind)), 500)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the finish reason of a failed request for metrics: `abort`, `refused` or `error`."""
+    """Return the finish reason that metrics show for a failed request: `abort`, `refused` or `error`."""
     if isinstance(error, _ABORTED):
         return "abort"
     return "refused" if isinstance(error, _REFUSED) else "error"

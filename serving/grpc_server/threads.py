@@ -14,7 +14,7 @@ _LONG_TEXT_CHARS = 32_768
 
 
 class Threads:
-    """One thread pool for each kind of work, so that no kind waits for another."""
+    """Thread pools, one for each kind of work, so that no kind waits for another."""
 
     def __init__(self) -> None:
         self.tokenizing = ThreadPoolExecutor(2, thread_name_prefix="amoeba-tokenize")
@@ -28,11 +28,13 @@ class Threads:
         return asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
     def tokenize(self, length: int, function: Callable[[], T]) -> "asyncio.Future[T]":
-        """Call a function that tokenizes a text of `length` characters. Long texts have a thread of their own, so that
-        short texts do not wait for them."""
+        """Call a function that tokenizes a text of `length` characters. Return a future with its result.
+
+        Long texts have their own thread, so that short texts do not wait for long texts.
+        """
         return self.run(self.tokenizing if length < _LONG_TEXT_CHARS else self.tokenizing_long, function)
 
     def close(self) -> None:
-        """Stop the threads after their present calls."""
+        """Stop the threads. Calls that have started still complete."""
         for pool in (self.tokenizing, self.tokenizing_long, self.control, self.transforming, self.aborting):
             pool.shutdown(wait=False, cancel_futures=True)

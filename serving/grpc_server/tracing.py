@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, transformations and changes of placements. Needs the extra `otel`."""
+"""OpenTelemetry spans of requests, transformations and changes of placement. Needs the extra `otel`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Attribute = str | int | float | Sequence[str] | Sequence[int]
 
 
 class Tracing:
-    """Sender of spans. Any thread may call the methods. No method waits for the collector."""
+    """Sender of trace spans. Any thread may call the methods. No method waits for the collector, except `close`."""
 
     def __init__(self, provider: TracerProvider):
         self._provider = provider
@@ -34,7 +34,7 @@ class Tracing:
     def to_collector(cls, endpoint: str) -> "Tracing":
         """Return a sender that sends batches of spans to an OTLP collector over gRPC.
 
-        `endpoint`: address of the collector, http://HOST:PORT or https://HOST:PORT.
+        `endpoint` is the address of the collector, http://HOST:PORT or https://HOST:PORT.
         """
         _, host, _ = read_url(endpoint, "endpoint")
         options: Any = (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
@@ -90,7 +90,7 @@ class Tracing:
         span.end()
 
     def transformed(self, report: TransformReport) -> None:
-        """Record a span of a transformation that ends now."""
+        """Record a span of a transformation (merge or split of instances) that ends now."""
         now_ns = time.time_ns()
         attributes: dict[str, Attribute | None] = {
             "amoeba.transform.tensor_parallel_size": report.tensor_parallel_size,
@@ -109,19 +109,22 @@ class Tracing:
         self._record("transformation", attributes, report.seconds, now_ns)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """Record a span of a transformation that was refused or has failed. `result` is `refused` or `failed`."""
+        """Record a span of a transformation that did not succeed. `result` is `refused` or `failed`."""
         self._record_error(
             "transformation", {"amoeba.transform.kind": kind, "amoeba.transform.variant": variant}, result
         )
 
     def scaled(self, report: PlacementReport) -> None:
-        """Record a span of a change of a placement that ends now."""
+        """Record a span of a change of placement (layers copied, moved or removed) that ends now."""
         names = ("kind", "instance", "device", "layers", "copied_bytes", "shared_bytes", "kv_moved_bytes", "steps")
         attributes = {f"amoeba.placement.{name}": getattr(report, name) for name in names}
         self._record("placement_change", attributes, report.seconds, time.time_ns())
 
     def not_scaled(self, kind: str, result: str) -> None:
-        """Record a span of a change of a placement that was refused or has failed, as `not_transformed`."""
+        """Record a span of a change of placement (layers copied, moved or removed) that did not succeed.
+
+        `result` is `refused` or `failed`.
+        """
         self._record_error("placement_change", {"amoeba.placement.kind": kind}, result)
 
     def _record(self, name: str, attributes: Mapping[str, Attribute | None], seconds: float, now_ns: int) -> None:
@@ -134,7 +137,7 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Send the remaining spans. Wait a few seconds for the collector."""
+        """Send the remaining spans. This waits a few seconds for the collector."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Transformations that clients ask for."""
+"""Transformations (merges and splits of instances) that clients request."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -13,12 +13,13 @@ from serving.grpc_server.statuses import PreconditionError
 
 
 def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
-    """Return the kinds of a transformation to `degree`: `scale_up`, `scale_down` or both. If no instance changes its
-    degree, the kind is `unchanged`.
+    """Return the directions in which a transformation to `degree` changes instances: `scale_up`, `scale_down` or both.
+
+    If no instance changes its tensor-parallel degree, return `unchanged`.
 
     Args:
         instances: present instances.
-        degree: degree after the transformation.
+        degree: tensor-parallel degree after the transformation.
         devices: devices of the instances to transform. Empty: all instances.
     """
     named = [i for i in instances if not devices or not set(devices).isdisjoint(i.devices)] or instances
@@ -34,12 +35,12 @@ async def transform_instances(
     variant: TransformVariant = TransformVariant.IN_PLACE_OVERLAPPED,
     **options: Any,
 ) -> TransformReport:
-    """Transform instances, and count the transformation in the metrics.
+    """Merge or split instances, and count the transformation in the metrics.
 
     If the calling task is cancelled, the transformation continues and is still counted.
 
     Args:
-        degree: degree after the transformation.
+        degree: tensor-parallel degree after the transformation.
         devices: devices of the instances to transform. Empty: all devices.
         variant: method of the transformation.
         options: further arguments of `LLM.transform`.

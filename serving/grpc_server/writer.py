@@ -1,4 +1,4 @@
-"""Writer of the messages of a call. It counts the bytes that gRPC keeps for a client that does not read."""
+"""Writer of the messages of a call. It counts the bytes of messages that the client has not read."""
 
 import asyncio
 from typing import Any, cast
@@ -11,10 +11,10 @@ from serving.grpc_server.statuses import SlowReaderError
 
 
 class Writer:
-    """A writer of the messages of one call.
+    """Writer of the messages of one call.
 
     If a write is cancelled, gRPC keeps the message until the client reads the message or disconnects. Until then, the
-    bytes of the message count against the limit of the client.
+    bytes of the message count against the client's limit.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, admission: OpenRequests, client: str):
@@ -36,7 +36,7 @@ class Writer:
             raise
 
     async def write_last(self, message: Any) -> None:
-        """Write the only message of a call. Raise `SlowReaderError` if the write takes `LAST_READ_S` seconds."""
+        """Write the only message of a call. Raises `SlowReaderError` if the write takes `LAST_READ_S` seconds."""
         try:
             async with asyncio.timeout(LAST_READ_S):
                 await self.write(message)

@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP, on the request handler of the gRPC server."""
+"""OpenAI's API over HTTP. Requests go to the same handler as the requests of the gRPC server."""

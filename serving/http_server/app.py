@@ -1,4 +1,4 @@
-"""The FastAPI application of the HTTP port."""
+"""FastAPI application of the HTTP port."""
 
 import time
 
@@ -20,7 +20,10 @@ from serving.http_server.tokens import token_routes
 
 
 def create_app(handler: RequestHandler) -> FastAPI:
-    """Return the application over a request handler. `with_gate` makes it ready for clients."""
+    """Return the HTTP application that passes requests to `handler`.
+
+    The application alone checks no access tokens. Wrap it in `with_gate` to serve clients.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     started_at = int(time.time())
 
@@ -86,5 +89,5 @@ def create_app(handler: RequestHandler) -> FastAPI:
 
 
 def with_gate(app: FastAPI, handler: RequestHandler) -> App:
-    """Return the application behind the checks of tokens and bodies."""
+    """Return an application that checks the access token and the size of a request before `app` gets the request."""
     return Gate(app, handler)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`."""
+"""Endpoint `/v1/chat/completions` of OpenAI's API."""
 
 import inspect
 import time
@@ -37,7 +37,7 @@ _MAX_TEMPLATE_ARGUMENTS = 64
 
 
 class TemplateFields(Sampling):
-    """Fields for the chat template."""
+    """Fields of a request body that are arguments of the chat template."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -47,7 +47,7 @@ class TemplateFields(Sampling):
 
 
 class ChatRequest(TemplateFields, Penalties):
-    """Body of a request."""
+    """Body of a request to `/v1/chat/completions`."""
 
     messages: Any = None
     max_tokens: int | None = None
@@ -87,7 +87,7 @@ _UNSUPPORTED_HERE: dict[str, tuple[Any, ...]] = {
 
 
 def chat_routes(handler: RequestHandler) -> APIRouter:
-    """Return the routes of chat completions."""
+    """Return the HTTP routes of chat completions."""
     routes = APIRouter()
 
     @routes.post("/v1/chat/completions")
@@ -104,7 +104,10 @@ def chat_routes(handler: RequestHandler) -> APIRouter:
 
 
 def template_settings(body: Any, effort: str | None) -> dict[str, Any]:
-    """Return arguments of `Tokenizer.apply_chat_template`. Raise `FieldError` for values that are not allowed."""
+    """Return the arguments of `Tokenizer.apply_chat_template` that a request body sets.
+
+    Raises `FieldError` for values that are not allowed.
+    """
     arguments = dict(body.chat_template_kwargs or {})
     if len(arguments) > _MAX_TEMPLATE_ARGUMENTS:
         raise FieldError("chat_template_kwargs", f"has over {_MAX_TEMPLATE_ARGUMENTS} entries, got {len(arguments)}")
@@ -131,7 +134,10 @@ _FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read_format(value: Any, name: str = "response_format") -> StructuredOutput | None:
-    """Return the constraint for a response format. Raise `FieldError` for a format that cannot be honoured."""
+    """Return the constraint on the text for a response format.
+
+    Raises `FieldError` for a format that is not supported.
+    """
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -162,7 +168,7 @@ def _check_keys(value: Mapping[str, Any], known: Collection[str], name: str) -> 
 
 @dataclass
 class _Sample:
-    """State of one choice."""
+    """Output so far of one choice of a reply."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -174,7 +180,7 @@ class _Sample:
     stop_reason: int | str | None = None
 
     def message(self) -> dict[str, Any]:
-        """Return the message of the assistant."""
+        """Return the message of the assistant, in OpenAI's form."""
         text = "".join(self.content)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -190,7 +196,7 @@ class _Sample:
 
 
 class _ChatCompletion:
-    """One request of `/v1/chat/completions`."""
+    """Request of `/v1/chat/completions` that is being served."""
 
     def __init__(self, handler: RequestHandler, body: ChatRequest, request: Request):
         handler.check_model(body.model)
@@ -235,7 +241,7 @@ class _ChatCompletion:
         )
 
     async def whole(self, answer: dict[str, Any]) -> None:
-        """Generate, and fill `answer` with the reply."""
+        """Generate the whole answer, and fill the dict `answer` with the reply."""
 
         async def send(steps: list[Step]) -> None:
             check_reply_entries(self._generation.num_entries, self._handler.limits)
@@ -288,7 +294,7 @@ class _ChatCompletion:
         return chat_logprobs(step.entries, self._body.top_logprobs or 0, bool(self._body.return_tokens_as_token_ids))
 
     async def stream(self, write: Write) -> None:
-        """Generate, and write the events."""
+        """Generate the answer, and write an event for each new output."""
         options = self._body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
@@ -325,7 +331,7 @@ class _ChatCompletion:
         await write(end + DONE)
 
     def _chunk_choice(self, step: Step) -> dict[str, Any] | None:
-        """Return the choice of the next chunk. None: there is nothing to send."""
+        """Return the choice for the next chunk of a streamed reply. None: there is nothing to send."""
         delta: dict[str, Any] = {}
         for piece in self._shown(step):
             if piece.kind == "call":

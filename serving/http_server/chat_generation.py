@@ -1,4 +1,4 @@
-"""Generation of answers to a conversation, for chat completions and responses."""
+"""Generation of answers to a conversation, for chat completions and for OpenAI's responses."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ _TAIL_TOKENS = 64
 
 @dataclass(frozen=True)
 class Step:
-    """Next output of one sample.
+    """New output of one sample.
 
     Attributes:
         index: index of the sample.
-        pieces: content, reasoning and tool calls.
+        pieces: new content, reasoning and tool calls, in order.
         entries: tokens of the text with their log-probabilities, if they were requested.
         token_ids: all new tokens.
         finish_reason: `stop`, `length`, `tool_calls` or `abort` in the last output of the sample; else None.
-        stop_reason: stop string or stop token that ended the sample.
+        stop_reason: stop string or stop token that ended the sample, or None.
     """
 
     index: int
@@ -41,12 +41,12 @@ class Step:
 
 
 class ChatGeneration:
-    """One conversation that is answered `params.n` times.
+    """Generation of `params.n` answers to one conversation.
 
     Attributes:
         usage: token counts so far.
-        num_entries: generated tokens and all log-probabilities so far.
-        prompt: token ids of the prompt, after the start.
+        num_entries: number of generated tokens so far, plus the number of their log-probabilities.
+        prompt: token ids of the prompt, set when the generation starts.
         prompt_logprobs: log-probabilities of the prompt so far, one entry for each position.
     """
 
@@ -62,7 +62,7 @@ class ChatGeneration:
         name: str,
         cache_salt: str,
     ):
-        """Check the conversation.
+        """Check the conversation. `run` starts the generation.
 
         Args:
             handler: handler of the requests of all protocols.
@@ -106,7 +106,10 @@ class ChatGeneration:
 
     @staticmethod
     def keeps_special_tokens(handler: RequestHandler, tools: Tools) -> bool:
-        """Return whether the text must keep special tokens, because the output format of the model has them."""
+        """Return whether special tokens must stay in the generated text.
+
+        This is so if the model uses special tokens to mark tool calls or reasoning.
+        """
         family = family_of(handler.tokenizer().chat_template)
         return family.uses_special_tokens and (bool(tools.functions) or bool(family.content))
 
@@ -130,7 +133,7 @@ class ChatGeneration:
         return replace(self._params, max_tokens=self._handler.backend.default_max_tokens(len(tokens)))
 
     async def run(self, send: Callable[[list[Step]], Awaitable[None]]) -> None:
-        """Generate, and pass the output to `send`."""
+        """Generate the answers, and pass new output to `send`."""
 
         async def send_delta(delta: RequestDelta) -> None:
             self.usage.add(0, delta)

@@ -1,4 +1,4 @@
-"""State of a cluster as JSON, for the live page."""
+"""State of a server as JSON, for the live page."""
 
 import re
 import time
@@ -51,7 +51,7 @@ _PADDING = OWNERS.index("padding")
 
 
 async def cluster_state(handler: RequestHandler) -> dict[str, Any]:
-    """Return the present state: instances, devices, queue, changes, and the figures and decisions of the last seconds.
+    """Return the present state: instances, devices, queue, changes, and recent metrics and scheduler decisions.
 
     A server that is loading or has failed has only `state` and `time_s`.
     """
@@ -63,10 +63,12 @@ async def cluster_state(handler: RequestHandler) -> dict[str, Any]:
 
 
 def recent(handler: RequestHandler, last_s: int | None = None) -> dict[str, Any]:
-    """Return the figures of each second (`seconds`) and the decisions of the scheduler (`decisions`), oldest first.
+    """Return recent metrics and scheduler decisions. Both lists begin with the oldest entry.
+
+    The key `seconds` has the metrics of each second. The key `decisions` has the decisions of the scheduler.
 
     Args:
-        last_s: number of seconds. None: all that the server keeps.
+        last_s: number of seconds to look back. None: all seconds that the server keeps.
     """
     now_s = time.monotonic()
     offset_s = time.time() - now_s
@@ -219,7 +221,7 @@ def _short(text: str) -> str:
 
 
 def describe(action: Action) -> str:
-    """Return an action in words, such as `merge devices 0-3 to TP4`."""
+    """Return an action of the scheduler in words, such as `merge devices 0-3 to TP4`."""
     match action:
         case Dispatch(request_id, instance):
             return f"start {request_id[:8]} on instance {instance}"

@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""Endpoint `/v1/completions` of OpenAI's API."""
 
 import time
 import uuid
@@ -32,7 +32,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(Sampling, Penalties):
-    """Body of a request."""
+    """Body of a request to `/v1/completions`."""
 
     prompt: Any = None
     best_of: int | None = None
@@ -45,7 +45,7 @@ class CompletionRequest(Sampling, Penalties):
 
 
 def completion_routes(handler: RequestHandler) -> APIRouter:
-    """Return the routes of completions."""
+    """Return the HTTP routes of completions."""
     routes = APIRouter()
 
     @routes.post("/v1/completions")
@@ -63,7 +63,7 @@ def completion_routes(handler: RequestHandler) -> APIRouter:
 
 @dataclass
 class _Sample:
-    """State of one choice: its output so far, if the answer is sent as a whole."""
+    """Output so far of one choice of a reply. A streamed reply keeps no text here."""
 
     logprobs: CompletionLogprobs | None
     text: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Sample:
 
 
 class _Completion:
-    """One request of `/v1/completions`, with its calls: one call for each prompt."""
+    """Request of `/v1/completions` that is being served. Each of its prompts is a separate request to the engine."""
 
     def __init__(self, handler: RequestHandler, body: CompletionRequest, request: Request):
         handler.check_model(body.model)
@@ -156,7 +156,7 @@ class _Completion:
         return self._params
 
     async def whole(self, answer: dict[str, Any]) -> None:
-        """Generate, and fill `answer` with the reply."""
+        """Generate the whole answer, and fill the dict `answer` with the reply."""
 
         async def send(index: int, delta: RequestDelta) -> None:
             self._num_entries += delta.num_tokens * (1 + (self._params.logprobs or 0))
@@ -190,7 +190,7 @@ class _Completion:
         answer.update(self._head(), choices=choices, usage=self._usage.to_dict())
 
     async def stream(self, write: Write) -> None:
-        """Generate, and write the events."""
+        """Generate the answer, and write an event for each new output."""
         options = self._body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
@@ -223,7 +223,7 @@ class _Completion:
         }
 
     def _choices(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
-        """Return the choices for the next output of a call."""
+        """Return the choices of a reply for new output of prompt number `index`."""
         if self._drops_text:
             delta = replace(delta, completions=tuple(map(_without_text, delta.completions)))
         self._usage.add(index, delta)
@@ -256,7 +256,7 @@ class _Completion:
         }
 
     def _prompt_entries(self, index: int) -> list[tuple[int, str, Any]]:
-        """Return the tokens of a prompt with their log-probabilities, if the request asks for them."""
+        """Return the tokens of prompt number `index` with their log-probabilities, if the request asks for them."""
         if self._body.logprobs is None:
             return []
         text = self._handler.tokenizer().token_text
@@ -272,7 +272,10 @@ def _without_text(completion: CompletionDelta) -> CompletionDelta:
 
 
 def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
-    """Return the prompts of a body. Raise `FieldError` for a wrong type, no prompt, or too many prompts."""
+    """Return the list of prompts in a request body.
+
+    Raises `FieldError` for a wrong type, no prompt, or more than `most` prompts.
+    """
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_token(prompt[0])):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:

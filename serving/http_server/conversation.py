@@ -1,4 +1,4 @@
-"""Messages and tools of OpenAI's chat completions, checked and converted for chat templates."""
+"""Checks of messages and tools in OpenAI's form, and their conversion for chat templates."""
 
 import json
 from collections.abc import Mapping
@@ -41,14 +41,17 @@ class Tools:
 
     @property
     def forced(self) -> str | None:
-        """Argument `forced` of `OutputParser`."""
+        """Name of the function that the model must call, for the argument `forced` of `OutputParser`.
+
+        "*": the model must call a function, and may choose which function. None: no call is required.
+        """
         if self.choice == "named":
             return self.functions[0]["function"]["name"]
         return "*" if self.choice == "required" else None
 
     @property
     def constraint(self) -> StructuredOutput | None:
-        """Constraint of the text, if a call is forced."""
+        """Constraint on the text that makes the model call a function. None: no call is required."""
         if self.choice == "named":
             return StructuredOutput(json_schema=_parameters(self.functions[0]))
         if self.choice != "required":
@@ -83,16 +86,19 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]:
-    """Return messages for a chat template. Raise `FieldError` for a message that cannot be honoured."""
+    """Convert messages in OpenAI's form for a chat template.
+
+    Raises `FieldError` for a message that is not supported.
+    """
     if not isinstance(messages, list) or not messages:
         raise FieldError(name, f"must be a list of at least one message, got {shorten(messages)}")
     return [read_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
 
 
 def read_message(message: Any, name: str) -> dict[str, Any]:
-    """Return a message for a chat template. See `read_messages`.
+    """Convert one message in OpenAI's form for a chat template.
 
-    `name`: path of the message, for errors.
+    `name` is the path of the message in the request, for errors. Raises `FieldError` if the message is not supported.
     """
     if not isinstance(message, dict):
         raise FieldError(name, f"must be an object, got {shorten(message)}")
@@ -126,7 +132,7 @@ def read_message(message: Any, name: str) -> dict[str, Any]:
 
 
 def read_text(content: Any, name: str) -> str:
-    """Return the text of a content: a string or a list of text parts. Raise `FieldError` for anything else."""
+    """Return the text of a message content: a string or a list of text parts. Raises `FieldError` for anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -155,7 +161,7 @@ def _tool_call(call: Any, name: str) -> dict[str, Any]:
 
 
 def read_arguments(text: Any, name: str) -> dict[str, Any]:
-    """Return the arguments of a call. Raise `FieldError` if the text is no JSON object."""
+    """Return the arguments of a tool call. Raises `FieldError` if the text is no JSON object."""
     try:
         arguments = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
@@ -166,7 +172,7 @@ def read_arguments(text: Any, name: str) -> dict[str, Any]:
 
 
 def read_tools(tools: Any, choice: Any, parallel: bool | None, limits: Limits) -> Tools:
-    """Return the tools of a request. Raise `FieldError` for tools or a choice that cannot be honoured."""
+    """Return the tools of a request. Raises `FieldError` for tools or a choice that are not supported."""
     if not tools:
         if choice in (None, "none", "auto"):
             return Tools()
@@ -231,9 +237,10 @@ def _find(functions: list[dict[str, Any]], name: Any) -> dict[str, Any]:
 
 
 def for_template(messages: list[dict[str, Any]], tools: Tools, template: str) -> list[dict[str, Any]]:
-    """Return messages in the form that a chat template can show.
+    """Convert messages to a form that the chat template `template` can show.
 
-    The role `developer` becomes `system`, and tools and tool calls become text, if the template does not know them.
+    If the template does not know the role `developer`, this role becomes `system`. If the template does not know tools
+    or tool calls, they become text.
     """
     if "developer" not in template:
         messages = [it | {"role": "system"} if it["role"] == "developer" else it for it in messages]

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Errors in the form of OpenAI's API."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ class FieldError(RequestError):
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of an error, and its JSON object in OpenAI's form."""
+    """Return the HTTP status of an error, and the body of the reply in OpenAI's form."""
     status = http_status_of(error)
     _, text = status_of(error)
     default = ("server_error", None) if status >= 500 else ("invalid_request_error", None)
@@ -50,12 +50,12 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the JSON object of an error."""
+    """Return the JSON object of an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: BaseException) -> Response:
-    """Return the response for an error. The header `Retry-After` marks errors that may pass soon."""
+    """Return the HTTP response for an error. The response has the header `Retry-After` if a retry may help."""
     status, body = error_body(error)
     return json_response(body, status, {"retry-after": "1"} if status in _RETRY else None)
 
@@ -66,7 +66,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def dump(body: Any) -> bytes:
-    """Return a JSON value as compact UTF-8. Surrogates are escaped."""
+    """Return a JSON value as compact UTF-8 text. Surrogates are escaped, because UTF-8 cannot express them."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         return text.encode()
@@ -75,7 +75,10 @@ def dump(body: Any) -> bytes:
 
 
 def field_error(error: ValidationError) -> RequestError:
-    """Return the error for the first problem that pydantic found. The message has the field, and a short value."""
+    """Return the error for the first problem that pydantic found.
+
+    The message has the name of the field and a short form of the value.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
     kind, value = first["type"], first.get("input")
     if kind == "too_many_keys":

@@ -1,4 +1,4 @@
-"""Messages for all viewers of a page. Each message is made once, and only while somebody watches."""
+"""Messages for all viewers of the live page. Each message is made once, and only while there are viewers."""
 
 import asyncio
 import logging
@@ -18,14 +18,14 @@ MAX_WRITE_S = 30.0
 
 
 class Feed:
-    """Latest message of a producer, for any number of viewers. All methods run in one event loop.
+    """Sender of the same messages to all viewers, at intervals. All methods run in one event loop.
 
     Args:
-        produce: returns the next message.
+        produce: function that returns the next message.
         interval_s: seconds between two messages, if there are few viewers (`MAX_MESSAGES_PER_S`).
-        max_viewers: see `MAX_VIEWERS`.
-        max_messages_per_s: see `MAX_MESSAGES_PER_S`.
-        max_write_s: see `MAX_WRITE_S`.
+        max_viewers: largest number of viewers.
+        max_messages_per_s: largest number of messages a second to all viewers together.
+        max_write_s: seconds after which a viewer that does not read is cut off.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class Feed:
         self._ready = asyncio.Event()
 
     async def watch(self, write: Write, first: bytes) -> None:
-        """Write `first` and then each message, until the task is cancelled. A message that is ready while a viewer
-        still writes an earlier one is dropped for this viewer.
+        """Write `first` and then each message, until the task is cancelled.
+
+        If a viewer is still reading an earlier message, it does not get the next message.
 
         Raises:
             LimitError: there are `max_viewers` viewers.

@@ -1,4 +1,4 @@
-"""Fields that requests of several endpoints share, and their conversion to sampling settings."""
+"""Fields that several HTTP endpoints share, and their conversion to sampling settings."""
 
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ _MAX_KEYS = 100
 
 
 class Body(BaseModel):
-    """Base of all bodies: unknown fields and wrong types are refused."""
+    """Base of all request bodies. It refuses unknown fields and wrong types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -35,7 +35,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a streamed reply."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -43,10 +43,11 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """Fields of all endpoints that generate text. Names are OpenAI's, or else vLLM's.
+    """Fields of all endpoints that generate text.
 
-    A field that has no effect on the text is accepted and ignored. A field that would change the text, but is not
-    supported, is refused by `refuse_unsupported`.
+    The fields have the names of OpenAI's API. Fields that OpenAI's API lacks have the names of vLLM. A field that does
+    not affect the text is accepted and ignored. `refuse_unsupported` refuses fields that would change the text but are
+    not supported.
     """
 
     model: str
@@ -84,7 +85,7 @@ class Sampling(Body):
 
 
 class Penalties(Body):
-    """Fields of completions and chat completions."""
+    """Fields of both `/v1/completions` and `/v1/chat/completions`."""
 
     n: int | None = None
     seed: int | None = None
@@ -107,8 +108,11 @@ _DIRECT = (
 
 
 async def read_body(request: Request, kind: type[M]) -> M:
-    """Return the body of a request. Raise `RequestError` for JSON that is invalid, has another form than `kind`, has
-    NaN or Infinity, or is nested deeper than 200 levels (a limit of pydantic)."""
+    """Return the body of a request as an object of the class `kind`.
+
+    Raises `RequestError` if the JSON is invalid, does not fit `kind`, has NaN or Infinity, or is nested deeper than 200
+    levels (a limit of pydantic).
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Web pages of other sites can send other types without asking the browser.
     if media_type != "application/json":
@@ -124,9 +128,10 @@ async def read_body(request: Request, kind: type[M]) -> M:
 
 
 def refuse_unsupported(body: BaseModel, unsupported: dict[str, tuple[Any, ...]]) -> None:
-    """Raise `FieldError` for a field that is set to a value that this server cannot honour.
+    """Raise `FieldError` if a field is set to a value that this server does not support.
 
-    `unsupported`: values without an effect, by field. Null never has an effect.
+    `unsupported` has a tuple of values for each unsupported field. These values and null are accepted, because they
+    have no effect.
     """
     for name, harmless in unsupported.items():
         value = getattr(body, name)
@@ -142,9 +147,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def sampling_params(body: Any, limits: Limits, caller: Caller, **more: Any) -> SamplingParams:
-    """Return the sampling settings of a body. Raise `RequestError` for a value that is invalid or over a limit.
+    """Return the sampling settings in a body. Raises `RequestError` for a value that is invalid or over a limit.
 
-    `more`: settings that replace or add to fields of the body. None: the default.
+    `more` has further settings by name. They replace fields of the body. A setting that is None is ignored.
     """
     values = {name: value for name in _DIRECT if (value := getattr(body, name, None)) is not None}
     if (seed := getattr(body, "seed", None)) is not None:
@@ -169,7 +174,7 @@ def _token_id(text: str) -> int:
 
 
 def check_names(body: Any, limits: Limits) -> None:
-    """Raise `RequestError` if the id or the salt of a request is too long, or if the id cannot be in a header."""
+    """Raise `RequestError` if a request's id or cache salt is too long, or if the id cannot be in a header."""
     if body.request_id and not (body.request_id.isascii() and body.request_id.isprintable()):
         raise FieldError("request_id", f"must have printable ASCII characters only, got {shorten(body.request_id)}")
     for name, limit in (("request_id", "max_id_chars"), ("cache_salt", "max_salt_chars")):
@@ -177,7 +182,7 @@ def check_names(body: Any, limits: Limits) -> None:
 
 
 def check_stream(body: Any) -> None:
-    """Raise `FieldError` for options of a stream if the answer is no stream, and for fields that streams lack."""
+    """Raise `FieldError` for `stream_options` without a stream, and for fields that a stream does not support."""
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "needs stream=true")
     if body.prompt_logprobs is not None and body.stream:

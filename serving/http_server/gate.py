@@ -1,4 +1,8 @@
-"""The outermost layer of the HTTP server: tokens, limits of bodies, and errors."""
+"""First layer of the HTTP server, before FastAPI.
+
+This layer checks the access token of a request, and limits the size of the request body. It also sends the replies to
+refused requests.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -27,10 +31,10 @@ BODY_S = 30.0
 
 
 class Gate:
-    """ASGI middleware that checks the token of a request and reads its body, before FastAPI sees the request.
+    """ASGI middleware that checks the access token and reads the body of a request, before FastAPI gets the request.
 
-    The bytes of a body count against the client until its request ends. `scope["caller"]` has the identity of the
-    client.
+    The bytes of the body count against the limit of the client until the request ends. The application
+    finds the identity of the client in `scope["caller"]`.
     """
 
     def __init__(self, app: App, handler: RequestHandler):
@@ -82,7 +86,7 @@ class Gate:
             raise CredentialsError("send a valid token in the header: Authorization: Bearer TOKEN")
 
     async def _read(self, scope: Scope, receive: Receive, caller: Caller, body: bytearray) -> None:
-        """Read a body into `body`, and count its bytes."""
+        """Read the body of a request into `body`. Count the bytes of the body against the limit of the client."""
         limits, admission = self._handler.limits, self._handler.admission
         most = limits.max_message_bytes
         told = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")

@@ -18,16 +18,18 @@ _THINK = {"open_pattern": r"<think>\n{0,4}", "close_pattern": r"\n{0,4}</think>\
 
 @dataclass(frozen=True)
 class Family:
-    """Output format of a family of models, in the form of `transformers.utils.chat_parsing`.
+    """Output format of a family of models: the marks of content, reasoning and tool calls in generated text.
+
+    A region is a part of the text, described by a dict as in `transformers.utils.chat_parsing`.
 
     Attributes:
         anchor: text that starts an answer.
-        content: region of the content. Empty: all text outside of other regions.
-        reasoning: region of the reasoning.
-        calls: regions of tool calls. `read_calls` reads their text. If the region has a capture `name`, the text is the
-            arguments of the call.
-        call_marks: text before and after tool calls, for calls that cannot be read.
-        uses_special_tokens: whether the format has special tokens, which the text must keep.
+        content: region of the content. Empty: all text outside the other regions.
+        reasoning: region of the reasoning. None: the format has no reasoning.
+        calls: regions of tool calls. `read_calls` reads the text of a region. If the region captures the `name` of the
+            function, the text has only the arguments.
+        call_marks: marks before and after a tool call. A tool call that cannot be read becomes content, with its marks.
+        uses_special_tokens: whether the marks are special tokens. If so, the text must keep special tokens.
     """
 
     anchor: str
@@ -38,7 +40,7 @@ class Family:
     uses_special_tokens: bool = False
 
     def template(self, has_tools: bool, reasons: bool) -> dict[str, Any]:
-        """Return the specification for a parser."""
+        """Return the specification of this format for the parser of `transformers`."""
         fields: dict[str, Any] = {"content": dict(self.content)}
         if reasons and self.reasoning is not None:
             fields["reasoning"] = dict(self.reasoning)
@@ -97,19 +99,19 @@ def family_of(template: str) -> Family:
 
 
 def reasons(template: str) -> bool:
-    """Return whether the model with this chat template separates its reasoning."""
+    """Return whether the model with this chat template marks its reasoning in the text."""
     return any(mark in template for mark in ("<think>", "[THINK]", "<|channel|>"))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Next part of an answer.
+    """Next part of an answer. The part belongs to the content, to the reasoning or to a tool call.
 
     Attributes:
-        kind: kind of the part.
-        text: content or reasoning. For a tool call: the next part of its arguments.
-        index: index of the tool call.
-        call_id: id of the tool call, in its first part only.
+        kind: what the part belongs to.
+        text: next part of the content, of the reasoning, or of the arguments of a tool call.
+        index: index of the tool call in the answer.
+        call_id: id of the tool call, in the first part of a tool call only.
         name: name of the function, in the first part of a tool call only.
     """
 
@@ -121,16 +123,16 @@ class Piece:
 
 
 class OutputParser:
-    """Parser of the text of one answer. The pieces of an answer do not depend on how its text was split.
+    """Parser that divides the text of one answer into content, reasoning and tool calls while the text arrives.
 
     Args:
         family: output format of the model.
-        prompt: end of the prompt's text. It may start the reasoning.
+        prompt: end of the prompt's text. Some prompts end with the mark that starts the reasoning.
         has_tools: whether the model may call tools.
         reasons: whether to separate reasoning.
-        forced: name of the function whose arguments are the whole text, "*" if the whole text is a JSON list of calls,
-            or None.
-        most_calls: tool calls to return. Further calls are dropped.
+        forced: name of a function: the whole text is the arguments of one call of this function. "*": the whole text
+            is a JSON list of calls. None: the text may have content, reasoning and calls.
+        most_calls: largest number of tool calls to return. Further calls are dropped.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class OutputParser:
             self.is_reasoning = bool(self._parser.initial_events) and _is_open(self._parser.initial_events, "reasoning")
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that new text completes."""
+        """Add new text. Return the new parts of the answer. Some of the text may be held back until later."""
         if not text:
             return []
         if self._forced == "*":
@@ -169,7 +171,7 @@ class OutputParser:
         return self._pieces(self._parser.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return the pieces of the text that was held back."""
+        """End the answer. Return the parts of the answer that `feed` has held back."""
         if self._forced == "*":
             text = "".join(self._held)
             return self._calls(text, text)
@@ -218,7 +220,7 @@ class OutputParser:
         return self._calls(body, before + body + ("" if is_cut else after))
 
     def _calls(self, body: str, raw: str) -> list[Piece]:
-        """Return the calls in a text. If they cannot be read, return `raw` as content."""
+        """Return the tool calls in the text `body`. If `body` is no tool call, return the text `raw` as content."""
         calls = read_calls(body)
         if calls is None:
             return [Piece("content", raw)] if raw else []
@@ -251,8 +253,10 @@ _BETWEEN = re.compile(r"(?:\s|;|,|\[TOOL_CALLS\])*")
 
 
 def read_calls(text: str) -> list[tuple[str, str]] | None:
-    """Return names and JSON arguments of the tool calls in a text. Return None if the text has anything else, or no
-    call."""
+    """Return the tool calls in a text, as pairs (name of the function, JSON arguments).
+
+    Return None if the text has no call, or has anything besides calls.
+    """
     decoder, calls, position = json.JSONDecoder(), [], 0
     try:
         while (position := _BETWEEN.match(text, position).end()) < len(text):  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The live page: its files, the stream of the cluster's state, and the call that merges and splits instances."""
+"""HTTP routes of the live page: files, the stream of the server's state, and merges and splits of instances."""
 
 import ipaddress
 from importlib.resources import files
@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class _Transform(Body):
-    """Body of a transformation."""
+    """Body of a request to merge or split instances."""
 
     tensor_parallel_size: int = Field(ge=1, le=4096)
     devices: Annotated[list[int], FailFast()] = Field(default=[], max_length=4096)
@@ -54,7 +54,7 @@ def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIR
 
     Args:
         handler: request handler of the server.
-        interval_s: seconds between two messages.
+        interval_s: seconds between two messages with the state.
     """
     routes = APIRouter()
     static = files("serving.http_server") / "static"
@@ -104,10 +104,10 @@ def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIR
 
 
 def _check_admin(handler: RequestHandler, request: Request) -> None:
-    """Check that a caller may administrate the server, as AdminService does.
+    """Raise an error if the caller may not administer the server. The rules are the same as for AdminService.
 
-    A server without tokens answers only if the browser has sent an IP address or `localhost` as the host. Otherwise a
-    web site whose name resolves to this server could use it through the browser of a visitor.
+    If the server has no tokens, the host of the request must be an IP address or `localhost`. Otherwise a web site
+    whose name resolves to this server could control the server through the browser of a visitor.
     """
     handler.callers.check_admin(request.scope.get("token"))
     if handler.callers.needs_no_token and not _is_direct(request.url.hostname or ""):

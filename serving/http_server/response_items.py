@@ -1,4 +1,4 @@
-"""Output items of a response, and the events of their growth."""
+"""Output items of `/v1/responses` (messages, reasoning, tool calls), and the stream events about them."""
 
 import uuid
 from typing import Any
@@ -11,7 +11,10 @@ Event = dict[str, Any]
 
 
 class ResponseItems:
-    """Output items of one response. At most one item is open."""
+    """Output items of one response: messages, reasoning and tool calls.
+
+    Only the last item may be open. Output is added to an open item. A closed item does not change.
+    """
 
     def __init__(self, num_top: int):
         self._items: list[dict[str, Any]] = []
@@ -20,11 +23,11 @@ class ResponseItems:
         self._open: str | None = None  # kind of the last item, if it can still grow
 
     def copy(self) -> list[dict[str, Any]]:
-        """Return the items so far, in the form of the API. The result does not grow."""
+        """Return a copy of the items so far, in the form of OpenAI's API. Later output does not change the copy."""
         return [_copy(item) for item in self._items]
 
     def take(self, step: Step) -> list[Event]:
-        """Add the next output, and return its events."""
+        """Add new output. Return the events that tell the client about the new output."""
         events: list[Event] = []
         # Text may lag behind its tokens.
         self._logprobs += chat_logprobs(step.entries, self._num_top)
@@ -37,7 +40,10 @@ class ResponseItems:
         return events
 
     def close(self, status: str) -> list[Event]:
-        """Close the open item with a status, and return the events."""
+        """Close the open item, if there is one, with a status such as `completed`.
+
+        Return the events that tell the client about this.
+        """
         if self._open is None:
             return []
         events: list[Event] = []
@@ -66,7 +72,10 @@ class ResponseItems:
         return logprobs
 
     def end(self, status: str) -> list[Event]:
-        """Close the last item, and return the events. An answer without text gets an empty message."""
+        """End the answer: close the last item with a status. An answer without items gets an empty message.
+
+        Return the events that tell the client about this.
+        """
         events = [] if self._items else self._start(Piece("content", ""))
         if self._open == "content":
             self._items[-1]["content"][0]["logprobs"] += self._take_logprobs()
@@ -125,5 +134,5 @@ class ResponseItems:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy that does not grow with the item."""
+    """Return a copy of an item. Later output does not change the copy."""
     return item | {"content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)

@@ -1,4 +1,4 @@
-"""`/v1/responses`, without stored state."""
+"""Endpoint `/v1/responses` of OpenAI's API, without stored conversations."""
 
 import time
 import uuid
@@ -31,14 +31,14 @@ _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 
 
 class TextFields(Body):
-    """Form of the text."""
+    """Content of the field `text` of a request body: the format of the output."""
 
     format: Any = None
     verbosity: str | None = None
 
 
 class ReasoningFields(Body):
-    """Settings of the reasoning."""
+    """Content of the field `reasoning` of a request body."""
 
     effort: str | None = None
     summary: Any = None
@@ -46,7 +46,7 @@ class ReasoningFields(Body):
 
 
 class ResponseRequest(TemplateFields):
-    """Body of a request."""
+    """Body of a request to `/v1/responses`."""
 
     input: Any = None
     instructions: str | None = None
@@ -86,7 +86,7 @@ _UNSUPPORTED_HERE: dict[str, tuple[Any, ...]] = {
 
 
 def response_routes(handler: RequestHandler) -> APIRouter:
-    """Return the routes of responses."""
+    """Return the HTTP routes of `/v1/responses`."""
     routes = APIRouter()
 
     @routes.post("/v1/responses")
@@ -102,7 +102,7 @@ def response_routes(handler: RequestHandler) -> APIRouter:
 
 
 class _Response:
-    """One request of `/v1/responses`."""
+    """Request of `/v1/responses` that is being served."""
 
     def __init__(self, handler: RequestHandler, body: ResponseRequest, request: Request):
         handler.check_model(body.model)
@@ -158,7 +158,7 @@ class _Response:
             raise RequestError("the body has a number that is out of range: JSON has no infinity") from None
 
     async def whole(self) -> None:
-        """Generate the whole response."""
+        """Generate the whole response. Afterwards `resource` returns it."""
 
         async def send(steps: list[Step]) -> None:
             check_reply_entries(self._generation.num_entries, self._handler.limits)
@@ -168,7 +168,7 @@ class _Response:
         await self._generation.run(send)
 
     async def stream(self, write: Write) -> None:
-        """Generate, and write the events."""
+        """Generate the response, and write an event for each new output."""
         has_begun = False
 
         async def send(steps: list[Step]) -> None:
@@ -188,7 +188,7 @@ class _Response:
         await write(self._event({"type": f"response.{self._status}", "response": self.resource()}) + DONE)
 
     def failed(self, error: BaseException) -> bytes:
-        """Return the event for an error after the first event."""
+        """Return the event that reports an error in a stream that has started."""
         _, body = error_body(error)
         self._status = "failed"
         self._error = {"code": body["error"]["type"], "message": body["error"]["message"]}
@@ -256,7 +256,7 @@ class _Response:
 
 
 def read_input(value: Any) -> list[dict[str, Any]]:
-    """Return the conversation of an input: a text or a list of items. Raise `FieldError` for other items."""
+    """Return the conversation in the field `input`: a text or a list of items. Raises `FieldError` for other items."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -315,7 +315,10 @@ def _text(item: dict[str, Any], key: str, name: str) -> str:
 
 
 def _nested(tools: Any) -> Any:
-    """Return tools in the form of chat completions. Other values are returned as they are, and refused later."""
+    """Convert function tools to the form of chat completions.
+
+    Other values are returned unchanged. `read_tools` checks them later.
+    """
     if not isinstance(tools, list):
         return tools
     return [
@@ -327,7 +330,7 @@ def _nested(tools: Any) -> Any:
 
 
 def _nested_choice(choice: Any) -> Any:
-    """Return the choice `allowed_tools` in the form of chat completions, and other choices as they are."""
+    """Convert the tool choice `allowed_tools` to the form of chat completions. Other choices are returned unchanged."""
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         return {"type": "allowed_tools", "allowed_tools": choice}
     return choice

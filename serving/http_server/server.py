@@ -1,4 +1,4 @@
-"""The HTTP server in the event loop of the gRPC server."""
+"""HTTP server, in the same event loop as the gRPC server."""
 
 import asyncio
 import contextlib
@@ -34,10 +34,10 @@ _SHUTDOWN_GRACE_S = 2
 
 
 class HttpServer:
-    """An HTTP server over the request handler of a gRPC server. All methods run in one event loop.
+    """HTTP server that passes requests to the handler of a gRPC server. All methods run in one event loop.
 
     Attributes:
-        port: bound port.
+        port: port on which the server listens.
         app: FastAPI application.
     """
 
@@ -72,7 +72,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, port: int) -> None:
-        """Bind the port and serve. Raise `ConfigError` if the port is taken."""
+        """Bind the port and start to serve. Raises `ConfigError` if the port is taken."""
         host = self._config.host
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -94,8 +94,10 @@ class HttpServer:
 
 
 class _Protocol(H11Protocol):
-    """Protocol that closes excess connections of a client, and connections that wait too long for a request or for the
-    client to read a reply."""
+    """HTTP connection. A client may have only a limited number of connections.
+
+    The server closes the connection if no request arrives for too long, or if the client does not read a reply.
+    """
 
     def __init__(self, admission: OpenRequests, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
@@ -126,7 +128,10 @@ class _Protocol(H11Protocol):
         self._stop_unread()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. If its client does not read the end of the reply, close the connection later."""
+        """Serve one request.
+
+        If the client does not read the end of the reply, close the connection some seconds later.
+        """
         try:
             await self._gate(scope, receive, send)  # type: ignore[arg-type]
         finally:
@@ -139,7 +144,7 @@ class _Protocol(H11Protocol):
             self._unread = None
 
     def _limit_headers(self) -> None:
-        """Close the connection after `HEADER_S` seconds without a request, if no request runs."""
+        """Close the connection if no request starts within `HEADER_S` seconds. Do nothing while a request runs."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_header_timer()
         elif self._header_timer is None:
@@ -152,8 +157,11 @@ class _Protocol(H11Protocol):
 
 
 class _UnreadReply:
-    """Reply of an ended request that the client has not read. Its bytes count against the client. After `LAST_READ_S`
-    seconds, the connection is closed and the bytes are dropped: `close` alone would wait for the client."""
+    """Reply to an ended request that the client has not read yet.
+
+    The bytes of the reply count against the limit of the client. After `LAST_READ_S` seconds, the connection is aborted
+    and the bytes are dropped. An ordinary close of the connection would wait for the client.
+    """
 
     def __init__(self, transport: asyncio.Transport, admission: OpenRequests, client: str):
         self._admission, self._client, self._num_bytes = admission, client, transport.get_write_buffer_size()
@@ -161,13 +169,13 @@ class _UnreadReply:
         admission.count_bytes(client, self._num_bytes)
 
     def end(self) -> None:
-        """Stop to count the bytes, because the client has read them or the connection is closed."""
+        """Stop counting the bytes, because the client has read them or the connection is closed."""
         self._timer.cancel()
         self._admission.count_bytes(self._client, -self._num_bytes)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Server that leaves signals to `amoeba serve`."""
+    """Server of uvicorn without signal handlers: `amoeba serve` handles the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

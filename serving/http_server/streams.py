@@ -1,4 +1,4 @@
-"""Generation for HTTP requests: whole answers, and streams of server-sent events."""
+"""Generation of replies to HTTP requests: whole answers, and streams of server-sent events."""
 
 import asyncio
 import logging
@@ -34,8 +34,10 @@ def event(body: Any, name: str | None = None) -> bytes:
 
 
 async def serve_all(handler: RequestHandler, calls: Sequence[Call], send: SendDelta) -> None:
-    """Serve several calls at the same time, and pass their output to `send`. If a call fails, the others are aborted,
-    and its error is raised."""
+    """Serve several calls at the same time, and pass their output to `send`.
+
+    If a call fails, abort the others and raise its error.
+    """
 
     async def send_first(delta: RequestDelta) -> None:
         await send(0, delta)
@@ -60,8 +62,10 @@ async def serve_all(handler: RequestHandler, calls: Sequence[Call], send: SendDe
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Run `work` until it ends or the client closes its connection. In the second case, cancel `work` and raise
-    `ClientGoneError`."""
+    """Run `work` to its end. If the client closes its connection first, cancel `work`.
+
+    Raises `ClientGoneError` if the client has closed its connection.
+    """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -84,12 +88,13 @@ async def _cancel(tasks: Sequence["asyncio.Future[None]"]) -> None:
 
 
 class EventStream(Response):
-    """Response of server-sent events.
+    """HTTP response that is a stream of server-sent events.
 
-    An error before the first event becomes a response with its status. A later error becomes an event.
+    An error before the first event becomes an HTTP response with the status of the error. A later error becomes an
+    event.
 
     Args:
-        produce: coroutine function that writes the events. It is cancelled if the client closes its connection.
+        produce: coroutine function that writes the events. It is cancelled if the client closes the connection.
         headers: HTTP headers.
         on_error: function that returns the event for an error.
     """

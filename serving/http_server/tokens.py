@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, with vLLM's fields."""
+"""Endpoints `/tokenize` and `/detokenize`, with vLLM's fields."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from serving.http_server.fields import Body, read_body, refuse_unsupported
 
 
 class TokenizeRequest(Body):
-    """Body of `/tokenize`: a text, or a conversation with the fields for its template."""
+    """Body of `/tokenize`: a text, or a conversation with arguments of the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -37,7 +37,7 @@ class DetokenizeRequest(Body):
 
 
 def token_routes(handler: RequestHandler) -> APIRouter:
-    """Return the routes that tokenize and detokenize."""
+    """Return the HTTP routes of `/tokenize` and `/detokenize`."""
     routes = APIRouter()
 
     @routes.post("/tokenize")

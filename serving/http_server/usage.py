@@ -10,7 +10,7 @@ _LOWEST = -9999.0
 
 
 class Usage:
-    """Token counts of the calls of one request."""
+    """Token counts of one HTTP request, over all its prompts."""
 
     def __init__(self, num_calls: int = 1):
         self._prompts = [0] * num_calls
@@ -19,14 +19,14 @@ class Usage:
         self.reasoning_tokens = 0
 
     def add(self, index: int, delta: RequestDelta) -> None:
-        """Add the next output of a call."""
+        """Add new output for prompt number `index`."""
         self._prompts[index] = delta.num_prompt_tokens
         self._cached[index] = delta.metrics.num_cached_tokens
         self.completion_tokens += delta.num_tokens
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens of all calls."""
+        """Number of tokens of all prompts."""
         return sum(self._prompts)
 
     @property
@@ -37,7 +37,7 @@ class Usage:
     def to_dict(self, completion_tokens: int | None = None) -> dict[str, Any]:
         """Return the object `usage` of completions and chat completions.
 
-        `completion_tokens`: generated tokens up to an earlier time. None: all so far.
+        `completion_tokens` is the number of generated tokens to show. None: the number so far.
         """
         generated = self.completion_tokens if completion_tokens is None else completion_tokens
         return {
@@ -50,9 +50,9 @@ class Usage:
 
 
 def text_entries(delta: CompletionDelta, stop_ids: Container[int]) -> list[tuple[int, dict[int, Logprob]]]:
-    """Return the tokens and log-probabilities that belong to the text of a delta.
+    """Return the tokens and log-probabilities of new output, without the token that ended the sequence.
 
-    `stop_ids`: tokens that end a sequence and are not text.
+    `stop_ids` are the tokens that end a sequence.
     """
     entries = list(zip(delta.token_ids, delta.logprobs or (), strict=False))
     # The last token of constrained text can be text.
@@ -61,7 +61,10 @@ def text_entries(delta: CompletionDelta, stop_ids: Container[int]) -> list[tuple
 
 
 def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
-    """Return a token with its log-probability, in the form of chat completions."""
+    """Return a token with its log-probability, in the form of chat completions.
+
+    If `as_id` is true, show the id of the token instead of its text.
+    """
     text = f"token_id:{token_id}" if as_id else entry.decoded_token or ""
     return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode(errors="replace"))}
 
@@ -69,7 +72,10 @@ def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
 def chat_logprobs(
     entries: Iterable[tuple[int, dict[int, Logprob]]], num_top: int, as_id: bool = False
 ) -> list[dict[str, Any]]:
-    """Return log-probabilities in the form of chat completions."""
+    """Return the log-probabilities of several tokens in the form of chat completions.
+
+    Each token also has the log-probabilities of the `num_top` most probable tokens at its position.
+    """
     return [
         token_entry(token, options[token], as_id)
         | {"top_logprobs": [token_entry(other, options[other], as_id) for other in top(options, num_top)]}
@@ -78,7 +84,7 @@ def chat_logprobs(
 
 
 def prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
-    """Return log-probabilities of a position of the prompt in vLLM's form."""
+    """Return the log-probabilities at one position of the prompt, in vLLM's form."""
     if entry is None:
         return None
     return {
@@ -88,19 +94,23 @@ def prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
 
 
 def top(options: dict[int, Logprob], num_top: int) -> list[int]:
-    """Return the ids of the most probable tokens at a position."""
+    """Return the ids of the `num_top` most probable tokens at a position."""
     return sorted(options, key=lambda token: options[token].rank)[:num_top]
 
 
 class CompletionLogprobs:
-    """Builder of log-probabilities in the form of completions. It keeps the offset in the text."""
+    """Builder of log-probabilities in the form of completions. It tracks the position of each token in the text."""
 
     def __init__(self, num_top: int, as_id: bool):
         self._num_top, self._as_id = num_top, as_id
         self._offset = 0
 
     def build(self, entries: Sequence[tuple[int, str, dict[int, Logprob] | None]]) -> dict[str, Any]:
-        """Return the log-probabilities of the next tokens: id, text and options of each. None: no log-probability."""
+        """Return the object `logprobs` for the next tokens.
+
+        An entry has three parts: the id of a token, the text of the token, and the log-probabilities at its position.
+        The third part is None if the log-probabilities were not computed.
+        """
         tokens, logprobs, tops, offsets = [], [], [], []
         for token, text, options in entries:
             tokens.append(f"token_id:{token}" if self._as_id else text)

@@ -1,1 +1,1 @@
-"""Connection between engine, scheduler and server: executor, snapshots and metrics."""
+"""Connection between engine, scheduler and server: execution of the scheduler's actions, snapshots and metrics."""

@@ -1,4 +1,8 @@
-"""Free memory of devices from the engine's ledger, and their utilization from NVML or from step times."""
+"""Free memory and utilization of devices.
+
+Free memory comes from the engine's record of buffers on the devices. Utilization comes from NVML, or from step times on
+devices without NVML.
+"""
 
 import importlib
 import logging
@@ -24,7 +28,7 @@ INTERVAL_S = 1.0
 
 
 class DeviceReader:
-    """Free memory and utilization of each device. Used by the dispatcher thread only."""
+    """Reader of the free memory and utilization of each device. Only the engine's thread uses it."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -33,7 +37,7 @@ class DeviceReader:
         self._next_s = 0.0
 
     def read(self) -> tuple[DeviceView, ...]:
-        """Return the latest reading of each device. It is at most a second old."""
+        """Return the free memory and utilization of each device. The values are at most a second old."""
         now_s = time.perf_counter()
         if now_s >= self._next_s:
             self._next_s = now_s + INTERVAL_S
@@ -64,8 +68,8 @@ class Utilization(Protocol):
 class StepTimes:
     """Utilization computed from the durations of steps, for devices without NVML.
 
-    The layers of a step run one after another. A device therefore counts as busy for the share of a step that
-    corresponds to its share of the instance's layers.
+    The layers of a step run one after another. If a device computes a third of an instance's layers, the device counts
+    as busy for a third of each step.
     """
 
     def __init__(self, engine: Engine):
@@ -74,7 +78,7 @@ class StepTimes:
         self._read_s = time.perf_counter()
 
     def read(self) -> Sequence[float]:
-        """Return the share of the time since the last call in which each device computed steps."""
+        """Return the share of time in which each device computed steps since the last call, from 0 to 1."""
         engine, now_s = self._engine, time.perf_counter()
         elapsed_s, self._read_s = max(now_s - self._read_s, 1e-6), now_s
         busy_s = [0.0] * len(engine.cluster.sub_meshes.devices)
@@ -95,10 +99,7 @@ class NvmlUtilization:
 
     @classmethod
     def open(cls, devices: Sequence[jax.Device]) -> "NvmlUtilization | None":
-        """Return an object that reads these devices.
-
-        Return None if NVML cannot read all devices.
-        """
+        """Return an object that reads these devices, or None if NVML cannot read all of them."""
         if {device.platform for device in devices} != {"gpu"}:
             return None
         try:
@@ -112,7 +113,10 @@ class NvmlUtilization:
         return found
 
     def read(self) -> Sequence[float]:
-        """Return the utilization of each device in the driver's latest sample period, which is at most a second."""
+        """Return the utilization of each device, from 0 to 1.
+
+        The values are for the driver's latest sample period (at most a second).
+        """
         return [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
 
 

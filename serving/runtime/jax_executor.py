@@ -1,4 +1,4 @@
-"""The executor that connects the scheduler to an engine."""
+"""Executor that connects the scheduler to an engine."""
 
 import contextlib
 import logging
@@ -80,15 +80,16 @@ OnPlaced = Callable[[PlacementChange, "Future[PlacementReport]"], None]
 
 
 class JaxExecutor:
-    """`Executor` that carries out actions on an engine. Only the dispatcher thread uses it.
+    """`Executor` that carries out a policy's actions on an engine. Only the engine's thread uses it.
 
     Args:
         engine: engine that carries out the actions.
-        layers_per_step: number of layers that a transformation changes between two steps.
-        on_transformed: function `(action, future)` that is called when a transformation ends. The future has the report
-            or the error.
-        on_placed: function `(action, future)` that is called for each started change of a placement.
-        monitor: averages for metrics, updated with each snapshot.
+        layers_per_step: number of layers that a merge or split changes between two steps, or "auto".
+        on_transformed: function `(action, future)` that is called when a merge or split has ended. The future has the
+            report or the error.
+        on_placed: function `(action, future)` that is called when a change of placement has ended. The future has the
+            report or the error.
+        monitor: averages for the metrics. Each snapshot updates them.
 
     Attributes:
         waiting: waiting requests.
@@ -118,8 +119,8 @@ class JaxExecutor:
             DegreeLimits(
                 tp,
                 engine.capacity_tokens(tp),
-                cluster.buckets(tp).max_num_seqs,
-                kept_tokens=cluster.capacity_tokens(tp, min(tp, base)),
+                cluster.plan.buckets(tp).max_num_seqs,
+                kept_tokens=cluster.plan.capacity_tokens(tp, min(tp, base)),
             )
             for tp in cluster.plan.degrees
         )
@@ -129,16 +130,17 @@ class JaxExecutor:
         return layer_sizes(self._engine)
 
     def snapshot(self) -> ClusterView:
-        """Return the present state. Waiting requests that cannot start yet are left out (see `WaitingView`)."""
+        """Return the present state of the cluster.
+
+        Waiting requests that cannot start yet are left out (see `WaitingView`).
+        """
         engine = self._engine
         self._preparing = {
-            key: options
-            for key, options in self._preparing.items()
-            if not engine.transformations.request_programs(options)
+            key: options for key, options in self._preparing.items() if not engine.changes.request_programs(options)
         }
         self._running = by_name(s for i in engine.cluster.all_instances for s in i.running if not s.finished)
         names = {id(sequence): name for name, sequence in self._running.items()}
-        targets = engine.transformations.targets()
+        targets = engine.changes.targets()
         changes = engine_stats(engine).placements
         changing = {change.instance for change in changes} | {
             change.device for change in changes if change.kind in ("scale_out", "scale_in")
@@ -180,7 +182,7 @@ class JaxExecutor:
             free_slots=instance.num_free_slots,
             running=_requests(instance, names),
             transition_to=target,
-            coming_tokens=None if target is None else self._engine.transformations.capacity_to_come(instance)[0],
+            coming_tokens=None if target is None else self._engine.changes.capacity_to_come(instance)[0],
             joinable_tokens=_joinable_tokens(instance, self._engine.dims.page_size),
             step_s=instance.pace.step_s,
             paused=paused,
@@ -191,9 +193,10 @@ class JaxExecutor:
         )
 
     def _placement_view(self, instance: Instance) -> PlacementView | None:
-        """Return the view of an instance's placement.
+        """Return the devices that compute an instance's layers, in the form that policies use.
 
-        If the placement has not changed, reuse the view of the last snapshot. A new view takes 0.1 ms.
+        Return None if all layers are on the instance's own devices. If the placement has not changed, return the same
+        object as in the last snapshot, because making a new object takes 0.1 ms.
         """
         placement, (known, view) = instance.runner.placement, self._placement_views.get(instance.id, (None, None))
         if known is not placement:
@@ -202,9 +205,9 @@ class JaxExecutor:
         return view
 
     def apply(self, action: Action) -> Outcome:
-        """Carry out an action, or refuse it. A refused action changes no request and no instance.
+        """Carry out an action of a policy, or refuse it. A refused action changes no request and no instance.
 
-        If a transformation is refused because its programs are missing, the compilation of these programs starts.
+        A merge or split is refused if its programs are not compiled yet. The compilation of these programs then starts.
         """
         if (problem := invalid(action)) is not None:
             return Outcome(False, problem)
@@ -231,7 +234,7 @@ class JaxExecutor:
                 if kept := [i.id for i in engine.instances if i.id in devices and i.has_parallel_attention]:
                     raise LayoutError(f"instance {kept[0]} has data-parallel attention, which policies keep")
                 options = self._options(action)
-                if not engine.transformations.request_programs(options):
+                if not engine.changes.request_programs(options):
                     self._preparing[devices, degree] = options
                     raise ProgramsNotReadyError(
                         f"programs for TP{degree} on devices {list(devices)} are being compiled"
@@ -242,7 +245,7 @@ class JaxExecutor:
                 placed = engine.change_placement(_placement_options(action))
                 placed.add_done_callback(partial(self._on_placed, action))
             case Offload(request_id):
-                engine.offload(_known(self._running, request_id))
+                engine.admission.offload(_known(self._running, request_id))
             case LimitBatch(instance_id, size):
                 engine.limit_batch(instance_id, size)
             case Preempt(request_id):
@@ -277,7 +280,7 @@ class JaxExecutor:
 
 
 class EngineScheduler:
-    """`SchedulerHook` of an engine. Only the dispatcher thread uses it, but any thread may replace `policy`.
+    """Scheduler of an engine, called by the engine (`SchedulerHook`). Any thread may replace `policy`.
 
     Args:
         engine: engine to schedule.
@@ -316,15 +319,16 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Start further samples of requests that already run, and let the scheduler decide.
+        """Start waiting samples of requests that already run, and then let the policy decide.
 
-        The scheduler is called only if the state has changed, or if its last call was at least a second ago.
+        A sample is one of several outputs of a request. The policy is called only if the state has changed, or if its
+        last call was at least a second ago.
         """
         engine = self._engine
         self._start_siblings()
         moving = [instance.id for instance in engine.instances if instance.transition is not None]
         placements = [instance.runner.placement for instance in engine.instances]
-        state = (engine.sequences.num_changes, engine.instances, engine.transformations.targets(), moving, placements)
+        state = (engine.sequences.num_changes, engine.instances, engine.changes.targets(), moving, placements)
         if state == self._decided_on and time.monotonic() < self._next_s:
             return
         # Decisions of the scheduler may change the state. If so, the next call runs the scheduler again.
@@ -336,20 +340,23 @@ class EngineScheduler:
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
-        """Start further samples of a request on the instance of the first sample, which has the pages of the prompt."""
+        """Start waiting samples on the instance on which the first sample of their request runs.
+
+        The pages of the prompt are on this instance.
+        """
         engine = self._engine
         for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
             if (
                 not sequence.beyond_share
                 and not engine.admission.awaits_program(sequence)
-                and (home := engine.room.leader_home(sequence)) is not None
+                and (home := engine.admission.leader_home(sequence)) is not None
             ):
                 with contextlib.suppress(RequestError):  # a step of this instance has failed
                     engine.admission.start(home, sequence)
 
 
 def layer_sizes(engine: Engine) -> LayerSizes:
-    """Return the sizes of the first layer. Norms count as attention."""
+    """Return the sizes of a layer of the model, taken from the first layer. Norms count as attention."""
     dims, plan = engine.dims, engine.cluster.memory_plan
     specs = engine.cluster.weights.specs.values()
 
@@ -374,11 +381,13 @@ def _placement_options(action: PlacementChange) -> PlacementOptions:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return the tokens that a new request could use on an instance in transformation (`InstanceView.joinable_tokens`).
+    """Return how many tokens a new request could use on an instance while the instance merges or splits.
 
-    The request would run in one lane of the instance. The tokens available in a lane are its free tokens, less one page
-    for each of its sequences. The result is the highest number over all lanes with a free slot, and at least 0. Return
-    0 if the instance is not in transformation.
+    The result is `InstanceView.joinable_tokens`. During a merge or split, the instance's sequences are divided into
+    lanes, which go through the layers separately. A new request would join one lane. A lane offers its free tokens,
+    less one page for each of its sequences. The result is the largest offer of a lane with a free slot.
+
+    The result is 0 if no lane has a free slot, or if the instance neither merges nor splits.
     """
     if instance.transition is None:
         return 0

@@ -26,7 +26,7 @@ FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
 
 class ChangeObserver(Protocol):
-    """Receiver of the ends of transformations and changes of placements. Any thread may call the methods."""
+    """Receiver of the results of merges, splits and changes of placement. Any thread may call the methods."""
 
     def transformed(self, report: TransformReport) -> None: ...
 
@@ -38,7 +38,7 @@ class ChangeObserver(Protocol):
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of their own.
+    """All Prometheus metrics of one server, in a registry of their own.
 
     The event loop updates the metrics. Any thread may read them.
     """
@@ -142,7 +142,7 @@ class ServerMetrics:
         return RequestRecord(self)
 
     def transformed(self, report: TransformReport) -> None:
-        """Count a successful transformation."""
+        """Count a successful transformation (merge or split of instances)."""
         if self.observer is not None:
             self.observer.transformed(report)
         for group in report.groups:
@@ -154,7 +154,7 @@ class ServerMetrics:
                 self.step_overhead.labels(kind).set(group.step_overhead)
 
     def not_transformed(self, kind: str, variant: str, result: str) -> None:
-        """Count a refused or failed transformation.
+        """Count a transformation (merge or split of instances) that was refused or has failed.
 
         Args:
             kind: `scale_up`, `scale_down` or `unchanged` (see `kinds_of` in `transform_call.py`).
@@ -166,16 +166,16 @@ class ServerMetrics:
         self.transformations.labels(kind, variant, result).inc()
 
     def scaled(self, report: PlacementReport) -> None:
-        """Count a successful change of a placement."""
+        """Count a successful change of placement (layers copied, moved or removed)."""
         if self.observer is not None:
             self.observer.scaled(report)
         self.scaling.labels(report.kind, "done").inc()
         self.scaling_s.labels(report.kind).observe(report.seconds)
 
     def not_scaled(self, kind: str, result: str) -> None:
-        """Count a refused or failed change of a placement.
+        """Count a change of placement that was refused or has failed.
 
-        `kind` is a `PlacementKind`; `result` is `refused` or `failed`.
+        `kind` is a `PlacementKind`, such as `replicate`. `result` is `refused` or `failed`.
         """
         if self.observer is not None:
             self.observer.not_scaled(kind, result)
@@ -186,7 +186,7 @@ class RequestRecord:
     """Metrics of one request.
 
     Attributes:
-        latest: latest delta. None: no output yet.
+        latest: latest output of the request. None: no output yet.
         num_tokens: generated tokens of all samples.
         finish_reasons: finish reasons of the samples that have ended.
     """
@@ -199,7 +199,7 @@ class RequestRecord:
         self._last_token_at: dict[int, float] = {}  # by sample
 
     def take(self, delta: RequestDelta) -> None:
-        """Count new output of the request, and store `delta` as the latest delta."""
+        """Add new output of the request to the metrics, and store the output as `latest`."""
         metrics, now = self._metrics, time.monotonic()
         if self.latest is None:
             prompt = delta.num_prompt_tokens
@@ -228,8 +228,8 @@ class RequestRecord:
         """Count the end of the request.
 
         Args:
-            reason: finish reason of a request that the engine did not finish, one of `FINISH_REASONS`. None: `error`.
-                It is ignored if the engine has finished the request.
+            reason: one of `FINISH_REASONS`, for a request that the engine did not finish. None: `error`. If the engine
+                has finished the request, the finish reasons of its samples count instead.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:
@@ -243,7 +243,7 @@ class RequestRecord:
 
 
 class _EngineMetrics(Collector):
-    """Collector of engine metrics. It reads the latest snapshot."""
+    """Collector of the engine's metrics for the Prometheus client. The values come from the latest snapshot."""
 
     def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics
@@ -341,7 +341,7 @@ class _EngineMetrics(Collector):
 
 
 def _step_tokens(stats: EngineStats) -> Metric:
-    """Return the histogram of tokens per step. Its counts are cumulative."""
+    """Return the histogram of the number of tokens in a step. Each bucket includes all lower buckets."""
     bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
     return HistogramMetricFamily(
         "amoeba:iteration_tokens_total",

@@ -11,12 +11,12 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 
 class MetricsServer:
-    """Thread that serves `/metrics` in Prometheus' text format. The request header Accept is ignored.
+    """Thread that serves `/metrics` in Prometheus' text format, whatever format the request header Accept names.
 
     The OpenMetrics format is not offered, because `prometheus_client` would replace the colons in the metric names.
 
     Attributes:
-        port: bound port.
+        port: port on which the server listens.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int):

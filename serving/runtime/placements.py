@@ -1,4 +1,4 @@
-"""Placements as policies and metrics see them."""
+"""Placements (devices that compute each layer) in the form that policies and metrics use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,10 @@ from sharding.placement import Homes, Placement
 
 
 def layers_by_device(placement: Placement) -> Counter[int]:
-    """Return the number of layers whose attention or FFN each device computes."""
+    """Return the number of layers that each device computes.
+
+    A layer counts if the device computes its attention or its FFN.
+    """
     return Counter(
         device
         for attention, ffn in zip(placement.attention, placement.ffn, strict=True)
@@ -18,7 +21,10 @@ def layers_by_device(placement: Placement) -> Counter[int]:
 
 
 def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementView | None:
-    """Return the homes of all modules. Return None if all modules are on `devices`, the devices of the instance."""
+    """Return the devices that compute each layer of an instance, in the form that policies use.
+
+    `devices` are the instance's own devices. If all layers are on these devices, return None.
+    """
     if placement.home is not None and tuple(placement.home.devices) == tuple(devices):
         return None
     attention = tuple(_devices(homes) for homes in placement.attention)
@@ -29,7 +35,10 @@ def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementVie
 
 
 def estimated_speedup(placement: Placement) -> float:
-    """Return the speed-up of a step by replicas, estimated with Equation 4 of CoCoServe. Without replicas, it is 1."""
+    """Return how many times faster a step is with the replicated layers of a placement (Equation 4 of CoCoServe).
+
+    Without replicated layers, the result is 1.
+    """
     modules = [homes for pair in zip(placement.attention, placement.ffn, strict=True) for homes in pair]
     transitions = count_transitions([_devices(homes) for homes in modules], tuple(placement.head.devices))
     return even_speedup(placement.parallelism(), transitions, LayerSizes.transition_cost)

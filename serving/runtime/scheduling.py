@@ -1,4 +1,4 @@
-"""Handle with which a server inspects and replaces the policy that schedules its model."""
+"""Handle by which a server inspects and replaces the scheduling policy of its model."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,13 +15,15 @@ OnReport = Callable[[TransformReport], None]
 
 
 class Scheduling:
-    """Scheduler that places the requests of an `LLM` until `close` is called. Any thread may call the methods.
+    """Scheduler that decides where the requests of an `LLM` run. Any thread may call the methods.
+
+    The scheduler works as soon as this object exists. The method `close` ends it.
 
     Args:
         llm: model to schedule.
         config: settings of the scheduler.
-        metrics: metrics that count decisions and transformations.
-        on_report: function that is called with the report of each successful transformation, in the dispatcher thread.
+        metrics: metrics that count decisions, merges and splits.
+        on_report: function that the engine's thread calls with the report of each successful merge or split.
     """
 
     def __init__(
@@ -52,26 +54,29 @@ class Scheduling:
 
     @property
     def counters(self) -> SchedulerCounters:
-        """Numbers of decisions since the start."""
+        """Counters of the policy's actions since the start."""
         return self._hook.scheduler.counters
 
     @property
     def records(self) -> list[Record]:
-        """Last tried actions, oldest first."""
+        """Last actions that the scheduler tried, oldest first."""
         scheduler = self._hook.scheduler
         return sorted([*scheduler.records, *scheduler.dispatch_records], key=lambda record: record.number)
 
     def set_policy(self, name: str) -> str:
         """Replace the policy. Return the name of the previous policy.
 
-        Raise `UnknownPolicyError` if there is no policy with this name.
+        Raises `UnknownPolicyError` if there is no policy with this name.
         """
         before = self.policy_name
         self._hook.policy = self._config.make_policy(name)
         return before
 
     def close(self) -> None:
-        """Detach the scheduler from the `LLM`. The engine then places requests itself. All requests must have ended."""
+        """Remove the scheduler from the `LLM`. All requests must have ended.
+
+        Afterwards, the engine itself assigns requests to instances.
+        """
         self._llm.remove_scheduler_hook()
 
     def _transformed(self, action: ScaleUp | ScaleDown, future: "Future[TransformReport]") -> None:

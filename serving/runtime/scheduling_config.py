@@ -1,6 +1,6 @@
 """Settings of the scheduler.
 
-Imports no JAX, because the command line imports this module and needs no JAX.
+Imports no JAX, so that the command line starts fast.
 """
 
 import math
@@ -25,7 +25,9 @@ from sharding.degrees import is_degree
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Settings of the scheduler, which places requests and changes instances. See docs/scheduling.md.
+    """Settings of the scheduler (docs/scheduling.md).
+
+    The scheduler assigns requests to instances. It also merges and splits instances.
 
     Raises:
         ConfigError: a value is out of range.
@@ -170,7 +172,7 @@ class SchedulingConfig:
 
     @property
     def amoeba(self) -> AmoebaConfig:
-        """Settings of `amoeba` and of policies with the same rules."""
+        """Settings of the policy `amoeba`, and of other policies that use its rules."""
         return AmoebaConfig(
             split_free_share=self.split_free_share,
             linger_s=self.linger_s,
@@ -186,7 +188,7 @@ class SchedulingConfig:
 
     @property
     def flying(self) -> FlyingConfig:
-        """Settings of `flying`."""
+        """Settings of the policy `flying`."""
         return FlyingConfig(
             preemption=self.preemption,  # pyright: ignore[reportArgumentType]
             urgent_degree=self.urgent_degree,
@@ -204,7 +206,7 @@ class SchedulingConfig:
 
     @property
     def cocoserve(self) -> CocoServeConfig:
-        """Settings of `cocoserve`."""
+        """Settings of the policy `cocoserve`."""
         return CocoServeConfig(
             request_policy=self.request_policy,
             vacancy_threshold=self.vacancy_threshold,
@@ -218,9 +220,9 @@ class SchedulingConfig:
         )
 
     def make_policy(self, name: str | None = None) -> Policy:
-        """Return a new policy. Raise `UnknownPolicyError` if `name` is unknown.
+        """Return a new policy with these settings. Raises `UnknownPolicyError` if `name` is unknown.
 
-        `name`: name of the policy. None: the policy of these settings.
+        `name` is the name of the policy. None: the field `policy` of these settings.
         """
         if name is None and is_policy_file(self.policy):
             return load_policy(self.policy)()

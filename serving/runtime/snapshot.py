@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Instances, memory and totals of an engine."""
+    """Instances, memory and totals of an engine at one moment."""
 
     instances: tuple[InstanceStatus, ...]
     memory: MemoryReport
@@ -28,7 +28,7 @@ class Snapshot:
 
     @property
     def paused(self) -> int:
-        """Number of paused sequences. They keep their pages while other sequences run on their devices."""
+        """Number of paused sequences. A paused sequence keeps its KV pages while other sequences use its devices."""
         return sum(view.paused for view in self.instances)
 
     @property
@@ -43,7 +43,10 @@ class Snapshot:
         return sum(view.kv_used_pages for view in self.instances) / total if total else 0.0
 
     def instances_by_degree(self) -> dict[int, int]:
-        """Return the number of instances of each possible degree, including degrees without an instance."""
+        """Return the number of instances of each possible tensor-parallel degree.
+
+        A degree without an instance has the number 0.
+        """
         num_devices = sum(len(view.devices) for view in self.instances)
         degrees = dict.fromkeys(degrees_up_to(num_devices), 0)
         for view in self.instances:
@@ -51,9 +54,9 @@ class Snapshot:
         return degrees
 
     def layer_replicas(self) -> dict[tuple[int, int], int]:
-        """Return the number of layers by (instance, device).
+        """Return for each pair (instance id, device) the number of the instance's layers that the device computes.
 
-        A layer counts if the device computes its attention or FFN.
+        A layer counts if the device computes the attention or the FFN of the layer.
         """
         return {
             (view.id, device): count
@@ -63,7 +66,10 @@ class Snapshot:
         }
 
     def placement_speedups(self) -> dict[int, float]:
-        """Return the estimated speed-up of each instance by its replicas (`estimated_speedup`)."""
+        """Return by instance id how many times faster each instance is with its replicated layers.
+
+        See `estimated_speedup`.
+        """
         return {view.id: estimated_speedup(view.placement) for view in self.instances if view.placement is not None}
 
     def weight_bytes(self) -> dict[int, int]:
@@ -80,5 +86,8 @@ class Snapshot:
 
 
 def take_snapshot(backend: "LLM") -> Snapshot:
-    """Return the state of the engine after its present step. Raise `EngineClosedError` if the engine has failed."""
+    """Wait until the present step has ended, and return the state of the engine.
+
+    Raises `EngineClosedError` if the engine has failed.
+    """
     return Snapshot(*backend.snapshot())

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Second(NamedTuple):
-    """Figures of one second. A time is None if nothing was measured in this second."""
+    """Metrics of one second. A time is None if nothing was measured in this second."""
 
     start_s: int
     """Start of the second, by the clock of the timeline."""
@@ -20,7 +20,7 @@ class Second(NamedTuple):
 
 
 class Timeline:
-    """Figures of each of the last seconds. All methods are called from one thread.
+    """Metrics of each of the last seconds. All methods must be called from one thread.
 
     Args:
         length_s: number of seconds to keep.
@@ -34,7 +34,7 @@ class Timeline:
         self._closed: dict[int, Second] = {}
 
     def add_tokens(self, count: int) -> None:
-        """Count generated tokens."""
+        """Add `count` generated tokens to the present second."""
         self._advance()
         self._tokens += count
 
@@ -49,7 +49,7 @@ class Timeline:
         self._itl.append(seconds)
 
     def seconds(self, last: int | None = None) -> list[Second]:
-        """Return the complete seconds in the order of time.
+        """Return the metrics of the last complete seconds, oldest first.
 
         Args:
             last: number of seconds. None: all that are kept.
@@ -76,5 +76,8 @@ class Timeline:
 
 
 def _rank(ordered: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that at least this share of the values does not exceed. None: no values."""
+    """Return a percentile of sorted values, or None if there are no values.
+
+    At least the share `share` of the values is at most as large as the result. The result is the smallest such value.
+    """
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None

@@ -1,4 +1,4 @@
-"""Measured durations of steps and transformations, as input of policies."""
+"""Measured durations of steps, merges and splits, which policies use for estimates."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class Timings:
-    """Measured durations of steps and transformations, for each degree that an instance has had.
+    """Measured durations of steps, merges and splits, for each tensor-parallel degree that instances have had.
 
-    Only the dispatcher thread uses this object.
+    Only the engine's thread uses this object.
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class Timings:
         self._throughput: dict[int, Throughput] = {}
 
     def transformed(self, report: TransformReport) -> None:
-        """Record how long each group of a transformation took.
+        """Record how long a merge or split took, for each group of devices.
 
-        A group that only paused or resumed requests is left out, because it moves no pages.
+        A group that only paused or resumed requests is left out, because no KV pages moved there.
         """
         for group in (group for group in report.groups if not (group.paused or group.resumed)):
             seconds = self._transformations_s.setdefault(
@@ -35,11 +35,11 @@ class Timings:
             seconds.append(group.seconds)
 
     def take(self, instances: Sequence[Instance]) -> Timing:
-        """Record the durations of present instances. Return all recorded durations.
+        """Record the present step durations and throughput of `instances`. Return everything recorded so far.
 
         The duration of a step is the median over the instances of a degree. If a degree has no instance now, its latest
-        duration is kept. The duration of a transformation is the median of the latest 8 transformations
-        with the same old and new degree.
+        duration is kept. The duration of a merge or split is the median of the latest 8 merges or splits with the same
+        old and new degree.
         """
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
@@ -55,10 +55,10 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Record the total throughput of all instances if it is the highest so far at their degree.
+        """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
 
-        Nothing is recorded if the instances have different degrees, or if an instance does not decode or is in
-        transformation.
+        Nothing is recorded if the instances have different degrees, or if one of them is merging, is splitting, or is
+        not decoding.
         """
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]

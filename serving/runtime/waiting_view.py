@@ -1,4 +1,4 @@
-"""Waiting sequences of the engine, as the scheduler sees them."""
+"""Waiting sequences of the engine, in the form that the scheduler uses."""
 
 from collections.abc import Iterable
 
@@ -8,10 +8,10 @@ from serving.scheduler import WaitingRequest
 
 
 class WaitingView:
-    """Waiting sequences by name (`by_name`), updated for each snapshot. Only the dispatcher thread uses it.
+    """Waiting sequences by name (`by_name`), updated for each snapshot. Only the engine's thread uses it.
 
-    A sequence is hidden if it cannot start now. The reason is that its last token is still in flight, or that a program
-    is being compiled for it.
+    A sequence is hidden from the scheduler while it cannot start. This is the case while its last token is still being
+    computed, or while a program is being compiled for it.
     """
 
     def __init__(self, engine: Engine):
@@ -35,22 +35,25 @@ class WaitingView:
         return tuple(self._requests.values())
 
     def get(self, name: str) -> Sequence | None:
-        """Return a sequence of the last snapshot by its name.
+        """Return a waiting sequence of the last snapshot by its name.
 
-        Return None if it is hidden or does not wait any longer.
+        Return None if the sequence was hidden, or if it no longer waits.
         """
         sequence = self._shown.get(name)
         return sequence if sequence in self._engine.waiting else None
 
     @property
     def siblings(self) -> list[Sequence]:
-        """Waiting samples that can share the prompt pages of an earlier sample of their request (`Sequence.leader`)."""
+        """Waiting samples that can share KV pages with the first sample of their request (`Sequence.leader`).
+
+        The shared pages hold the prompt.
+        """
         return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 
     def _awaited_programs(self):
-        """Return a function that tells whether a sequence must wait until a program is compiled.
+        """Return a function that tells whether a sequence must wait for the compilation of a program.
 
-        The function calls `Admission.awaits_program` only once for all sequences with the same needs.
+        The function calls `Admission.awaits_program` only once for all sequences that need the same programs.
         """
         known: dict[tuple[bool, bool, bool], bool] = {}
 
@@ -66,7 +69,10 @@ class WaitingView:
         return awaits
 
     def _request(self, name: str, sequence: Sequence) -> WaitingRequest:
-        """Return the request for a sequence. If it has not changed, return the object of the last snapshot."""
+        """Return the scheduler's object for a waiting sequence.
+
+        An unchanged sequence keeps the object of the last snapshot.
+        """
         known = self._requests.get(name)
         if (
             known is not None
@@ -83,8 +89,8 @@ class WaitingView:
 def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
     """Give each sequence a unique name. Return the sequences by name.
 
-    The first sample of a request has the name `id`. The further samples have `id[1]`, `id[2]` and so on. If a name is
-    taken, an apostrophe is added to it.
+    The name of a request's first sample is the request id, such as `a`. Further samples are `a[1]`, `a[2]` and so on.
+    If a name is taken, an apostrophe is added.
     """
     named: dict[str, Sequence] = {}
     for sequence in sequences:
@@ -96,7 +102,7 @@ def by_name(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
 
 
 def waiting_request(name: str, sequence: Sequence) -> WaitingRequest:
-    """Return the scheduler's view of a waiting sequence."""
+    """Convert a waiting sequence to the object that the scheduler uses."""
     return WaitingRequest(
         name,
         prompt_tokens=sequence.num_known,

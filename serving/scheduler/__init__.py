@@ -1,6 +1,6 @@
-"""Scheduler: places requests, and merges and splits instances. See docs/scheduling.md.
+"""Scheduler: assigns requests to instances, and merges and splits instances. See docs/scheduling.md.
 
-It uses no JAX, so that the same policies run on devices and in simulations.
+This package uses no JAX, so that the same policies run on devices and in simulations.
 """
 
 from serving.scheduler import estimates

@@ -1,4 +1,4 @@
-"""Actions that a policy requests from an executor. The field `reason` of an action is text for the log."""
+"""Actions of a policy. An executor carries them out. The field `reason` of an action is text for the log."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -15,7 +15,7 @@ while the source keeps the weights.
 
 
 class RejectKind(StrEnum):
-    """Reason to end a request without serving it. Servers map each kind to one gRPC status."""
+    """Reason to end a request without serving it. The server has one gRPC status for each kind."""
 
     NEVER_FITS = "never_fits"
     """The request is larger than every possible instance. gRPC status INVALID_ARGUMENT."""
@@ -36,7 +36,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class ScaleUp:
-    """Merge all instances on `devices`, an aligned group, into one instance of degree `degree`."""
+    """Merge all instances on `devices` into one instance of tensor-parallel degree `degree`."""
 
     devices: tuple[int, ...]
     degree: int
@@ -57,7 +57,7 @@ class ScaleUp:
 
 @dataclass(frozen=True)
 class ScaleDown:
-    """Split the instance on `devices` into instances of `degree`.
+    """Split the instance on `devices` into instances of tensor-parallel degree `degree`.
 
     Running requests continue, and paused requests resume. If the instance has paused requests, `degree` must be
     `InstanceView.paused_degree`.
@@ -70,7 +70,7 @@ class ScaleDown:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Return a running or paused request to the queue, and free its pages. Its tokens are computed again later.
+    """Return a running or paused request to the queue, and free its KV pages. Its tokens are computed again later.
 
     The request keeps its arrival time and priority.
     """
@@ -95,10 +95,10 @@ class Reject:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Copy layers of an instance to a further device. Each device that has a layer then computes a share of the batch.
+    """Copy layers of an instance to one more device. All devices that have a layer then share the work of the layer.
 
-    The executor refuses instances above degree 1, and devices of such instances. The engine gets the action as
-    `PlacementOptions("replicate", ...)`.
+    The executor refuses to copy layers of an instance with a tensor-parallel degree above 1, or to a device of such an
+    instance. The engine gets the action as `PlacementOptions("replicate", ...)`.
     """
 
     instance_id: int
@@ -112,10 +112,10 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Evict:
-    """Remove replicas of layers from a device. The sequences there continue on the other devices with these layers.
+    """Remove copies of layers from a device.
 
-    The executor refuses a layer that is on one device only. The engine gets the action as
-    `PlacementOptions("evict", ...)`.
+    The sequences that this device computed continue on other devices with these layers. The executor refuses to remove
+    a layer from its only device. The engine gets the action as `PlacementOptions("evict", ...)`.
     """
 
     instance_id: int
@@ -129,10 +129,10 @@ class Evict:
 
 @dataclass(frozen=True)
 class Migrate:
-    """Move layers of an instance to another device. If `move_kv` is set, their KV cache moves too.
+    """Move layers of an instance to another device. If `move_kv` is set, the KV cache of the layers moves too.
 
-    The executor refuses a replicated layer: evict its replicas first. The engine gets the action as
-    `PlacementOptions("migrate", ...)`.
+    The executor refuses to move a layer with copies on several devices. These copies must be evicted first. The engine
+    gets the action as `PlacementOptions("migrate", ...)`.
     """
 
     instance_id: int
@@ -149,8 +149,8 @@ class Migrate:
 class ScaleOut:
     """Copy all layers of an instance to an empty device. The copy becomes a separate instance with the id `device`.
 
-    Each layer computes a share of the batch as soon as it has arrived. At the end, the new instance keeps the sequences
-    of its share. The engine gets the action as `PlacementOptions("scale_out", device, instance, None)`.
+    During the copy, each layer on the new device computes a share of the sequences. At the end, the new instance keeps
+    these sequences. The engine gets the action as `PlacementOptions("scale_out", device, instance, None)`.
     """
 
     instance_id: int
@@ -175,10 +175,10 @@ class ScaleIn:
 
 @dataclass(frozen=True)
 class Offload:
-    """Move the KV pages of a running request to host memory, and return the request to the queue (`Engine.offload`).
+    """Move the KV pages of a running request to host memory, and return the request to the queue (`Admission.offload`).
 
-    The waiting request has `WaitingRequest.offloaded` set. A later `Dispatch` copies the pages back, and nothing is
-    computed again.
+    In the queue, the request has `WaitingRequest.offloaded` set. A later `Dispatch` copies the pages back, and nothing
+    is computed again.
     """
 
     request_id: str
@@ -189,7 +189,7 @@ class Offload:
 class LimitBatch:
     """Limit the number of running requests of an instance (`Engine.limit_batch`).
 
-    Requests that already run continue.
+    Requests that already run continue, even if they are more than the limit.
     """
 
     instance_id: int
@@ -204,7 +204,7 @@ Action = Dispatch | Transformation | PlacementChange | Offload | LimitBatch | Pr
 
 
 def invalid(action: object) -> str | None:
-    """Return the reason why an object is not a valid action. Return None if it is valid."""
+    """Return the reason why an object is not a valid action, or None if it is valid."""
     if isinstance(action, Dispatch):
         return None
     if not isinstance(action, get_args(Action)):
@@ -228,9 +228,10 @@ def invalid(action: object) -> str | None:
 
 
 def identity(action: Action) -> tuple[object, ...]:
-    """Return the identity of an action: its kind of change and its target, without its reason and options.
+    """Return the parts of an action that identify it. Actions that differ only in the reason have the same identity.
 
-    A merge and a split with the same devices and degree have the same identity.
+    The identity of a merge or split is its devices and its degree. Its other options do not count, and a merge and a
+    split can have the same identity.
     """
     match action:
         case ScaleUp(devices, degree) | ScaleDown(devices, degree):

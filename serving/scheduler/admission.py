@@ -1,4 +1,4 @@
-"""Admission to the queue: rejection of waiting requests, and order of the remaining requests.
+"""Admission to the queue: rejection of some waiting requests, and the order of the others.
 
 A request is rejected if its deadline has passed, if it is too long for every instance, or if the queue is full.
 """
@@ -28,10 +28,10 @@ class Admission:
     """
 
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
-        """Return the rejections, and the remaining requests in the order of service (`QueueOrder`).
+        """Return `(rejections, remaining requests)`, with the requests in the order in which to serve them.
 
-        A request is rejected if its deadline has passed, if its maximum length exceeds `capacity_tokens` or the context
-        of the model, or if the queue is over a limit.
+        The order is that of `QueueOrder`. A request is rejected if its deadline has passed, if its maximum length
+        exceeds `capacity_tokens` or the context of the model, or if the queue is over a limit.
 
         Args:
             capacity_tokens: capacity of the largest possible instance, in tokens.
@@ -69,9 +69,9 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
-        """Return rejections of the requests over the limits of the queue. Preempted requests are never rejected.
+        """Return the rejections that bring the queue within its limits. Preempted requests are not rejected.
 
-        Requests beyond their client's share are rejected first, and then the latest arrivals.
+        Requests beyond the fair share of their client are rejected first, and then the latest arrivals.
         """
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):

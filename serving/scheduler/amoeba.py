@@ -1,4 +1,4 @@
-"""AMOEBA's policy: instances merge for a long request.
+"""AMOEBA's policy: instances merge for a long request, which fits no single instance.
 
 The merged instance also serves further long requests. When all its long requests have ended, it splits.
 """

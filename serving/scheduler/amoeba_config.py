@@ -62,5 +62,5 @@ class AmoebaConfig:
 
     @property
     def splits(self) -> SplitConfig:
-        """Settings of the split rule."""
+        """Settings of the rule that decides when merged instances split."""
         return SplitConfig(self.split_free_share, self.linger_s, self.partial_splits)

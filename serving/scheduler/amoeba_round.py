@@ -1,4 +1,4 @@
-"""One decision of the policy `amoeba`: placement of the waiting requests."""
+"""One decision of the policy `amoeba` about all waiting requests."""
 
 from functools import cached_property
 
@@ -14,15 +14,15 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 class Round:
-    """One decision of the policy `amoeba`.
+    """One decision of the policy `amoeba` about all waiting requests.
 
-    It gives free tokens and slots to waiting requests, one request after another.
+    It assigns free tokens and slots to the requests, one request after another.
 
     Args:
         was_pressed: whether a short request found no room in the last decision.
 
     Attributes:
-        busy: ids of instances that must not merge in this decision. They are in transformation or draining, or this
+        busy: ids of instances that must not merge in this decision. They are merging, splitting or draining, or this
             decision already merges them, splits them or preempts their requests.
         pressed: whether a short request found no room in this decision.
         num_unplaced: number of requests that found no room.
@@ -89,9 +89,9 @@ class Round:
     def _preferred(self, options: list[InstanceView], request: WaitingRequest, kept: frozenset[int]) -> InstanceView:
         """Return the best of several instances for a short request.
 
-        An instance is better if it uses no device in `kept`. Otherwise, the next criteria decide, in this order: it
-        runs no long request, its steps meet the TPOT SLO, and its load is lower. `kept` are devices to keep free for a
-        long request (`Reserve.kept_from`).
+        The following criteria decide, in this order: the instance uses no device in `kept`, it runs no long request,
+        its steps meet the TPOT SLO, its load is the lowest. `kept` are devices to keep free for a long request
+        (`Reserve.kept_from`).
         """
         view, slo_s = self.view, self.config.tpot_slo_s
         return min(
@@ -108,11 +108,13 @@ class Round:
     def _place_long(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a long request.
 
-        If instances have room, dispatch the request to the instance of the highest degree among them. If an instance
-        can hold the request but has no room now, preempt other requests, merge a second group, or wait.
+        If instances have room now, dispatch the request to the one with the highest tensor-parallel degree.
 
-        If no instance can hold the request, merge a group. If no group has room yet, close the best group, so that it
-        can merge later. If there is no group, split an instance that kept its weights.
+        If an instance is large enough but has no room now, do the first possible of these: preempt other requests,
+        merge one more group of instances, or let the request wait.
+
+        If no instance is large enough, merge a group of instances. If no group has room yet, close the best group to
+        new requests, so that it can merge later. If there is no group, split an instance that kept its weights.
         """
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
@@ -134,11 +136,12 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Return the merge of a further group for a request that could also wait for a present instance.
+        """Return the action that merges one more group of instances for a long request.
 
-        Return None if the request must wait. There are two reasons to merge: the request has waited
-        `merge_again_after_s`, or it would miss its TTFT SLO without the merge. The second reason counts only if no
-        short request lacks room, and if no other merge of this decision can hold the request.
+        Return None if the request should wait for an instance that is already large enough. There are two reasons to
+        merge. The first is that the request has waited `merge_again_after_s` seconds. The second is that the request
+        would miss its TTFT SLO by waiting. The second reason counts only if every short request has room, and if no
+        other merge of this decision can hold the request.
         """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
@@ -184,10 +187,10 @@ class Round:
         return preempts
 
     def _wait(self, request: WaitingRequest) -> None:
-        """Reserve room on a merged instance for a long request that waits.
+        """Let a long request wait, and reserve room for it on a merged instance.
 
         The instance is the one that will have the most free tokens when its long requests have ended. If no merged
-        instance can hold the request, reserve room on an instance in transformation.
+        instance can hold the request, reserve room on an instance that is still merging.
         """
         room = self.room
         options = [
@@ -207,7 +210,7 @@ class Round:
         room.reserve_after(instance, request, room.freed_by_long(instance))
 
     def _groups(self, request: WaitingRequest) -> list[MergeGroup]:
-        """Return the groups that may merge for a request, best first."""
+        """Return the groups of instances that may merge for a request, best first."""
         degree = self._degree_for(request)
         return [
             group
@@ -216,9 +219,9 @@ class Round:
         ]
 
     def _group_with_room(self, request: WaitingRequest) -> MergeGroup | None:
-        """Return the best group that would have room for a request right after its merge.
+        """Return the best group of instances that has room for a request as soon as it has merged.
 
-        Return None if there is none.
+        Return None if there is no such group.
         """
         need = self.room.need(request)
         return next((group for group in self._groups(request) if group.minus_free <= -need), None)

@@ -1,4 +1,4 @@
-"""Memory of refused actions, so that a policy does not request them again immediately."""
+"""Memory of actions that the executor refused, so that a policy does not request them again immediately."""
 
 from dataclasses import dataclass, field
 from typing import get_args
@@ -21,7 +21,7 @@ _LASTING = get_args(Transformation | PlacementChange)
 
 @dataclass(frozen=True)
 class BackoffConfig:
-    """Times for which a refused action is blocked, in seconds."""
+    """Seconds for which a refused action is blocked."""
 
     first_s: float = 1.0
     """Time after the first refusal, in seconds."""
@@ -41,7 +41,7 @@ class _Refusal:
 
 @dataclass
 class Backoff:
-    """Refused actions, and accepted transformations and placement changes that may still fail."""
+    """Memory of refused actions, and of accepted merges, splits and placement changes that may still fail."""
 
     config: BackoffConfig = BackoffConfig()
     _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Backoff:
         return refusal is not None and now_s < refusal.until_s
 
     def refuse(self, action: Action, now_s: float) -> float:
-        """Record a refusal and return the seconds for which the action is blocked."""
+        """Record that an action was refused. Return the seconds for which it is blocked."""
         config, known = self.config, self._refused.get(identity(action))
         count = known.count + 1 if known and now_s < known.forget_s else 1
         wait_s = min(config.first_s * config.factor ** min(count - 1, 64), config.longest_s)
@@ -63,9 +63,10 @@ class Backoff:
         return wait_s
 
     def accept(self, action: Action) -> None:
-        """Record that an action was accepted, and forget its refusals.
+        """Record that an action was accepted, and forget its earlier refusals.
 
-        The refusals of a transformation or placement change are forgotten only when it has succeeded.
+        There is one exception: the refusals of a merge, split or placement change are forgotten only when the change
+        has succeeded.
         """
         if isinstance(action, _LASTING):
             self._under_way.append(action)
@@ -73,10 +74,10 @@ class Backoff:
             self._refused.pop(identity(action), None)
 
     def ended(self, view: ClusterView) -> list[tuple[Transformation | PlacementChange, bool]]:
-        """Return `(action, reached)` for each transformation and placement change that has ended since the last call.
+        """Return `(action, succeeded)` for each merge, split and placement change that has ended since the last call.
 
-        `reached` is True if it succeeded: all instances on the devices of a transformation have its degree, or the
-        modules of a placement change are on their new devices.
+        A merge or split has succeeded if all instances on its devices have the requested degree. A placement change has
+        succeeded if the layers are on their new devices.
         """
         if not self._under_way:
             return []
@@ -100,7 +101,7 @@ class Backoff:
         return ended
 
     def refused_transformations(self, now_s: float) -> frozenset[tuple[tuple[int, ...], int]]:
-        """Return the blocked transformations as (devices, degree), for `ClusterView.refused`."""
+        """Return `(devices, degree)` of each merge and split that is blocked now, for `ClusterView.refused`."""
         if not self._refused:
             return frozenset()
         self._refused = {key: refusal for key, refusal in self._refused.items() if now_s < refusal.forget_s}
@@ -108,7 +109,10 @@ class Backoff:
         return frozenset((a.devices, a.degree) for a in blocked if isinstance(a, ScaleUp | ScaleDown))
 
     def refused_changes(self, now_s: float) -> frozenset[tuple[object, ...]]:
-        """Return the identities of blocked placement changes, for `ClusterView.refused_changes`."""
+        """Return the identities (`actions.identity`) of placement changes that are blocked now.
+
+        The result is for `ClusterView.refused_changes`.
+        """
         if not self._refused:
             return frozenset()
         blocked = (r.action for r in self._refused.values() if now_s < r.until_s)
@@ -116,7 +120,7 @@ class Backoff:
 
 
 def _is_placed(view: ClusterView, action: PlacementChange) -> bool:
-    """Return whether the modules of a placement change are on their new devices."""
+    """Return whether a placement change has succeeded: its layers are on their new devices."""
     if isinstance(action, ScaleOut | ScaleIn):
         return (view.instance(action.device) is not None) == isinstance(action, ScaleOut)
     instance = view.instance(action.instance_id)

@@ -1,4 +1,7 @@
-"""Estimated times of waiting requests, from measured durations. An estimate is None if a measurement is missing."""
+"""Estimates of when waiting requests get their tokens, from measured durations.
+
+An estimate is None if a measurement is missing.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -9,19 +12,19 @@ from serving.scheduler.view import ClusterView, InstanceView, WaitingRequest
 
 
 def step_s(view: ClusterView, instance: InstanceView) -> float | None:
-    """Return the seconds of a decode step on an instance.
+    """Return the seconds of a decode step on an instance, or None if none was measured.
 
-    If the instance has run no step yet, return the measured seconds of its degree.
+    If the instance has run no step yet, return the seconds measured on other instances of its tensor-parallel degree.
     """
     return view.timing.step_s(instance.degree) if instance.step_s is None else instance.step_s
 
 
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
-    """Estimate the seconds until an instance has `need` free tokens and a free slot.
+    """Estimate the seconds until an instance has `need` free tokens of KV cache and a free slot.
 
     The estimate assumes that every running request reaches its maximum length, and that no other request starts. If all
-    running requests together free too few tokens, it is the time until the last request ends. Return None if steps or
-    prompts of this degree were not measured yet.
+    running requests together free too few tokens, return the time until the last request ends. Return None if steps or
+    prompts at this tensor-parallel degree were not measured yet.
     """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
@@ -48,13 +51,13 @@ def first_token_s(
 ) -> float | None:
     """Estimate the seconds until the first token of a request, on the instance that would generate it first.
 
-    The result is None in three cases: no instance can hold the request, an instance in transformation will be able to
-    hold it, or a measurement is missing.
+    Return None in three cases: no instance can hold the request, an instance that is merging or splitting will be able
+    to hold it, or a measurement is missing.
 
     Args:
         instances: instances to choose from.
-        taken_s: seconds until an instance has finished a request that already waits for it, by instance id. If an
-            instance is not in this dict, `wait_s` gives the seconds until it has room.
+        taken_s: seconds until an instance has finished another request that already waits for it, by instance id. For
+            an instance that is not in this dict, `wait_s` estimates the seconds until the instance has room.
     """
     times = []
     for instance in instances:
@@ -77,8 +80,7 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
     """Estimate the seconds until the first token of a request if `members` merge to `degree` now.
 
     This is the time of the merge, plus the time to compute the prompt of the request and the uncomputed prompts of the
-    members. If no merge from the lowest degree of the members was measured, the time of the slowest measured merge to
-    `degree` is used.
+    members. If no merge from the lowest degree of the members was measured, use the slowest measured merge to `degree`.
     """
     timing, lowest = view.timing, min(i.degree for i in members)
     others = [s for (before, after), s in timing.transformations_s.items() if before < after == degree]
@@ -91,7 +93,7 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
 def merge_pays(
     view: ClusterView, request: WaitingRequest, wait_s: float | None, merge_s: float | None, slo_s: float
 ) -> bool:
-    """Return whether a request would miss its TTFT SLO if it waited, and get its first token earlier by a merge.
+    """Return whether a request would miss its TTFT SLO by waiting, and would get its first token earlier by a merge.
 
     If a time is unknown, the result is False.
 
@@ -106,7 +108,7 @@ def merge_pays(
 
 
 def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | None:
-    """Estimate the seconds for which a request would run on an instance of `degree` until its maximum length."""
+    """Estimate how many seconds a request runs on an instance of `degree` until it reaches its maximum length."""
     prompt_s, one_step_s = view.timing.prompt_s(request.prompt_tokens, degree), view.timing.step_s(degree)
     if prompt_s is None or one_step_s is None:
         return None
@@ -116,9 +118,9 @@ def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | No
 def meets_own_slos(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, prompt_tokens_before: int
 ) -> bool:
-    """Return whether an instance with room would meet the SLOs that a request itself sets.
+    """Return whether an instance with room would meet the latency limits that a request itself sets.
 
-    If the request sets no SLO, or if a measurement is missing, the result is False.
+    If the request sets no limit, or if a measurement is missing, the result is False.
 
     Args:
         prompt_tokens_before: prompt tokens that the instance computes before the prompt of this request.
@@ -136,7 +138,7 @@ def meets_own_slos(
 def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
     """Return whether recent steps of an instance took longer than the TPOT SLO of a request.
 
-    `default_s` is the TPOT SLO of requests that set none.
+    `default_s` is the TPOT SLO of requests that set none, in seconds. None: no limit.
     """
     slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
     return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
@@ -145,15 +147,15 @@ def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | 
 def split_time_s(
     view: ClusterView, request: WaitingRequest, degree: int, wait_s: float, default_s: float | None
 ) -> float:
-    """Return the time at which groups should split for a short request without room.
+    """Return the time at which merged instances should split for a short request that finds no room.
 
-    This is `wait_s` seconds after the request began to wait. If the request would then miss its TTFT SLO, the result is
-    the latest time at which a split would still meet the SLO. Without measured times of a split and of prompts, the SLO
+    This is `wait_s` seconds after the request began to wait. If the request would then miss its TTFT SLO, it is the
+    latest time at which a split still meets the SLO. If the durations of splits or prompts were not measured, the SLO
     is ignored.
 
     Args:
-        degree: degree of the groups.
-        default_s: TTFT SLO of requests that set none.
+        degree: tensor-parallel degree of the merged instances.
+        default_s: TTFT SLO of requests that set none, in seconds. None: no limit.
     """
     at_s, slo_s = request.since_s + wait_s, default_s if request.ttft_slo_s is None else request.ttft_slo_s
     split_s = view.timing.transformation_s(degree, view.base_degree)

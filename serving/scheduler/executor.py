@@ -1,4 +1,4 @@
-"""Interface of the scheduler to a real or simulated cluster."""
+"""Interface of the scheduler to a cluster, real or simulated."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +9,7 @@ from serving.scheduler.view import ClusterView
 
 @dataclass(frozen=True)
 class Outcome:
-    """Answer of an executor to an action."""
+    """Answer of an executor to an action: accepted, or refused with a reason."""
 
     accepted: bool
     detail: str = ""
@@ -19,20 +19,20 @@ class Outcome:
 
 
 class Executor(Protocol):
-    """Interface to the owner of the instances and the queue. Methods run in one thread and never wait for a device.
+    """Interface to a cluster: the owner of the instances and the queue.
 
-    The next snapshot shows an accepted action. A dispatched or rejected request has left the queue, and a preempted
-    request is back in it. Instances under transformation have `transition_to` set, and an instance in a placement
-    change has `changes_placement` set.
+    The methods run in one thread and never wait for a device. The next snapshot shows the effect of an accepted action.
+    A dispatched or rejected request has left the queue, and a preempted request is back in it. Instances that merge or
+    split have `transition_to` set, and an instance in a placement change has `changes_placement` set.
 
-    A transformation that ends without reaching its degree has failed. Its requests keep running or wait. A placement
-    change that ends without the new homes has failed and changed nothing.
+    A merge or split that ends without reaching its degree has failed. Its requests keep running or wait. A placement
+    change that ends without the layers on their new devices has failed. Some of the layers may have moved.
     """
 
     def snapshot(self) -> ClusterView:
-        """Return the present state."""
+        """Return the present state of the cluster."""
         ...
 
     def apply(self, action: Action) -> Outcome:
-        """Accept an action, or refuse it without changes. An invalid action is refused and does not raise."""
+        """Accept an action, or refuse it without changes. An invalid action is refused, without an exception."""
         ...

@@ -1,6 +1,6 @@
-"""Flying Serving's policy: instances merge under light load, and groups split under heavy load.
+"""Flying Serving's policy: instances merge under light load, and merged instances (groups) split under heavy load.
 
-Instances also merge to groups of a high degree for urgent and long requests. Groups split to the base degree.
+Instances also merge to groups of a high tensor-parallel degree for urgent and long requests.
 """
 
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
@@ -17,9 +17,10 @@ from serving.scheduler.view import ClusterView, InstanceView
 class FlyingPolicy:
     """Policy `flying` (docs/scheduling.md).
 
-    It merges instances under light load and for urgent or long requests, and splits groups under heavy load. Between
-    decisions it remembers the average load, how long requests were paused on each device (`PauseBudget`), which groups
-    were merged for light load or for urgent requests, and the time at which groups should split for short requests.
+    It merges instances under light load and for urgent or long requests. It splits merged instances (groups) under
+    heavy load. Between decisions it remembers the average load, how long requests were paused on each device
+    (`PauseBudget`), which groups were merged for light load or for urgent requests, and when groups should split for
+    short requests.
     """
 
     name = "flying"
@@ -76,7 +77,7 @@ class FlyingPolicy:
         self.load.update(view, present + len(view.queue), late)
 
     def _forget_groups(self, room: Room) -> None:
-        """Update `_for_load` and `_for_urgent`: remove the groups that have split."""
+        """Remove groups that have split from `_for_load` and `_for_urgent`, which record why instances merged."""
         present = {instance.devices for instance in room.merged}
         self._for_load &= present
         changing = {device for instance in room.unsteady for device in instance.devices}
@@ -85,14 +86,14 @@ class FlyingPolicy:
     # Splits
 
     def _split(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
-        """Return the actions that split a group. The list is empty if the group stays merged.
+        """Return the actions that split a group (merged instance). Return an empty list if the group stays merged.
 
         A group stays merged in three cases: it serves urgent requests (`_serves_urgent`), its requests do not fit
-        instances of a lower degree, or the split was refused recently.
+        instances of a lower tensor-parallel degree, or the split was refused recently.
 
-        If no long request needs the group, it splits to the base degree. If a long request runs there or waits, the
-        group splits to the lowest degree that holds this request. A group with paused requests splits as `_resume`
-        decides.
+        If no long request needs the group, the group splits to the base degree. The base degree is the degree of
+        instances before any merge. If a long request runs there or waits, the group splits to the lowest degree that
+        holds this request. A group with paused requests splits as `_resume` decides.
 
         Args:
             urgent: whether urgent requests wait.
@@ -116,7 +117,7 @@ class FlyingPolicy:
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
-        """Return whether a group stays merged because urgent requests run on it or wait.
+        """Return whether a group (merged instance) stays merged because urgent requests run on it or wait.
 
         A group that was merged because of light load does not stay merged. A group that was merged for urgent requests
         without pausing (`_for_urgent`) stays merged. Any other group stays merged if the load is not heavy, or if all
@@ -128,13 +129,14 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Return the split that resumes the paused requests of a group. The list is empty if the group stays merged.
+        """Return the action that splits a group (merged instance), so that its paused requests resume.
 
-        The group stays merged while requests run on it, while urgent requests wait, or if the split was refused
-        recently. If the pause has reached its limit, the group splits even if requests run or wait.
+        Return an empty list if the group stays merged. The group stays merged while requests run on it, while urgent
+        requests wait, or if the split was refused recently. If the pause has reached its time limit, the group splits
+        even if requests run or wait.
 
-        If running requests would not fit beside the paused requests, return preemptions of these running requests. The
-        split then follows in a later decision.
+        If running requests would not fit beside the paused requests, return actions that preempt these running
+        requests. The group then splits in a later decision.
         """
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:
@@ -153,9 +155,10 @@ class FlyingPolicy:
     # Merges under light load
 
     def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
-        """Return merges of all groups to the highest degree with compiled programs. All weights are kept.
+        """Return actions that merge all instances to the highest degree whose programs are compiled.
 
-        A group does not merge if it has more running requests than the merged instance would have slots.
+        All weights stay resident. Instances do not merge if together they run more requests than the merged instance
+        has slots.
         """
         actions: list[Action] = []
         degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)

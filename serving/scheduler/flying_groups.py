@@ -1,4 +1,4 @@
-"""Choice of groups that the policy `flying` merges."""
+"""Choice of the instances that the policy `flying` merges."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ Members = tuple[InstanceView, ...]
 
 
 class FlyingGroups:
-    """Groups of instances that may merge in one decision.
+    """Groups of instances that may merge in one decision of the policy `flying`.
 
     Attributes:
         coming: (free tokens, free slots) of each instance that a running or requested merge will create.
@@ -30,10 +30,10 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` in this decision. Otherwise return None.
+        """Return the instances on `devices` if they may merge to `degree` in this decision. If not, return None.
 
-        There must be at least two instances, and they must cover exactly these devices. Each instance must be open
-        (`Room`) and have no paused requests. The merge must not have been refused recently.
+        There must be at least two instances, and they must cover exactly these devices. Each instance must accept new
+        requests (`Room`) and have no paused requests. The merge must not have been refused recently.
         """
         if (devices, degree) in self.view.refused:
             return None
@@ -43,17 +43,20 @@ class FlyingGroups:
         return members
 
     def mergeable(self, degree: int) -> list[tuple[tuple[int, ...], Members]]:
-        """Return `(devices, members)` of all groups that may merge to a degree (see `members`)."""
+        """Return `(devices, instances)` of each group of instances that may merge to `degree`.
+
+        The method `members` has the conditions.
+        """
         groups = ((devices, self.members(devices, degree)) for devices in self.view.groups(degree))
         return [(devices, members) for devices, members in groups if members is not None]
 
     def close(self, members: Members) -> None:
-        """Close instances in `room`: in this decision, they get no requests and no second merge."""
+        """Close instances: in this decision, they get no more requests and do not merge a second time."""
         for instance in members:
             self.room.close(instance)
 
     def reserve_coming(self, request: WaitingRequest) -> bool:
-        """Reserve room for a request on an instance in `coming`.
+        """Reserve room for a request on an instance that a merge will create (`coming`).
 
         Return False if none of these instances has enough room.
         """
@@ -65,12 +68,12 @@ class FlyingGroups:
         return False
 
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
-        """Return degree, devices and members of the group to merge for an urgent request.
+        """Return `(degree, devices, members)` of the group of instances to merge for an urgent request.
 
         Return None if no group is suitable. The degree is the highest degree that has compiled programs and a suitable
-        group, at most `FlyingConfig.urgent_degree`. Of the suitable groups of this degree, the group with the fewest
-        running requests is chosen, and then the group with the fewest used tokens. A group is not suitable if the pause
-        budget of one of its devices is used up.
+        group, at most `FlyingConfig.urgent_degree`. Of several suitable groups, choose the group with the fewest
+        running requests, and then the group with the fewest used tokens. A group is not suitable if requests of one of
+        its devices have paused too long (`PauseBudget`).
 
         Args:
             pause: whether the running requests of the group will pause. If True, the instances of a suitable group have
@@ -96,17 +99,17 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Return the merge of a group for a long request, and close the members of the group.
+        """Return the action that merges a group of instances for a long request. Close the group to other requests.
 
-        Return None if no group can merge. The degree of the group is the lowest degree that holds the request
-        (`_holding`) and has a group with room and a free slot. Of several such groups, the group with the fewest used
-        tokens is chosen.
+        Return None if no group can merge. The group has the lowest degree at which a merged instance can hold the
+        request (`_holding`), and at which a group has room and a free slot. Of several such groups, choose the group
+        with the fewest used tokens.
 
         Args:
             close: whether to stop at the first degree that has groups but no group with room. If True, the group with
-                the fewest used tokens is closed, so that it can merge later, and the result is an empty list.
-            pays: further condition for the merge. Its argument is the estimated seconds until the first token after the
-                merge, or None if they are unknown.
+                the fewest used tokens is then closed, so that it can merge later, and the result is an empty list.
+            pays: further condition for the merge. Its argument is the estimated time from now to the first token after
+                the merge, in seconds. None: the time is unknown.
         """
         view, room, size = self.view, self.room, request.max_total_tokens
         for limits, kept in self._holding(size):
@@ -134,10 +137,11 @@ class FlyingGroups:
         return None
 
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
-        """Yield `(limits, kept)` for each degree whose merged instances hold a request of `size` tokens.
+        """Yield each degree whose merged instances can hold a request of `size` tokens, as `(limits, kept)`.
 
-        Lowest degree first. `kept` tells whether the merge keeps all weights. If a degree holds the request with all
-        weights kept, degrees that would have to release weights are not yielded.
+        The lowest degree comes first. `kept` tells whether the merged instance keeps all weights. If not, some weights
+        become KV cache. Degrees without all weights are yielded only if no degree can hold the request with all
+        weights.
         """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
@@ -147,11 +151,11 @@ class FlyingGroups:
             yield from ((limits, False) for limits in above if limits.capacity_tokens >= size)
 
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
-        """Return the split of a merged group that kept all weights. The list is empty if no group can split now.
+        """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-        After the split, a second merge of its devices can release weights, so that `request` fits. If several groups
-        are possible, the group with the fewest used tokens is chosen. This group is closed in `room`, even if it cannot
-        split now.
+        The instance kept all its weights. The second merge can turn weights into KV cache, so that `request` fits. Of
+        several such instances, choose the one with the fewest used tokens, and close it to other requests. Return an
+        empty list if there is no such instance, or if the chosen instance cannot split now.
         """
         view, room = self.view, self.room
         options = [
@@ -171,7 +175,7 @@ class FlyingGroups:
 
 
 def _can_pause(members: Members) -> bool:
-    """Return whether the running requests of a group may pause.
+    """Return whether the running requests of a group of instances may pause.
 
     All instances must have the same degree, and no running request may be urgent.
     """

@@ -1,4 +1,4 @@
-"""One decision of the policy `flying`: placement of the waiting requests."""
+"""One decision of the policy `flying` about all waiting requests."""
 
 from functools import cache
 
@@ -15,18 +15,18 @@ _RUNNING: dict[str, RunningRequests] = {"hard": "pause", "soft": "migrate", "seq
 
 
 class FlyingRound:
-    """One decision of the policy `flying`.
+    """One decision of the policy `flying` about all waiting requests.
 
-    It gives free tokens and slots to waiting requests, one request after another.
+    It assigns free tokens and slots to the requests, one request after another.
 
     Attributes:
-        groups: groups that may merge.
+        groups: groups of instances that may merge.
         settled: ids of requests that need no further action: dispatched requests, and urgent requests for which a merge
             or a preemption makes room.
         moved: devices of each group that merges for an urgent request without pausing the running requests.
         num_unplaced: number of requests that found no room.
-        split_at_s: earliest time at which groups should split for a short request without room. None: every short
-            request has room, or a running transformation may still make room.
+        split_at_s: earliest time at which merged instances should split for a short request without room. None: every
+            short request has room, or a merge or split in progress may still make room.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -104,19 +104,19 @@ class FlyingRound:
     # Other requests
 
     def place(self, request: WaitingRequest) -> list[Action]:
-        """Return the actions for a request. The list is empty if the request must wait."""
+        """Return the actions for a waiting request. The list is empty if the request must wait."""
         long = self.view.is_long(request.max_total_tokens)
         actions = self._place_long(request) if long else self._place_short(request)
         self.num_unplaced += not any(isinstance(action, Dispatch) for action in actions)
         return actions
 
     def _place_short(self, request: WaitingRequest) -> list[Action]:
-        """Return the dispatch of a short request. The list is empty if the request must wait.
+        """Return the action that starts a short request on an instance. The list is empty if the request must wait.
 
         If several instances have room, choose one by these criteria, in this order: it runs no urgent request, its
         steps meet the TPOT SLO, it runs no long request, and its load is the lowest.
 
-        If no instance has room, dispatch the request to an instance that is changing its degree. If there is no such
+        If no instance has room, dispatch the request to an instance that is merging or splitting. If there is no such
         instance, the request waits: reserve an instance for it, and update `split_at_s`.
         """
         config, room = self.config, self.room
@@ -137,11 +137,11 @@ class FlyingRound:
     def _place_long(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a long request.
 
-        If instances have room, dispatch the request to the instance of the lowest degree among them. If an instance can
-        hold the request but has no room now, the request waits for this instance. If it would then miss its TTFT SLO,
-        merge a second group instead.
+        If instances have room now, dispatch the request to the one with the lowest tensor-parallel degree. If an
+        instance is large enough but has no room now, the request waits for it. If the request would then miss its TTFT
+        SLO, merge a second group instead.
 
-        If no instance can hold the request, merge a group, or split a group that kept its weights.
+        If no instance is large enough, merge a group, or split an instance that kept its weights.
         """
         room, size = self.room, request.max_total_tokens
         if options := room.with_room(request):
@@ -162,9 +162,10 @@ class FlyingRound:
         return merge or []
 
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
-        """Return the merge of another group for a request that would miss its TTFT SLO by waiting. None: it must wait.
+        """Return the actions that merge one more group for a request, or None if the request must wait.
 
-        `holding` are the instances for which the request would wait.
+        A merge is useful if the request would miss its TTFT SLO by waiting for the instances `holding`, and if the
+        merge gives the first token earlier. If a short request lacks room, there is no second merge.
         """
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s

@@ -1,4 +1,4 @@
-"""Detection of light load, with hysteresis (Flying Serving 2.3, use case 1)."""
+"""Detection of light and heavy load, with hysteresis (Flying Serving 2.3, use case 1)."""
 
 import math
 
@@ -7,18 +7,19 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Average number of requests per device, and the decision to merge or split all groups because of the load.
+    """Watch that decides by the load whether all instances should be merged or split.
 
-    Groups merge when the average is at most `calm_requests`, but not before `dwell_s` after the last change. Groups
-    split when the average is at least `burst_requests`, or when a short request has waited too long.
+    The load is the average number of requests per device. Instances merge when the load is at most `calm_requests`, but
+    not sooner than `dwell_s` seconds after the last change. Merged instances split when the load is at least
+    `burst_requests`, or when a short request has waited too long.
 
-    Measured times have precedence over these rules. If steps of the highest degree are not shorter than steps of the
-    base degree, groups do not merge, and merged groups split after `dwell_s`. If the highest degree generates at least
-    as many tokens per second as the base degree, groups do not split under heavy load.
+    Measured times have precedence over these rules. If steps at the highest tensor-parallel degree are not shorter than
+    at the base degree, instances do not merge, and merged instances split after `dwell_s` seconds. If the highest
+    degree generates at least as many tokens per second as the base degree, instances do not split under heavy load.
 
     Attributes:
-        bound: whether all groups should be merged to the highest degree.
-        busy: whether the average is at least `burst_requests`, or a short request has waited too long.
+        bound: whether all instances should be merged to the highest degree.
+        busy: whether the load is at least `burst_requests`, or a short request has waited too long.
         mean: average number of requests per device.
     """
 
@@ -63,13 +64,13 @@ class LoadWatch:
             self._calm_steps_s |= steps
 
     def _limits(self, view: ClusterView) -> tuple[float, float]:
-        """Return `calm_requests` and `burst_requests`, scaled down if devices have few slots."""
+        """Return `calm_requests` and `burst_requests`. Both are scaled down if devices have few slots for requests."""
         config, base = self._config, view.limits[view.base_degree]
         scale = min(base.max_requests / base.degree / 2 / config.burst_requests, 1.0)
         return config.calm_requests * scale, config.burst_requests * scale
 
     def _is_faster_merged(self, view: ClusterView) -> bool:
-        """Return whether steps of the highest degree are shorter than steps of the base degree under light load.
+        """Return whether steps under light load are shorter at the highest degree than at the base degree.
 
         If one of these degrees was not measured, the result is True.
         """

@@ -1,7 +1,7 @@
-"""Paused requests: their maximum pause, and conditions for resuming them.
+"""Paused requests: how long they may pause, and when they can resume.
 
-A merge may pause the running requests of its members (`ScaleUp.running`). The requests resume when the merged instance
-splits.
+A merge may pause the running requests of the merged instances (`ScaleUp.running`). The requests resume when the merged
+instance splits.
 """
 
 from collections.abc import Iterable
@@ -12,10 +12,11 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class PauseBudget:
-    """Counter of paused seconds for each device.
+    """Limit on how long the requests of a device pause.
 
-    It counts up while requests of the device are paused, and down at other times. When the counter of a device has
-    reached `max_pause_s`, requests of the device must not pause until the counter is back at 0.
+    Each device has a counter in seconds. The counter goes up while requests of the device are paused, and down at other
+    times. When the counter has reached `max_pause_s`, requests of the device must not pause until the counter is back
+    at 0.
     """
 
     def __init__(self, max_pause_s: float):
@@ -26,7 +27,7 @@ class PauseBudget:
         self._at_s = 0.0
 
     def update(self, now_s: float, paused: Iterable[int]) -> None:
-        """Update the counters with the time since the last call.
+        """Update the counters with the seconds since the last call.
 
         `paused` are the devices whose requests are paused from now on.
         """
@@ -42,18 +43,19 @@ class PauseBudget:
         self._paused = frozenset(paused)
 
     def used_up(self, devices: Iterable[int]) -> bool:
-        """Return whether one of these devices must not pause now.
+        """Return whether requests of at least one of these devices must not pause now.
 
-        Its counter has reached `max_pause_s`. The device may pause again when the counter is back at 0.
+        A device whose counter has reached `max_pause_s` must not pause requests until the counter is back at 0.
         """
         return not self._resting.isdisjoint(devices)
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Return the running requests of a group that would not fit beside its paused requests after a split.
+    """Return the running requests that would find no room if this merged instance were split.
 
-    The split is to `paused_degree`. The group must have paused requests. Requests are distributed as in the engine: the
-    longest request first, each request to the new instance with the most free tokens.
+    The split is to `paused_degree`. The paused requests of the instance need room too, and there must be at least one.
+    Requests are distributed as in the engine:
+    the longest request first, each request to the new instance with the most free tokens.
     """
     assert instance.paused_degree is not None, "some requests are paused"
     limits, parts = view.limits[instance.paused_degree], instance.paused
@@ -77,9 +79,10 @@ def paused_victims(
 ) -> list[RunningRequest]:
     """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance.
 
-    If preemption cannot free enough tokens, the result is empty. Only paused requests of a lower priority are preempted
-    (a higher `rank` than the waiting request). The highest rank is preempted first, and among equal ranks the latest
-    arrival. Each of the instances that merged to `instance` must free its share of the tokens.
+    If preemption cannot free enough tokens, return an empty list. Only paused requests with a lower priority (a higher
+    `rank`) than the waiting request are preempted. Requests with the highest rank go first. Of requests with equal
+    rank, the latest arrival goes first. Each of the instances that merged to `instance` must free its share of the
+    tokens.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
@@ -100,10 +103,10 @@ def paused_victims(
 
 
 def resumptions(view: ClusterView) -> list[ScaleDown]:
-    """Return the splits that resume paused requests, for policies that do not pause requests themselves.
+    """Return the actions that split merged instances so that paused requests resume.
 
-    A group stays merged if it is in transformation, if its running requests do not fit beside its paused requests, or
-    if the split was refused recently.
+    This is for policies that do not pause requests themselves. A merged instance does not split in three cases: it is
+    changing its degree, its running requests do not fit beside its paused requests, or the split was refused recently.
     """
     return [
         ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy does not pause requests")
@@ -116,10 +119,7 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Mark each instance with paused requests as draining, so that a policy does not use it.
-
-    Return the new snapshot.
-    """
+    """Return a snapshot in which each instance with paused requests is draining, so that a policy does not use it."""
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""Creation of policies by name."""
 
 import importlib.util
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from serving.scheduler.static import StaticPolicy
 
 
 class UnknownPolicyError(ValueError):
-    """A policy name that does not exist."""
+    """There is no policy with this name."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ def make_policy(
     Args:
         name: one of `POLICY_NAMES`.
         admission: order and limits of the queue.
-        config: settings of `amoeba`, which `cocoserve` uses too. `round_robin` and `least_load_first` use its split
-            settings and `reserved_growth`, `amoeba_paper` uses `reserve_memory_s` and `reserved_growth`, and `static`
-            uses `reserved_growth`.
+        config: settings of `amoeba` and `cocoserve`. Other policies use only some fields. `round_robin` and
+            `least_load_first` use the split settings and `reserved_growth`. `amoeba_paper` uses `reserve_memory_s` and
+            `reserved_growth`. `static` uses `reserved_growth`.
         flying: settings of `flying`, which `cocoserve` can use too.
         cocoserve: further settings of `cocoserve`.
     """
@@ -72,15 +72,15 @@ def make_policy(
 
 
 def is_policy_file(name: str) -> bool:
-    """Return whether a name of a policy names a class in a file, as `my_policy.py:Sjf` does."""
+    """Return whether the name of a policy refers to a class in a file, such as `my_policy.py:Sjf`."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 def load_policy(name: str) -> Callable[[], Policy]:
-    """Return the class that a name such as `my_policy.py:Sjf` names. Runs the file.
+    """Run a Python file, and return a policy class that the file defines.
 
-    Raises `UnknownPolicyError` if the file or the class does not exist, or if the class has no `name`, no `decide`, or
-    needs arguments.
+    `name` is the path and the class, such as `my_policy.py:Sjf`. Raises `UnknownPolicyError` if the file or the class
+    does not exist, or if the class has no `name`, has no `decide`, or needs arguments.
     """
     file, _, wanted = name.rpartition(":")
     path = Path(file)

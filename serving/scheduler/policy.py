@@ -1,4 +1,4 @@
-"""Interface of all policies."""
+"""Interface of all scheduling policies."""
 
 from typing import Protocol
 
@@ -7,13 +7,13 @@ from serving.scheduler.view import ClusterView
 
 
 class Policy(Protocol):
-    """Interface of a rule that places requests and changes instances.
+    """Interface of a scheduling policy, which assigns requests to instances, and merges and splits instances.
 
-    Equal sequences of snapshots give equal decisions.
+    A policy is deterministic: equal sequences of snapshots give equal decisions.
     """
 
     name: str
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """Return the next actions, in the order of their execution."""
+        """Return the next actions, in the order in which to execute them."""
         ...

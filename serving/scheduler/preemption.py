@@ -14,7 +14,7 @@ _MOST_SEARCHES = 4
 
 
 class Preemptions:
-    """Search for running requests to preempt, during one decision."""
+    """Search for running requests to preempt, during one decision of a policy."""
 
     def __init__(self, view: ClusterView, room: Room, order: QueueOrder):
         self._view, self._room, self._order = view, room, order
@@ -23,12 +23,13 @@ class Preemptions:
         """Rank, needed tokens and maximum length of each request for which the search found nothing."""
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, list[Preempt]] | None:
-        """Find the instance on which the fewest preemptions make room for a request. Return it and the preemptions.
+        """Return `(instance, preemptions)`: the instance on which the fewest preemptions make room for a request.
 
         Return None if no instance can make room, or if this decision has made too many searches.
 
-        A running request can be preempted if three conditions hold. It has a higher rank than the waiting request, it
-        comes after the waiting request in the queue order, and it does not starve (`QueueOrder.starves`).
+        A running request can be preempted if three conditions hold. It has a higher rank (a lower priority) than the
+        waiting request, it comes after the waiting request in the queue order, and it does not starve
+        (`QueueOrder.starves`).
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
         if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:
@@ -51,8 +52,8 @@ class Preemptions:
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:
         """Return the fewest running requests of an instance whose preemption makes room for a request.
 
-        If preemption cannot make room, the result is empty. Requests at the end of the queue order are preempted first.
-        `need` is the number of tokens that the waiting request needs.
+        If preemption cannot make room, return an empty list. Requests at the end of the queue order are preempted
+        first. `need` is the number of tokens that the waiting request needs.
         """
         if instance.capacity_tokens < request.max_total_tokens:
             return []

@@ -17,14 +17,16 @@ Class 1: requests within their client's share. Class 2: requests beyond their cl
 class QueueOrder:
     """Order of the queue: the request with the earliest due time goes first.
 
-    The due time of a request is `patience_s` after its arrival, or its deadline if that is earlier. Each level of
-    priority adds `level_s` to the due time. The due time does not change while a request waits. So a waiting request
-    eventually goes ahead of all later arrivals.
+    The due time of a request is `patience_s` seconds after its arrival, or its deadline if that is earlier. For each
+    level of priority above 0, the due time is `level_s` seconds later. For each level below 0, it is `level_s` seconds
+    earlier. The due time does not change while a request waits, so the request eventually goes ahead of all later
+    arrivals.
 
-    A request that has waited `starving_s` goes ahead of all other requests, whatever their priority. Among several such
-    requests, the request that has waited longest goes first. The time in which a request runs is not waiting time.
+    A request that has waited `starving_s` seconds goes ahead of all other requests, whatever their priority. Among
+    several such requests, the request that has waited longest goes first. Time in which a request runs is not waiting
+    time.
 
-    Requests beyond their client's share (`WaitingRequest.beyond_share`) go last, ordered by due time.
+    Requests beyond their client's fair share (`WaitingRequest.beyond_share`) go last, ordered by due time.
     """
 
     patience_s: float = 30.0
@@ -35,15 +37,19 @@ class QueueOrder:
     """Seconds of waiting after which a request goes ahead of all others. None: priority always matters."""
 
     def starves(self, request: WaitingRequest | RunningRequest, now_s: float) -> bool:
-        """Return whether a request within its client's share has waited for `starving_s`."""
+        """Return whether a request has waited for `starving_s` seconds and is within its client's fair share."""
         if self.starving_s is None or request.beyond_share:
             return False
         return request.waited_s(now_s) >= self.starving_s
 
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
-        """Return the sort key of a request that does not starve (`starves`). The key does not change with time.
+        """Return the sort key of a request by its due time. The time that the request has waited does not matter.
 
-        Requests within their client's share come first. In each class, the earliest due time comes first.
+        The request with the lowest key goes first. Requests within their client's fair share go before requests beyond
+        it. In each of the two groups, the request with the earliest due time goes first. The key of a request never
+        changes.
+
+        The method `key` also takes the waiting time into account.
         """
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:
@@ -56,14 +62,17 @@ class QueueOrder:
         )
 
     def key(self, request: WaitingRequest | RunningRequest, now_s: float) -> Key:
-        """Return the sort key of a request. The lowest key is served first."""
+        """Return the sort key of a request at the time `now_s`. The request with the lowest key is served first.
+
+        Requests that starve (`starves`) go before all other requests. The other requests go by `due_key`.
+        """
         if self.starves(request, now_s):
             since_s = request.since_s if isinstance(request, WaitingRequest) else now_s - request.queued_s
             return (0, since_s, request.arrival_s, request.request_id)
         return self.due_key(request)
 
     def sort(self, requests: Iterable[WaitingRequest], now_s: float) -> list[WaitingRequest]:
-        """Return the requests in the order of service."""
+        """Return the requests in the order in which to serve them."""
         found = list(requests)
         if len(found) > 1:
             found.sort(key=lambda request: self.key(request, now_s))

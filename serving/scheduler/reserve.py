@@ -1,11 +1,11 @@
-"""Room that is kept free for the next long request."""
+"""Reservation of room for the next long request."""
 
 from serving.scheduler.room import Room
 from serving.scheduler.view import ClusterView, InstanceView
 
 
 class RecentLargest:
-    """Size of the largest long request in recent time.
+    """Size of the largest long request in the last `memory_s` seconds.
 
     Args:
         memory_s: seconds for which a size is remembered.
@@ -29,10 +29,10 @@ class RecentLargest:
 
 
 class Reserve:
-    """Room that is kept free for a long request of `num_tokens` tokens.
+    """Room that a policy keeps free for a long request of `num_tokens` tokens.
 
-    A group of instances can hold the request if it is one merged instance that is large enough, or several instances
-    that could merge.
+    The room is on a group of instances: one merged instance that can hold the request, or several instances that could
+    merge.
 
     Args:
         num_tokens: size of the long request. 0: nothing is reserved.
@@ -45,10 +45,11 @@ class Reserve:
         self._groups = self._candidates(view) if degree else []
 
     def kept_from(self, num_tokens: int) -> frozenset[int]:
-        """Return the devices that a request of `num_tokens` tokens should not use, because the long request needs them.
+        """Return the devices that another request should not use, because the long request needs them.
 
-        If exactly one group has room for the long request, and the other request would take this room, these are the
-        devices of this group. In all other cases the result is empty.
+        `num_tokens` is the number of tokens that the other request needs. The result has the devices of a group if only
+        this group has room for the long request, and the other request would take this room. In all other cases the
+        result is empty.
         """
         if not self._groups:
             return frozenset()
@@ -58,9 +59,10 @@ class Reserve:
         return frozenset(device for instance in enough[0] for device in instance.devices)
 
     def _candidates(self, view: ClusterView) -> list[tuple[InstanceView, ...]]:
-        """Return the merged instances that can hold the long request, each as a group of one.
+        """Return the groups of instances that could hold the long request.
 
-        If there is no such instance, return the groups of instances that could hold the long request after a merge.
+        If there are merged instances that can hold the request, each of them is a group. If there are none, the groups
+        are instances that must merge first.
         """
         room = self._room
         holding = [i for i in room.merged if room.is_steady(i) and i.capacity_tokens >= self._num_tokens]
@@ -74,10 +76,10 @@ class Reserve:
         ]
 
     def _free(self, group: tuple[InstanceView, ...]) -> int:
-        """Return the number of free tokens that a group will have for the long request.
+        """Return the number of free tokens that a group of instances will have for the long request.
 
-        If the group is one instance that can hold the long request, the tokens are counted after the end of all long
-        requests that run there now. If the group must merge first, they are counted after the merge.
+        A merged instance that can hold the request counts as if all its long requests had ended. Other groups count as
+        if they had merged.
         """
         if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
             return self._room.free(group[0]) + self._room.freed_by_long(group[0])

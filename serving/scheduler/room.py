@@ -8,10 +8,10 @@ from serving.scheduler.view import ClusterView, InstanceView, RunningRequest, Wa
 
 
 class MergeGroup(NamedTuple):
-    """Instances that could merge into one instance.
+    """Group of instances that could merge into one instance.
 
-    When sorted, groups of instances with equal degrees come first, and then groups with more free tokens after the
-    merge.
+    Groups whose instances have equal degrees sort before all other groups. Groups of the same kind sort by the number
+    of free tokens after the merge, the highest first.
     """
 
     mixed: bool
@@ -23,19 +23,19 @@ class MergeGroup(NamedTuple):
 
 
 class Room:
-    """Free tokens and slots of each instance, less the assignments of the current decision.
+    """Free tokens and slots of each instance, reduced by the requests that the current decision has assigned.
 
-    An instance is open if it may get more requests in this decision. It is not open if it is in transformation, is
-    draining, or was closed by `close`.
+    An instance is open if it may get more requests in this decision. An instance is not open while it merges, splits or
+    drains, or after a call of `close`.
 
     Args:
-        reserved_growth: KV cache to keep free for running requests, as a share of the tokens that they may still
-            generate. 0: requests are admitted as in vLLM, and preempted if pages run out. 1: no request is ever
-            preempted for pages.
+        reserved_growth: part of the KV cache to keep free for running requests, as a share of the tokens that they may
+            still generate. 0: as in vLLM, at most one page is kept free for each request, and requests are preempted if
+            pages run out. 1: pages never run out.
 
     Attributes:
-        merged: instances above the base degree.
-        unsteady: instances that are being transformed or drained.
+        merged: instances whose degree is above the base degree.
+        unsteady: instances that are merging, splitting or draining.
     """
 
     def __init__(self, view: ClusterView, reserved_growth: float):
@@ -66,7 +66,7 @@ class Room:
         """Return the number of tokens to keep free for the growth of running requests, in whole pages.
 
         For each request, this is one page plus a share (`reserved_growth`) of the tokens that the request may still
-        generate. It is never more than all these tokens.
+        generate, but at most all of these tokens.
         """
         share, page_size, num_pages = self._growth, self._view.page_size, 0
         for request in requests:
@@ -76,9 +76,9 @@ class Room:
         return num_pages * page_size
 
     def freed_by(self, request: RunningRequest) -> int:
-        """Return the number of tokens that become free when a running request ends.
+        """Return the number of tokens of KV cache that become free when a running request ends.
 
-        These are the tokens of its pages, and the tokens that `growth` keeps free for it.
+        This includes the tokens that `growth` keeps free for the request.
         """
         return self._view.whole_pages(request.num_tokens) + self.growth((request,))
 
@@ -91,7 +91,7 @@ class Room:
     def free(self, instance: InstanceView) -> int:
         """Return the number of free tokens of an instance that are neither assigned nor reserved.
 
-        If more tokens are reserved than free, the result is negative.
+        The result is negative if more tokens are reserved than free.
         """
         return self._free[instance.id]
 
@@ -102,7 +102,7 @@ class Room:
     def load(self, instance: InstanceView) -> float:
         """Return the load of an instance (`InstanceView.load`).
 
-        Prompts that were assigned in this decision are included.
+        The load includes the prompts that this decision has assigned.
         """
         return instance.load + 2 * self._new_prompt_tokens[instance.id] / instance.capacity_tokens
 
@@ -111,13 +111,13 @@ class Room:
         return self._new_prompt_tokens[instance.id]
 
     def is_steady(self, instance: InstanceView) -> bool:
-        """Return whether an instance is neither being transformed nor drained."""
+        """Return whether an instance is neither merging, splitting nor draining."""
         return instance.id not in self._unsteady_ids
 
     def is_open(self, instance: InstanceView) -> bool:
-        """Return whether an instance may get requests in this decision.
+        """Return whether an instance may get more requests in this decision.
 
-        It must be steady (`is_steady`) and not closed.
+        The instance must be steady (`is_steady`), and not closed by `close`.
         """
         return instance.id not in self._closed and instance.id not in self._unsteady_ids
 
@@ -139,14 +139,14 @@ class Room:
         return [instance for instance in self._view.instances if instance.id not in away]
 
     def with_room(self, request: WaitingRequest) -> list[InstanceView]:
-        """Return the instances that `has_room` accepts, in device order."""
+        """Return the instances on which a request can start now (`has_room`), in device order."""
         need, size = self.need(request), request.max_total_tokens
         return [
             i for i in self.open if self._slots[i.id] > 0 and self._free[i.id] >= need and i.capacity_tokens >= size
         ]
 
     def by_load(self, instances: Iterable[InstanceView]) -> list[InstanceView]:
-        """Sort instances. Instances without long requests come first, and then instances with a lower load."""
+        """Sort instances: first instances without long requests, and then by load, the lowest first."""
         return sorted(instances, key=lambda i: (self._view.has_long(i), self.load(i), i.id))
 
     def members(self, devices: Iterable[int]) -> tuple[InstanceView, ...]:
@@ -164,15 +164,16 @@ class Room:
         return members if whole else None
 
     def merged_free(self, members: Sequence[InstanceView], degree: int) -> int:
-        """Return the number of free tokens after `members` have merged to `degree` and released weights.
+        """Return the number of free tokens of the instance that `members` become by a merge to `degree`.
 
-        If the requests of the members use more tokens than the merged instance holds, the result is negative.
+        The merge turns weights that are no longer needed into KV cache. The result is negative if the requests of the
+        members use more tokens than the merged instance holds.
         """
         gained = self._view.limits[degree].capacity_tokens - sum(i.capacity_tokens for i in members)
         return gained + sum(self._free[i.id] for i in members)
 
     def merge_groups(self, degree: int) -> list[MergeGroup]:
-        """Return all groups that could merge to a degree, best first. Closed instances are not excluded."""
+        """Return all groups of instances that could merge to `degree`, best first. Closed instances are included."""
         groups = []
         for devices in self._view.groups(degree):
             if (members := self.parts(devices)) is not None:
@@ -183,20 +184,20 @@ class Room:
     # Changes
 
     def close(self, instance: InstanceView) -> None:
-        """Close an instance: it gets no more requests in this decision."""
+        """Close an instance to new requests for the rest of this decision."""
         self._closed.add(instance.id)
 
     def assign(self, instance: InstanceView, request: WaitingRequest) -> None:
-        """Assign a request: reduce the free tokens and slots of an instance by the needs of the request."""
+        """Assign a request to an instance: reduce the instance's free tokens and slots."""
         self._free[instance.id] -= self.need(request)
         self._slots[instance.id] -= 1
         self._new_prompt_tokens[instance.id] += request.prompt_tokens
 
     def reserve_for(self, request: WaitingRequest) -> None:
-        """Close the open instance for which a request should wait, so that no later request takes its free tokens.
+        """Close the instance for which a request should wait, so that no later request takes its free tokens.
 
-        The instance must have a free slot, and must hold the request when it is empty. Of several such instances, the
-        instance with the most free tokens is closed. If there is no such instance, nothing changes.
+        The instance is open, has a free slot, and is large enough for the request. Of several such instances, choose
+        the one with the most free tokens. If there is no such instance, do nothing.
         """
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
@@ -204,15 +205,14 @@ class Room:
             self.close(max(options, key=lambda i: (self._free[i.id], -i.id)))
 
     def reserve_after(self, instance: InstanceView, request: WaitingRequest, freed_tokens: int) -> None:
-        """Reserve tokens on an instance for a request that will start there when running requests have ended.
+        """Reserve tokens on an instance for a request that will start there when some running requests have ended.
 
-        `freed_tokens` is the number of tokens that these running requests will free. If the request needs more tokens,
-        the difference is reserved.
+        The running requests will free `freed_tokens` tokens. If the new request needs more, reserve the difference.
         """
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
     def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """Return whether a short request can start on an instance in transformation, while its layers change.
+        """Return whether a short request can start on an instance while it merges or splits.
 
         The instance needs a free slot and enough `InstanceView.joinable_tokens`, and must not be closed or draining.
         """
@@ -221,27 +221,28 @@ class Room:
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return an instance in transformation that a short request can join (`can_join`).
+        """Return a merging or splitting instance on which a short request can start (`can_join`).
 
-        Return None if there is none. Of several instances, return the instance with the most `joinable_tokens`.
+        Return None if there is no such instance. Of several instances, return the one with the most `joinable_tokens`.
         """
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
 
     def join(self, instance: InstanceView, request: WaitingRequest) -> str:
-        """Assign a request to an instance in transformation. Return the reason for the log.
+        """Assign a request to an instance that is merging or splitting. Return the reason for the log.
 
-        Also close the instance, because its `joinable_tokens` do not count this request.
+        Also close the instance, because its `joinable_tokens` still include the tokens of this request.
         """
         self.assign(instance, request)
         self.close(instance)
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def reserve_in_transition(self, request: WaitingRequest) -> None:
-        """Reserve tokens for a request on an instance in transformation that will be able to hold the request.
+        """Reserve tokens for a request on an instance that is merging or splitting.
 
-        If there is no such instance, nothing changes. Of several instances, prefer an instance with enough free tokens,
-        then the lowest degree, then the most free tokens.
+        After the merge or split, the instance is large enough for the request. If there is no such instance, do
+        nothing. Of several instances, prefer an instance with enough free tokens, then the lowest degree, then the most
+        free tokens.
         """
         need, view = self.need(request), self._view
         options = [

@@ -1,4 +1,4 @@
-"""Scheduler: asks a policy for decisions and executes them."""
+"""Scheduler: asks a policy for actions and lets an executor carry them out."""
 
 import dataclasses
 import logging
@@ -39,7 +39,7 @@ MAX_RECORDS = 100
 
 @dataclass
 class SchedulerCounters:
-    """Numbers of actions since the start."""
+    """Counters of the policy's actions since the start, by kind and result."""
 
     ticks: int = 0
     """Number of decisions of the policy. One call of `tick` may make several decisions."""
@@ -49,7 +49,7 @@ class SchedulerCounters:
     scale_downs: int = 0
     """Number of splits that were started."""
     transformations_failed: int = 0
-    """Number of started merges, splits and placement changes that ended without effect."""
+    """Number of started merges, splits and placement changes that failed."""
     placement_changes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACEMENT_KINDS, 0))
     """Number of started placement changes, by kind."""
     batch_limits: int = 0
@@ -64,7 +64,8 @@ class SchedulerCounters:
     def by_name(self) -> dict[str, int]:
         """Return all counters by name, for metrics and reports.
 
-        `rejected` is divided into `rejected_<kind>`, and `placement_changes` into its kinds.
+        Each kind of rejection has its own counter `rejected_<kind>`. Each kind of placement change has its own counter
+        with the name of the kind.
         """
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
         return counts | self.placement_changes | {f"rejected_{kind.value}": n for kind, n in self.rejected.items()}
@@ -72,14 +73,14 @@ class SchedulerCounters:
 
 @dataclass(frozen=True)
 class Decision:
-    """An action and the executor's answer."""
+    """Action of a policy, and the executor's answer."""
 
     action: Action
     outcome: Outcome
 
 
 class Record(NamedTuple):
-    """A tried action, for the live page."""
+    """Action that the scheduler tried, as the live page shows it."""
 
     number: int
     """Number of the action: 1 is the first action of the scheduler."""
@@ -95,8 +96,8 @@ class Record(NamedTuple):
 class Scheduler:
     """Loop between a policy and an executor. One thread calls all methods.
 
-    A policy that pauses requests has an attribute `pauses = True`. Under any other policy, the scheduler itself resumes
-    paused requests as soon as they fit. Until then, their devices get no other requests.
+    A policy that pauses requests itself has an attribute `pauses = True`. For any other policy, the scheduler resumes
+    paused requests as soon as they fit. Until then, the devices of these requests get no other requests.
 
     Attributes:
         policy: present policy. It may be replaced between two ticks.
@@ -114,11 +115,10 @@ class Scheduler:
         self._backoff = Backoff(backoff or BackoffConfig())
 
     def tick(self) -> list[Decision]:
-        """Make decisions from the present state, and execute their actions in order.
+        """Ask the policy for actions, and execute them. Return the actions that were tried.
 
-        Return the actions that were tried. Call it after every change (a request arrived or ended, a transformation
-        ended). Also call it at least once a second, for deadlines and for merged instances that wait before they split
-        (`SplitConfig.linger_s`).
+        Call this after every change, such as an arrival or the end of a request, merge or split. Also call it at least
+        once a second, for deadlines and for merged instances that wait before they split (`SplitConfig.linger_s`).
         """
         decisions, again = self._decide()
         while again:  # an instance in transformation accepts only one request for each decision
@@ -127,9 +127,10 @@ class Scheduler:
         return decisions
 
     def _decide(self) -> tuple[list[Decision], bool]:
-        """Make one decision. Return the tried actions, and whether an instance in transformation accepted a request.
+        """Ask the policy once, and execute its actions. Return `(tried actions, ask again)`.
 
-        If so, another decision may dispatch a further request to that instance.
+        `ask again` is True if an instance that merges or splits has accepted a request. Another decision may then
+        dispatch one more request to it.
         """
         self.counters.ticks += 1
         view = self.executor.snapshot()
@@ -192,8 +193,10 @@ class Scheduler:
                 counters.placement_changes[_snake_case(type(action).__name__)] += 1
 
     def _log(self, action: Action, outcome: str, level: int = logging.INFO, **more: str | float) -> None:
-        """Keep an action in `records`, and log it as one line of `key=value` pairs, and as a dict in the log record's
-        `decision` attribute."""
+        """Log an action as one line of `key=value` pairs, and keep it in `records`.
+
+        The log record also has the pairs as a dict in its attribute `decision`.
+        """
         self._num_records += 1
         detail = str(more.get("detail", ""))
         records = self.dispatch_records if isinstance(action, Dispatch) else self.records

@@ -1,6 +1,6 @@
 """Rule that decides when a merged instance splits.
 
-Most policies share this rule, so that they differ only in the placement of requests.
+Most policies share this rule, so that they differ only in where requests run.
 """
 
 import heapq
@@ -37,10 +37,11 @@ def fits_split(view: ClusterView, instance: InstanceView, degree: int) -> bool:
 def split_to_release(
     view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest
 ) -> ScaleDown | None:
-    """Return the split of a merged instance that kept all weights.
+    """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-    A second merge can then release weights, so that `request` fits. Return None if the running requests do not fit the
-    new instances yet, or if the split was refused recently. In any case, close the instance in `room`.
+    The instance kept all its weights. The second merge can turn weights into KV cache, so that `request` fits. Return
+    None if the running requests do not fit the new instances yet, or if the split was refused recently. In any case,
+    close the instance to other requests.
     """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
@@ -54,7 +55,7 @@ def split_to_release(
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Settings of `SplitRule`. With `linger_s=0` and `partial=False`, it is the rule of AMOEBA 3.3 ("scale-down")."""
+    """Settings of `SplitRule`. `linger_s=0` and `partial=False` give the rule "scale-down" of AMOEBA 3.3."""
 
     free_share: float = 0.5
     """Share of the KV cache that must be free before an instance splits.
@@ -71,10 +72,10 @@ class SplitConfig:
 
 
 class SplitRule:
-    """Rule for splitting instances whose long requests have ended.
+    """Rule for splitting merged instances whose long requests have ended.
 
-    The rule remembers the last time at which a long request needed each merged instance. A long request needs an
-    instance if it runs on this instance, or if it waits and could run there.
+    The rule remembers when a long request last needed each merged instance. A long request needs an instance if it runs
+    on this instance, or if it waits and could run there.
     """
 
     def __init__(self, config: SplitConfig):
@@ -86,17 +87,17 @@ class SplitRule:
         """
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
-        """Return each merged instance that should accept no more requests, because it will split, and its new degree.
+        """Return the merged instances that should accept no more requests, because they will split.
 
-        The result has pairs `(instance, degree)`. `degree` is the lowest degree that holds the long requests of the
-        instance. Instances that are in transformation or draining are never returned. Call this once in each decision,
-        because it also records which instances long requests need.
+        The result has pairs `(instance, degree)`. `degree` is the lowest degree that can hold the long requests that
+        need the instance. Instances that are already merging, splitting or draining are never returned. Call this once
+        in each decision, because it also records which instances long requests need.
 
-        If at least `free_share` of its cache is free, an instance is returned after the linger time: no long request
-        has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is above the base degree, the
-        running requests must also fit the new instances.
+        An instance with at least `free_share` of its KV cache free is returned after the linger time. The linger time
+        ends when no long request has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is
+        above the base degree, the running requests must also fit the new instances.
 
-        If less of its cache is free, an instance is returned at once, but only for a split to the base degree.
+        An instance with less free KV cache is returned at once, but only for a split to the base degree.
 
         Args:
             pressed: whether a short request found no room in the last decision. If True, the linger time is 0.
@@ -120,9 +121,9 @@ class SplitRule:
         return leaving
 
     def _needed_degree(self, view: ClusterView, degree: int, size: int) -> int:
-        """Return the lowest degree to which an instance may split while a request of `size` tokens needs it.
+        """Return the lowest degree to which an instance of degree `degree` may split for a request of `size` tokens.
 
-        `degree` is the degree of the instance. If the instance must not split, return `degree`.
+        If the request needs the instance as it is, return `degree`.
         """
         if not view.is_long(size):
             return view.base_degree
@@ -142,13 +143,13 @@ class SplitRule:
     def split(
         self, view: ClusterView, room: Room, leaving: list[tuple[InstanceView, int]], pressed: bool = False
     ) -> list[ScaleDown]:
-        """Close the instances in `leaving`, and return the splits that can start now.
+        """Close the instances in `leaving` to new requests, and return the splits that can start now.
 
-        A split can start if `free_share` of the cache is free, if the running requests fit the new instances, and if
-        the split was not refused recently. If `pressed` is True, the free share does not matter.
+        A split can start if `free_share` of the instance's KV cache is free, if the running requests fit the new
+        instances, and if the split was not refused recently. If `pressed` is True, `free_share` does not matter.
 
-        There is one exception: if `pressed` is True, an instance whose requests do not fit the new instances stays open
-        if no other instance is open.
+        There is one exception to the closing. If `pressed` is True and no other instance is open, an instance whose
+        requests do not fit the new instances stays open.
 
         Args:
             leaving: result of the method `leaving`.

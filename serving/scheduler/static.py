@@ -1,4 +1,4 @@
-"""Policy without merges and splits."""
+"""Policy that never merges or splits instances."""
 
 from serving.scheduler.actions import Action, Dispatch
 from serving.scheduler.admission import Admission
@@ -7,10 +7,10 @@ from serving.scheduler.view import ClusterView
 
 
 class StaticPolicy:
-    """Policy `static`: each request goes to the least-loaded instance with room, and degrees never change.
+    """Policy `static`: each request goes to the least-loaded instance with room, and instances never merge or split.
 
-    A request that no present instance can hold is rejected. If a request finds no room, an instance is closed for later
-    requests, so that they do not take its free tokens.
+    A request that is too large for every instance is rejected. If a request finds no room, an instance is closed to
+    later requests, so that they do not take its free tokens.
     """
 
     name = "static"

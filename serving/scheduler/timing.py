@@ -1,4 +1,4 @@
-"""Measured durations of steps and transformations, as part of a snapshot."""
+"""Measured durations of steps, merges and splits, as part of a snapshot."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ _MIN_SEQUENCE_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Throughput:
-    """Throughput of the cluster at a time when all instances had one degree."""
+    """Tokens per second of the whole cluster, measured while all instances had the same tensor-parallel degree."""
 
     sequences: float
     """Number of sequences that decoded at the same time."""
@@ -34,14 +34,15 @@ class Timing:
     """Highest measured throughput, by degree."""
 
     def step_s(self, degree: int) -> float | None:
-        """Return the seconds of a decode step; None if none was measured."""
+        """Return the seconds of a decode step at a tensor-parallel degree; None if none was measured."""
         return self.steps_s.get(degree)
 
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
-        """Return whether measurements show that `degree` generates at least as many tokens per second as `other`.
+        """Return whether degree `degree` was measured to generate at least as many tokens per second as degree `other`.
 
-        Higher degrees are always faster with few sequences. So the result is False if the measurement of `other` had
-        clearly fewer sequences than the measurement of `degree`, or clearly fewer than run now.
+        If a degree was not measured, the result is False. The result is also False if the measurement of `other` had
+        too few sequences for a comparison: clearly fewer than the measurement of `degree`, or clearly fewer than run
+        now. The reason is that few sequences generate few tokens at any degree.
 
         Args:
             sequences: number of sequences that run now.
@@ -53,10 +54,10 @@ class Timing:
         return one.tokens_per_s >= two.tokens_per_s and two.sequences >= enough
 
     def prompt_s(self, num_tokens: int, degree: int) -> float | None:
-        """Return the seconds to compute `num_tokens` prompt tokens; None if no prompt was measured at this degree."""
+        """Return the seconds to compute `num_tokens` prompt tokens at a degree; None if no prompt was measured."""
         rate = self.prompt_tokens_per_s.get(degree)
         return num_tokens / rate if rate else None
 
     def transformation_s(self, before: int, after: int) -> float | None:
-        """Return the seconds of a transformation between two degrees; None if none was measured."""
+        """Return the seconds of a merge or split from one degree to another; None if none was measured."""
         return self.transformations_s.get((before, after))

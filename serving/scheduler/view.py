@@ -2,9 +2,10 @@
 
 Token counts are tokens of KV cache. Times are seconds of one monotonic clock, real or virtual.
 
-A *long* request exceeds the capacity of an empty instance of the base degree. All other requests are *short*. A request
-with a priority below 0 is *urgent*. A merge either releases weights or keeps all weights. If it releases weights, each
-rank keeps its shard, and the other shards become KV cache.
+The *base degree* is the tensor-parallel degree of instances that have not merged. A *long* request exceeds the capacity
+of an empty instance of the base degree. All other requests are *short*. A request with a priority below 0 is *urgent*.
+A merge either releases weights or keeps all weights. If it releases weights, each device keeps its shard, and the other
+shards become KV cache.
 """
 
 from bisect import bisect_right
@@ -58,19 +59,19 @@ class WaitingRequest:
 
     @property
     def since_s(self) -> float:
-        """Value of `waiting_since_s`, or the arrival time if that is None."""
+        """Time since which the request waits: `waiting_since_s`, or the arrival if `waiting_since_s` is None."""
         return self.arrival_s if self.waiting_since_s is None else self.waiting_since_s
 
     def waited_s(self, now_s: float) -> float:
-        """Return the total seconds that the request has waited."""
+        """Return how many seconds the request has waited in total."""
         return now_s - self.since_s
 
     @property
     def rank(self) -> tuple[bool, int]:
         """Rank for preemption. A request may preempt requests with a higher rank.
 
-        The rank is `(beyond_share, priority)`. A request beyond its client's share therefore has a higher rank than
-        every request within its client's share.
+        The rank is `(beyond_share, priority)`. A request beyond its client's fair share therefore has a higher rank
+        than every request within its client's share.
         """
         return self.beyond_share, self.priority
 
@@ -101,20 +102,23 @@ class RunningRequest:
     """
 
     def waited_s(self, now_s: float) -> float:
-        """Return `queued_s`, because the waiting time does not grow while the request runs. `now_s` is not used."""
+        """Return how many seconds the request has waited in total.
+
+        `now_s` is not used, because a running request does not wait.
+        """
         return self.queued_s
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Rank for preemption (`WaitingRequest.rank`)."""
+        """Rank for preemption, as defined by `WaitingRequest.rank`."""
         return self.beyond_share, self.priority
 
 
 @dataclass(frozen=True)
 class PlacementView:
-    """Devices that compute each module of an instance (its homes), as indices in ascending order.
+    """Devices that compute the attention and the FFN of each layer of an instance, as indices in ascending order.
 
-    On real devices, they come from `sharding.placement.Placement`: the devices of all homes of a module.
+    On real devices, the indices come from `sharding.placement.Placement`.
     """
 
     attention: tuple[tuple[int, ...], ...]
@@ -124,13 +128,13 @@ class PlacementView:
 
     @cached_property
     def devices(self) -> frozenset[int]:
-        """Devices that compute a module."""
+        """Devices that compute any layer of the instance."""
         return frozenset(device for home in (*self.attention, *self.ffn) for device in home)
 
 
 @dataclass(frozen=True)
 class InstanceView:
-    """Serving replica."""
+    """State of an instance (serving replica), as policies see it."""
 
     id: int
     """Index of the first device. A merged instance has the id of its first member."""
@@ -184,7 +188,11 @@ class InstanceView:
     """Present limit of the batch (`LimitBatch`). `free_slots` respects it. None: no limit."""
 
     def homes(self, layer: int, modules: Modules = "layer") -> tuple[tuple[int, ...], ...]:
-        """Return the devices of modules of a layer. For "layer", return one entry for attention and one for the FFN."""
+        """Return the devices that compute a layer of the instance, as a tuple of entries.
+
+        An entry is a tuple of devices. For "layer", there are two entries: the devices of the attention and of the FFN.
+        If the instance has no `placement`, there is one entry: all its devices.
+        """
         if self.placement is None:
             return (self.devices,)
         attention, ffn = self.placement.attention[layer], self.placement.ffn[layer]
@@ -192,7 +200,7 @@ class InstanceView:
 
     @property
     def degree(self) -> int:
-        """TP degree."""
+        """Tensor-parallel degree: number of devices."""
         return len(self.devices)
 
     @property
@@ -201,7 +209,7 @@ class InstanceView:
 
     @cached_property
     def largest(self) -> int:
-        """Largest `max_total_tokens` of the instance's running requests; 0 if no request runs."""
+        """Largest `max_total_tokens` of all running requests; 0 if no request runs."""
         return max([request.max_total_tokens for request in self.running], default=0)
 
     @cached_property
@@ -211,7 +219,7 @@ class InstanceView:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Sum of `uncomputed_tokens` of the running requests."""
+        """Number of tokens that are still to be computed for the prompts of all running requests."""
         return sum([request.uncomputed_tokens for request in self.running])
 
     @cached_property
@@ -222,7 +230,7 @@ class InstanceView:
 
 @dataclass(frozen=True)
 class DegreeLimits:
-    """Size and limits of an instance of one degree."""
+    """Size and limits of an instance of one tensor-parallel degree."""
 
     degree: int
     capacity_tokens: int
@@ -242,7 +250,7 @@ class DegreeLimits:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of one layer of the model on one device, for placement changes."""
+    """Sizes of one layer of the model on one device, for the choice of placement changes."""
 
     num_layers: int
     """Number of layers of the model."""
@@ -291,7 +299,10 @@ class DeviceView:
 
     @property
     def vacancy(self) -> float:
-        """Vacancy rate of CoCoServe: the smaller of the free share of memory and the free share of computing time."""
+        """Vacancy rate of the device (CoCoServe), from 0 to 1.
+
+        This is the smaller of two shares: the free share of memory, and the free share of computing time.
+        """
         return max(min(self.free_bytes / max(self.memory_bytes, 1.0), 1 - self.utilization), 0.0)
 
 
@@ -347,23 +358,23 @@ class ClusterView:
         return self._by_id.get(instance_id)
 
     def guests(self, device: int) -> tuple[InstanceView, ...]:
-        """Return the instances that compute modules on a device although it is not their own."""
+        """Return the instances that compute layers on `device` although it is not one of their own devices."""
         return tuple(
             i for i in self.instances if i.placement and device in i.placement.devices and device not in i.devices
         )
 
     @cached_property
     def limits(self) -> dict[int, DegreeLimits]:
-        """Entries of `degrees` by degree."""
+        """Entries of `degrees` (size and limits of instances), by tensor-parallel degree."""
         return {limits.degree: limits for limits in self.degrees}
 
     @cached_property
     def longest(self) -> DegreeLimits:
-        """Limits of the degree with the largest capacity."""
+        """Limits of the degree whose instances have the largest capacity."""
         return max(self.degrees, key=attrgetter("capacity_tokens"))
 
     def is_long(self, max_total_tokens: int) -> bool:
-        """Return whether a request exceeds the capacity of an empty instance of the base degree."""
+        """Return whether a request is long: it exceeds the capacity of an empty instance that has not merged."""
         return max_total_tokens > self._base_tokens
 
     def has_long(self, instance: InstanceView) -> bool:
@@ -384,22 +395,22 @@ class ClusterView:
         return self._waiting_sizes[place - 1] if place else 0
 
     def kept_tokens(self, degree: int) -> int:
-        """Return the capacity of an instance of a degree if all weights are kept (`DegreeLimits.kept_tokens`)."""
+        """Return the capacity in tokens of an instance of `degree` if all weights stay resident."""
         known, base = self.limits[degree].kept_tokens, self.limits[self.base_degree].capacity_tokens
         return base * max(degree // self.base_degree, 1) if known is None else known
 
     def keeps_weights(self, instance: InstanceView) -> bool:
-        """Return whether an instance was merged with all weights kept.
+        """Return whether a merged instance kept all its weights.
 
-        If so, a split and a second merge that releases weights would increase its capacity.
+        If so, its capacity can grow: after a split, a second merge can turn weights into KV cache.
         """
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree, from the base degree on, whose empty instances hold a request.
+        """Return the lowest degree whose empty instances can hold a request, at least the base degree.
 
-        None: no degree does. If the request needs a degree above the base degree, degrees below `merge_to` are skipped.
-        If no degree reaches `merge_to`, the result is the highest degree.
+        Return None if there is no such degree. If the request does not fit the base degree, degrees below `merge_to`
+        are skipped. If all degrees that can hold the request are below `merge_to`, return the highest degree.
         """
         holding = [
             limits.degree
@@ -411,14 +422,17 @@ class ClusterView:
         return next((degree for degree in holding if degree >= self.merge_to), holding[-1])
 
     def kept_degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose instances hold a request if all weights are kept. None: no degree does."""
+        """Return the lowest tensor-parallel degree at which an instance can hold a request with all weights resident.
+
+        Return None if there is no such degree.
+        """
         holding = (d for d in self.limits if d >= self.base_degree and self.kept_tokens(d) >= max_total_tokens)
         return min(holding, default=None)
 
     def final_capacity(self, instance: InstanceView) -> int:
-        """Return the number of tokens that an instance can hold after its present transformation.
+        """Return the number of tokens that an instance can hold once its present merge or split has ended.
 
-        Without a transformation, return its present capacity.
+        Without a merge or split, return its present capacity.
         """
         to = instance.transition_to
         if instance.coming_tokens is not None:
@@ -426,7 +440,7 @@ class ClusterView:
         return instance.capacity_tokens if to in (None, instance.degree) else self.limits[to].capacity_tokens
 
     def groups(self, degree: int) -> list[tuple[int, ...]]:
-        """Return the groups of devices that can form an instance of a degree. They are contiguous and aligned."""
+        """Return the groups of devices that can form an instance of `degree`. Each group is contiguous and aligned."""
         starts = range(0, self.num_devices - degree + 1, degree)
         return [tuple(range(start, start + degree)) for start in starts]
 

@@ -1,4 +1,6 @@
-"""Simulator of a serving cluster in virtual time. It runs the scheduler's policies with a cost model of steps.
+"""Simulator of a serving cluster. It computes how long requests would take, without running a model.
 
-Imports no JAX. `serving.simulator.simulate` is the Python API, `amoeba simulate` the command; see docs/simulation.md.
+The scheduler's policies run unchanged. A cost model gives the time of each step. The simulated time (virtual time)
+passes without waiting. This package imports no JAX. The Python API is `serving.simulator.simulate`, and the command is
+`amoeba simulate`. See docs/simulation.md.
 """

@@ -1,4 +1,4 @@
-"""Block: a series of equal steps of an instance, which the simulator plans at once."""
+"""Block: a series of similar steps of a simulated instance, which the simulator plans at once."""
 
 import math
 
@@ -6,18 +6,20 @@ from serving.simulator.run import Run
 
 
 class Block:
-    """Steps of the same requests, one after the other. A block with prompts or switches has only one step.
+    """Series of steps that run the same requests on a simulated instance.
+
+    A block has only one step if this step computes prompts, or if layers switch before this step.
 
     Attributes:
         start_s: start of the first step.
         steps: number of steps.
         first_s: seconds of the first step.
         slope_s: seconds by which each step is longer than the step before, because contexts grow.
-        plain_s: seconds of the first step without its prompts and switches.
-        chunks: pairs (request, number of tokens) of the prompt chunks in the step.
-        switches: number of layers that a transformation switches before the step.
-        interference_s: seconds that prompts add to the step; 0 if no request decodes.
-        switch_s: seconds that layer switches add to the step.
+        plain_s: seconds of the first step without the time for prompts and layer switches.
+        chunks: pair (request, number of tokens) for each prompt chunk of the first step.
+        switches: number of layers that a transformation switches before the first step.
+        interference_s: seconds that prompts add to the first step; 0 if no request decodes.
+        switch_s: seconds that layer switches add to the first step.
     """
 
     __slots__ = (
@@ -45,7 +47,7 @@ class Block:
 
     @property
     def end_s(self) -> float:
-        """End of the last step."""
+        """Time at which the last step ends."""
         return self.start_s + self.time_s(self.steps)
 
     def done(self, now_s: float) -> int:
@@ -54,7 +56,7 @@ class Block:
         return min(max(whole, 0), self.steps)
 
     def cut(self, now_s: float) -> bool:
-        """Drop the steps that have not begun at `now_s`, and return whether a step was dropped."""
+        """Drop the steps that have not begun at `now_s`. Return whether a step was dropped."""
         elapsed_s = now_s - self.start_s
         begun = 0 if elapsed_s <= 0 else max(math.ceil(self._position(elapsed_s) - 1e-9), 1)
         if begun >= self.steps:
@@ -63,10 +65,11 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Drop the steps that have not begun. Return a new block with the running step, its prompts and its switches.
-        If no step is running, return None.
+        """Split off the running step. Drop the steps that have not begun at `now_s`.
 
-        `steps` of this block still counts the running step. The caller subtracts 1 if a block is returned.
+        Return a new block with only the running step, or None if no step is running. This block still counts the
+        running step in `steps`. If a block is returned, the caller must therefore subtract 1 from `steps` of this
+        block.
         """
         self.cut(now_s)
         if self.steps == 0:
@@ -83,8 +86,7 @@ class Block:
         return step
 
     def _position(self, elapsed_s: float) -> float:
-        """Return the number of steps done after `elapsed_s` seconds. The running step counts with the fraction that is
-        done."""
+        """Return the number of steps done after `elapsed_s` seconds. The running step counts as a fraction."""
         if self.first_s <= 0:
             return float(self.steps)
         if self.slope_s <= 0 or self.steps == 1:

@@ -1,4 +1,4 @@
-"""Measured times and sizes of this project's engine on a machine. A simulation can use them as its cost model."""
+"""Times and sizes of this project's engine, measured on a machine. A simulation can use them as its cost model."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -15,7 +15,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times and sizes of an engine. `amoeba simulate --calibrate` measures and writes them."""
+    """Measured times and sizes of an engine. `amoeba simulate --calibrate` measures and writes them."""
 
     model: str
     num_devices: int
@@ -55,17 +55,17 @@ class Calibration:
     version: int = VERSION
 
     def step_cost(self) -> TableStepCost:
-        """Return the cost model of steps."""
+        """Return the cost model of steps, from the measured times."""
         return TableStepCost(self.decode_s, self.prompt_s, self.prompts_s, self.few_rows, self.context_s)
 
     def transformation(self) -> MeasuredTransformation:
-        """Return the cost model of transformations."""
+        """Return the cost model of merges and splits, from the measured times."""
         return MeasuredTransformation(
             self.num_layers, self.up_layer_s, self.down_layer_s, self.page_layer_s, self.page_size
         )
 
     def limits(self) -> tuple[DegreeLimits, ...]:
-        """Return the limits of all measured degrees."""
+        """Return the capacity and the maximum number of requests of an instance, for each measured degree."""
         degrees = sorted(self.capacity_tokens)
         return tuple(DegreeLimits(d, self.capacity_tokens[d], self.max_requests[d]) for d in degrees)
 
@@ -78,8 +78,10 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
-        """Read a file that `save` has written. Raises `SimulationError` if the file is invalid or of another
-        version."""
+        """Read a file that `save` has written.
+
+        Raises `SimulationError` if the file is invalid or of another version.
+        """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls._from_json(data)

@@ -1,4 +1,8 @@
-"""Cost models of other systems, as their papers describe them: costs of transformations and steps, and capacities."""
+"""Cost models of other serving systems, according to their papers.
+
+The models give the costs of transformations, the costs of steps, and the capacities of instances. A transformation
+changes the tensor-parallel degree of instances.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +17,9 @@ from serving.simulator.transformation_cost import Change
 
 @dataclass(frozen=True)
 class HostMemoryCost:
-    """Transformations of Seesaw (arXiv 2503.06433).
+    """Cost of a change of the tensor-parallel degree in Seesaw (arXiv 2503.06433).
 
-    Devices load weights from host memory, and copy the KV cache to host memory and back. No step runs meanwhile. Each
+    Devices load weights from host memory, and copy the KV cache to host memory and back. Meanwhile no step runs. Each
     device transfers at the rate of its own host link.
     """
 
@@ -27,7 +31,10 @@ class HostMemoryCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """See `TransformationCost.change`. `kept` has no effect. All devices transfer at the same time."""
+        """Return the cost of a change of degree (`TransformationCost.change`). `kept` has no effect.
+
+        All devices transfer at the same time.
+        """
         devices = max(from_degree, to_degree)
         kv_device = self.model.kv_token_bytes() * tokens / devices
         weights_device = self.model.other_bytes / to_degree + self.model.ffn_bytes / to_degree
@@ -37,10 +44,10 @@ class HostMemoryCost:
 
 @dataclass(frozen=True)
 class LayerExchangeCost:
-    """Transformations of KunServe (arXiv 2412.18169, sections 4.2 and 4.4).
+    """Cost of merges and splits in KunServe (arXiv 2412.18169, sections 4.2 and 4.4).
 
-    In a merge, each device drops the parameters of some layers at no cost, and sends the keys and values of these
-    layers to the device that still has the parameters. In a split, the devices copy parameters, keys and values back.
+    In a merge, each device drops the weights of some layers at no cost. The device then sends the keys and values of
+    these layers to the device that still has the weights. In a split, the devices copy weights, keys and values back.
     """
 
     model: ModelShape
@@ -51,7 +58,7 @@ class LayerExchangeCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """See `TransformationCost.change`."""
+        """Return the cost of a merge or split (`TransformationCost.change`)."""
         stages = max(from_degree, to_degree) // min(from_degree, to_degree)
         kv_device = self.model.kv_token_bytes() * tokens / stages * (stages - 1) / stages
         weights_device = 0.0
@@ -64,15 +71,19 @@ class LayerExchangeCost:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Steps of KunServe: the devices of an instance form a pipeline, in which each stage computes some of the layers.
+    """Cost of steps in KunServe.
 
-    A step has one micro-batch for each stage, so that all stages are busy.
+    Each device of an instance is a stage of a pipeline, and computes some of the layers. A step divides its tokens into
+    one part (micro-batch) for each stage, so that all stages are busy.
     """
 
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: the time of a micro-batch in all stages, plus its transfers between stages."""
+        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`).
+
+        The result is the time that one micro-batch takes in all stages, with its transfers between stages.
+        """
         if degree == 1:
             return self.base.fixed_s(1, shape)
         part = _part(shape, degree)
@@ -82,7 +93,10 @@ class PipelineCost:
         return self.base.fixed_s(1, part) + degree * hop_s
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`. All stages read the cache of their layers at the same time."""
+        """Return the seconds of decode attention for each cached token (`StepCost.context_s`).
+
+        All stages read the cache of their layers at the same time.
+        """
         return self.base.context_s(1) / degree
 
     def pair_s(self, degree: int) -> float:
@@ -91,7 +105,7 @@ class PipelineCost:
 
 @dataclass(frozen=True)
 class SequenceParallelCost:
-    """Steps of LoongServe (arXiv 2404.09526): sequence parallelism over parts of an instance.
+    """Cost of steps in LoongServe (arXiv 2404.09526), with sequence parallelism over parts of an instance.
 
     A part is one device, or several devices with tensor parallelism. Each part has all weights, and computes some
     tokens of every prompt. In decode steps, each sequence has one part as its master. The master computes everything
@@ -105,10 +119,11 @@ class SequenceParallelCost:
     """Number of parts that are masters. None: all parts."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`: the time of one part, plus the transfers between parts.
+        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`).
 
-        In each layer, keys and values of prompts pass through all parts. A master sends the queries of its decoding
-        sequences to the other parts, and receives partial results.
+        The result is the time of one part, plus the transfers between parts. In each layer, keys and values of prompts
+        pass through all parts. A master sends the queries of its decoding sequences to the other parts, and receives
+        partial results.
         """
         tensor = self.tensor_degree
         if degree == 1:
@@ -131,16 +146,16 @@ class SequenceParallelCost:
 
 @dataclass(frozen=True)
 class UlyssesCost:
-    """Steps with Ulysses sequence parallelism, which Shift Parallelism uses (arXiv 2509.16495).
+    """Cost of steps with Ulysses sequence parallelism, which Shift Parallelism uses (arXiv 2509.16495).
 
     Each device has all weights and computes some of the tokens. In attention, each device computes some heads for all
-    tokens. So each layer needs two all-to-all exchanges.
+    tokens. Each layer therefore needs two all-to-all exchanges.
     """
 
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`."""
+        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`)."""
         if degree == 1:
             return self.base.fixed_s(1, shape)
         model, device = self.base.model, self.base.device
@@ -160,7 +175,7 @@ class UlyssesCost:
 
 @dataclass(frozen=True)
 class ShiftCost:
-    """Steps of Shift Parallelism: each step uses the faster of tensor and sequence parallelism.
+    """Cost of steps with Shift Parallelism: each step uses the faster of tensor and sequence parallelism.
 
     Both kinds of parallelism store the KV cache in the same way, so no page moves between steps.
     """
@@ -168,7 +183,7 @@ class ShiftCost:
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`."""
+        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`)."""
         return min(self.base.fixed_s(degree, shape), UlyssesCost(self.base).fixed_s(degree, shape))
 
     def context_s(self, degree: int) -> float:
@@ -179,25 +194,26 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """Return the share of a step that each of `degree` devices computes. Tokens and decoding sequences are divided by
-    `degree` and rounded up. Every device computes a part of every prompt."""
+    """Return the share of a step that each of `degree` devices computes.
+
+    Tokens and decoding sequences are divided by `degree` and rounded up. Every device computes a part of every prompt.
+    """
     return StepShape(
         -(-shape.decodes // degree), shape.prompts, -(-shape.prompt_tokens // degree), -(-shape.longest_chunk // degree)
     )
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return the limits of KunServe for each degree at which the model fits. Each layer is stored on one device of an
-    instance.
+    """Return the limits of KunServe's instances for each degree at which the model fits.
 
-    Raises `DoesNotFitError` if the model fits at no degree.
+    Each layer is stored on one device of an instance. Raises `DoesNotFitError` if the model fits at no degree.
     """
     weights = memory.model.weight_bytes
     return memory.limits(degrees, max_num_seqs, lambda degree: memory.tokens_beside(weights / degree, degree))
 
 
 def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return the limits of LoongServe for each degree. Each device stores all weights.
+    """Return the limits of LoongServe's instances for each degree. Each device stores all weights.
 
     Raises `DoesNotFitError` if the model does not fit on one device.
     """
@@ -206,10 +222,10 @@ def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: in
 
 
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return the limits of Shift Parallelism for each degree at which the model fits.
+    """Return the limits of Shift Parallelism's instances for each degree at which the model fits.
 
-    Each device stores all weights, and a copy of its TP shard if the degree is above 1. Raises `DoesNotFitError` if the
-    model fits at no degree.
+    Each device stores all weights. At a degree above 1, each device also stores a copy of its tensor-parallel shard.
+    Raises `DoesNotFitError` if the model fits at no degree.
     """
     weights = memory.model.weight_bytes
 

@@ -13,7 +13,10 @@ _FOLDER = Path(__file__).parent / "devices"
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator and its links within a host. A rate times its efficiency is the rate that operators reach."""
+    """Rates and sizes of one accelerator, and of its links within a host.
+
+    Operators reach only a share of a peak rate. The fields `*_efficiency` give these shares.
+    """
 
     name: str
     memory_bytes: float
@@ -69,7 +72,7 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str) -> "DeviceSpec":
-        """Build a device from JSON data. `origin`: prefix of error messages.
+        """Build a device from JSON data. `origin` is the prefix of error messages.
 
         Raises `SimulationError` for a missing, unknown or invalid field.
         """
@@ -86,7 +89,7 @@ class DeviceSpec:
             raise SimulationError(f"{origin}: a field of the device is missing or invalid: {error}") from error
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of a ring all-reduce of `num_bytes` over `ranks` devices; 0 for one rank."""
+        """Return the seconds of a ring all-reduce of `num_bytes` bytes over `ranks` devices; 0 for one device."""
         if ranks == 1:
             return 0.0
         known = [count for count in self.all_reduce_latency_s if count >= ranks]
@@ -96,7 +99,7 @@ class DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the names of the devices in this package."""
+    """Return the names of the accelerators that have a file in `devices/`."""
     return tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
 
 

@@ -14,8 +14,11 @@ from serving.simulator.tally import Ending
 
 
 class DisaggregatedPolicy:
-    """Policy `disaggregated`: each request goes to the least-loaded prefill instance with room. The simulated host then
-    chooses the decode instance with the most free tokens."""
+    """Policy `disaggregated`: prompts and decoding run on separate instances.
+
+    Each request goes to the least-loaded prefill instance with room. The simulated host then chooses the decode
+    instance with the most free tokens.
+    """
 
     name = "disaggregated"
 
@@ -24,7 +27,10 @@ class DisaggregatedPolicy:
         self._static = StaticPolicy(Admission(), reserved_growth)
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """See `Policy.decide`. A request must fit a prefill instance and a decode instance with all its tokens."""
+        """Return the next actions (`Policy.decide`).
+
+        A request that is too long for the largest prefill instance or for the largest decode instance is rejected.
+        """
         decoding = max(instance.capacity_tokens for instance in view.instances[self._num_prefill :])
         limit = min(decoding, view.max_model_len or decoding)
         return self._static.decide(replace(view, instances=view.instances[: self._num_prefill], max_model_len=limit))
@@ -32,7 +38,10 @@ class DisaggregatedPolicy:
 
 @dataclass
 class _Handover:
-    """Request between two instances. `steps`: decode steps of the sender at the end of its prompt."""
+    """Request on its way from a prefill instance to a decode instance.
+
+    `steps` is the number of decode steps that the prefill instance had run when the prompt was computed.
+    """
 
     run: Run
     source: SimInstance
@@ -43,8 +52,10 @@ class _Handover:
 
 
 class Handovers:
-    """Requests whose prompts are computed, and whose pages are on a prefill instance or on the way to a decode
-    instance. A request without room on a decode instance keeps its pages on the prefill instance."""
+    """Requests on their way from a prefill instance to a decode instance.
+
+    While no decode instance has room for a request, the request keeps its KV pages on the prefill instance.
+    """
 
     def __init__(self, host: Host, config: HandoverConfig):
         self._host, self._config = host, config
@@ -53,7 +64,11 @@ class Handovers:
         """Times at which `proceed` must be called. The event loop empties this list."""
 
     def take(self, instance: SimInstance) -> None:
-        """Take all requests that decode from a prefill instance between two of its steps."""
+        """Remove the requests with computed prompts from a prefill instance.
+
+        The transfer of a request to a decode instance starts at once if there is room, and otherwise in a later
+        `proceed`. Call this method between two steps of the instance. For a decode instance, it does nothing.
+        """
         if instance not in self._host.instances[: self._config.num_prefill]:
             return
         for run in [run for run in instance.runs.values() if run.base]:
@@ -64,7 +79,7 @@ class Handovers:
         self.proceed()
 
     def proceed(self) -> None:
-        """End the transfers that are due, and start transfers for which there is room."""
+        """End the transfers that are complete, and start the transfers for which a decode instance has room."""
         now_s = self._host.now_s
         for handover in [h for h in self._pending if h.target is not None and h.due_s <= now_s]:
             self._pending.remove(handover)

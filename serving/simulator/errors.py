@@ -4,8 +4,12 @@ from amoeba_jax.errors import ConfigError
 
 
 class SimulationError(ConfigError):
-    """Error for settings or files that cannot be simulated. The message names the value and the allowed values."""
+    """The simulator cannot use a setting or a file. The message names the invalid value and the allowed values."""
 
 
 class DoesNotFitError(SimulationError):
-    """Error for a model or layout that does not fit the devices. Other policies may fit."""
+    """The devices cannot hold the instances that a policy needs.
+
+    Either the model needs more memory, or the devices cannot be divided into instances of the needed degrees. A
+    simulation of another policy may be possible.
+    """

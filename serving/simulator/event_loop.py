@@ -1,7 +1,8 @@
-"""Event loop in virtual time over several hosts.
+"""Event loop of a simulation, in virtual time, for one or more simulated hosts.
 
-A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks. A block is a
-series of equal steps of an instance that is planned at once (`block.Block`). A tick is a decision of a scheduler.
+A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks, among
+others. A block is a series of similar steps of an instance that is planned at once (`block.Block`). A tick is a
+decision of a scheduler.
 """
 
 import heapq
@@ -49,7 +50,7 @@ Progress = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Limits of a simulation."""
+    """Limits at which a simulation stops."""
 
     until_s: float | None = None
     """Virtual seconds to simulate. None: until all requests have ended."""
@@ -63,9 +64,9 @@ class Host:
     """Group of devices with one scheduler.
 
     Attributes:
-        next_tick_s: time of the next tick; infinite if none is planned.
+        next_tick_s: time of the scheduler's next decision (tick); infinite if none is planned.
         not_before_s: earliest time of the next tick.
-        limit: resource that waiting requests lack since `limit_since_s`; None if no request waits.
+        limit: resource that waiting requests have lacked since `limit_since_s`; None if no request waits.
         idle_ticks: whether the policy needs ticks even if no request waits and no instance is merged.
     """
 
@@ -83,7 +84,7 @@ class Host:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the host needs no tick until its next event."""
+        """Whether no tick (decision of the scheduler) is needed before the next event of the host."""
         executor = self.executor
         if executor.queue or self.idle_ticks:
             return False
@@ -92,10 +93,10 @@ class Host:
 
 
 class Cluster:
-    """Hosts that serve a table of requests.
+    """Simulated hosts that serve a table of requests.
 
     Args:
-        hosts: configuration of each host, and function that returns its policy.
+        hosts: pair (configuration, function that returns the policy) for each host.
         router: rule that chooses the host of each request.
         faults: failures to inject. Devices are numbered over all hosts.
         bin_s: width of the bins of `Tally.tokens_per_bin` in seconds.
@@ -155,9 +156,10 @@ class Cluster:
     # The loop
 
     def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
-        """Serve requests until all requests have ended, or until a limit of `config` is reached. Call it once.
+        """Serve requests until all have ended, or until a limit of `config` is reached.
 
-        Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped the run.
+        Call this method only once. Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped
+        the run.
         """
         config = config or LoopConfig()
         arrivals, total = array("d", self.requests.arrival_s), len(self.requests)
@@ -202,7 +204,7 @@ class Cluster:
         self._close()
 
     def _handle(self, event: tuple, host: Host) -> bool:
-        """Process an event, and return whether the host needs a tick now."""
+        """Process an event. Return whether the scheduler of the host must decide now."""
         kind, executor = event[2], host.executor
         if kind == _BLOCK:
             instance, version = event[4], event[5]
@@ -288,7 +290,11 @@ class Cluster:
                 self._plan_tick(host, now_s + wait_s)
 
     def _count_limit(self, host: Host, now_s: float) -> None:
-        """Add the time since the last decision to `Tally.limited_s`. Record the resource that waiting requests lack."""
+        """Add the time since the last call to `Tally.limited_s`.
+
+        The time counts for the resource that waiting requests lacked at the last call. Also record the resource that
+        waiting requests lack now, for the next call.
+        """
         limited_s = self.tally.limited_s
         if host.limit is not None:
             limited_s[host.limit] = limited_s.get(host.limit, 0.0) + now_s - host.limit_since_s
@@ -299,8 +305,10 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """Add the ended steps of unfinished blocks, and the waiting times of queued requests, to `tally` and
-        `records`."""
+        """Add unfinished work to `tally` and `records` at the end of the simulation.
+
+        Unfinished work is the ended steps of blocks that have not ended, and the waiting times of requests in queues.
+        """
         for host in self.hosts:
             self._count_limit(host, self.now_s)
             executor = host.executor

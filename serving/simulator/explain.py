@@ -32,8 +32,10 @@ _SAME_SHARE, _SAME_TTFT = 0.001, 0.02
 def compare(one: PolicyResult, two: PolicyResult) -> int:
     """Return -1 if the first result is better, 1 if the second result is better, and 0 if they are equal.
 
-    The larger share of requests within the objectives is better (the goodput: all results have the same requests). If
-    the shares are equal, fewer refused requests are better, and then the shorter mean TTFT.
+    The result with the larger share of requests within the latency limits is better. If the shares are equal, the
+    result with fewer refused requests is better. If these numbers are also equal, the result with the shorter mean time
+    to first token (TTFT) is better. Small differences of shares and of TTFT do not count. Both results must be for the
+    same requests.
     """
     if abs(difference := two.kept_share - one.kept_share) > _SAME_SHARE:
         return 1 if difference > 0 else -1
@@ -46,7 +48,7 @@ def compare(one: PolicyResult, two: PolicyResult) -> int:
 
 
 def mean_ttft_s(result: PolicyResult) -> float:
-    """Return the mean TTFT of the completed requests in seconds."""
+    """Return the mean time to first token (TTFT) of the completed requests, in seconds."""
     parts = result.parts()
     return parts["ttft_queue_s"] + parts["ttft_prefill_s"]
 
@@ -57,7 +59,11 @@ def ranking(results: Mapping[str, PolicyResult]) -> list[str]:
 
 
 def explain(results: Mapping[str, PolicyResult]) -> list[str]:
-    """Return a line about the best policies, and a line for each other policy that compares it with the best policy."""
+    """Return sentences that compare policies.
+
+    The first line is about the best policies. Each further line compares one of the other policies with the best
+    policy.
+    """
     names = ranking(results)
     best = results[names[0]]
     equal = [name for name in names if compare(best, results[name]) == 0]
@@ -71,7 +77,10 @@ def explain(results: Mapping[str, PolicyResult]) -> list[str]:
 
 
 def _refused(result: PolicyResult) -> str:
-    """Return a clause about the requests that a policy refuses, by class; empty if it refuses none."""
+    """Return a clause that says how many requests a policy refuses, in total and by class.
+
+    The result is empty if the policy refuses no request.
+    """
     if not (count := int(result.refused.sum())):
         return ""
     requests = result.requests
@@ -82,7 +91,7 @@ def _refused(result: PolicyResult) -> str:
 
 
 def limits_line(result: PolicyResult) -> str:
-    """Return a line about the resources of a policy, and about the resource that waiting requests lacked."""
+    """Return a line about the resources of a policy, and about the resources for which requests waited."""
     limits = result.limits()
     start = ", ".join(f"{count} x TP{degree}" for degree, count in limits["instances_at_start"].items())
     degrees = ", ".join(f"TP{degree}" for degree in limits["degrees"])

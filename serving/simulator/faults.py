@@ -7,10 +7,11 @@ from serving.simulator.errors import SimulationError
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Failure of a device at `at_s`: its instance loses the KV cache, and accepts no requests for `down_s` seconds.
+    """Failure of a device at the time `at_s`.
 
-    The requests of the instance return to the queue and are computed again, as after a failure in the engine. `device`
-    is the number of the device among the devices of all hosts.
+    The instance on the device loses its KV cache, and accepts no requests for `down_s` seconds. The requests of the
+    instance return to the queue and are computed again, as in the engine. `device` is the number of the device among
+    the devices of all hosts.
     """
 
     device: int
@@ -25,7 +26,7 @@ class DeviceFault:
 
 @dataclass(frozen=True)
 class Faults:
-    """All failures of a simulation."""
+    """All failures to inject into a simulation."""
 
     transformations: int = 0
     """Number of failing transformations: the first transformations of each host end without effect."""
@@ -33,10 +34,10 @@ class Faults:
 
     @classmethod
     def from_text(cls, texts: list[str]) -> "Faults":
-        """Parse texts such as `transformations:2` (two transformations fail) and `device:3@120+60` (device 3 fails at
-        120 s, for 60 s).
+        """Parse descriptions of failures. Raises `SimulationError` for an invalid text.
 
-        Raises `SimulationError` for an invalid text.
+        `transformations:2` means that the first two transformations of each host fail. `device:3@120+60` means that
+        device 3 fails at 120 s, for 60 s.
         """
         transformations, devices = 0, []
         for text in texts:

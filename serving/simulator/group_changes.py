@@ -1,6 +1,6 @@
-"""Transformations of a simulated host: merges and splits of instances.
+"""Merges and splits of instances on a simulated host.
 
-The members of a transformation are the instances on its devices when it starts.
+The members of a merge or split are the instances on the affected devices before the merge or split.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from serving.simulator.pauses import deal, pause, put_back, resume
 
 
 class GroupChanges:
-    """Start, progress and end of the transformations of a host.
+    """Merges and splits of a simulated host, from start to end.
 
     Attributes:
-        failing: pairs (end in seconds, members) of the running transformations that will end without effect.
-        waiting: pairs (merge, members) of the merges that have not started because requests run on their members.
+        failing: pair (end in seconds, members) for each running merge or split that will end without effect.
+        waiting: pair (merge, members) for each merge that has not started because requests run on its members.
     """
 
     def __init__(self, executor: Host):
@@ -40,10 +40,10 @@ class GroupChanges:
         return members
 
     def scale_up(self, action: ScaleUp) -> None:
-        """Start a merge. If `action.running` is "wait" and requests run on the instances, the merge starts later
-        (`proceed`).
+        """Start a merge.
 
-        Raises `Refusal` with the reason if the merge is not possible now.
+        If `action.running` is "wait" and requests run on the instances, `proceed` starts the merge later. Raises
+        `Refusal` with the reason if the merge is not possible now.
         """
         devices, degree, host = action.devices, action.degree, self._executor
         aligned = tuple(range(devices[0], devices[0] + degree)) if devices else ()
@@ -69,7 +69,7 @@ class GroupChanges:
             self._merge(action, members)
 
     def proceed(self) -> bool:
-        """Start each waiting merge whose members run no request. Return whether a merge started."""
+        """Start each waiting merge whose instances run no request any longer. Return whether a merge started."""
         due = [entry for entry in self.waiting if not any(member.runs for member in entry[1])]
         for entry in due:
             self.waiting.remove(entry)
@@ -94,7 +94,7 @@ class GroupChanges:
         self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
     def scale_down(self, action: ScaleDown) -> None:
-        """Start a split. If the instance has only paused requests, resume them at once.
+        """Start a split. If the instance has only paused requests, the split is immediate, and the requests continue.
 
         Raises `Refusal` with the reason if the split is not possible now.
         """
@@ -151,8 +151,10 @@ class GroupChanges:
         self._executor.begin(instance)
 
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
-        """Start a transformation that will fail. Its members accept no requests until its end, and then continue
-        unchanged."""
+        """Start a merge or split that will fail.
+
+        Its instances accept no requests until the merge or split ends. The instances then continue unchanged.
+        """
         cost = self._executor.config.transformation
         price = cost.change(lower, action.degree, sum(i.used_tokens() for i in members))
         for member in members:
@@ -160,7 +162,7 @@ class GroupChanges:
         self.failing.append((self._executor.now_s + max(price.seconds(cost.layers), 1e-3), members))
 
     def end_failed(self) -> bool:
-        """End each failing transformation whose time has passed. Return whether a transformation ended."""
+        """End each failing merge or split whose time has passed. Return whether one has ended."""
         due = [entry for entry in self.failing if entry[0] <= self._executor.now_s]
         for entry in due:
             self.failing.remove(entry)
@@ -169,8 +171,10 @@ class GroupChanges:
         return bool(due)
 
     def end(self, instance: SimInstance) -> None:
-        """End a transformation whose layers have all switched. After a split, the new instances replace the
-        instance."""
+        """End a merge or split whose layers have all switched.
+
+        After a split, the new instances replace the instance.
+        """
         change, instance.change = instance.change, None
         assert change is not None, "a change must be running"
         to_degree, now_s = change.action.degree, self._executor.now_s
@@ -185,10 +189,10 @@ class GroupChanges:
             self._executor.begin(part)
 
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
-        """Replace an instance by instances of a lower degree, and return the new instances.
+        """Replace an instance by instances of a lower degree. Return the new instances.
 
-        If the instance has paused instances, these are the new instances. The new instances receive the running
-        requests and the cached prompts. A request that fits on no new instance is preempted.
+        If the instance had replaced paused instances, these paused instances are the new instances. The new instances
+        receive the running requests and the cached prompts. A request that fits on no new instance is preempted.
         """
         host = self._executor
         if instance.paused:

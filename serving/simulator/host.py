@@ -1,4 +1,4 @@
-"""Interface of a simulated host for the modules that merge, split, pause and spread instances."""
+"""Interface of a simulated host, for the modules that merge, split, pause and spread instances."""
 
 from typing import Protocol
 
@@ -11,7 +11,10 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """Part of `SimExecutor` that the modules for changes of instances use. `SimExecutor` documents the methods."""
+    """Parts of a simulated host that the modules for changes of instances use.
+
+    `SimExecutor` implements and documents the methods.
+    """
 
     config: HostConfig
     limits: dict[int, DegreeLimits]
@@ -39,19 +42,20 @@ class Host(Protocol):
 
 
 def drained_s(host: Host, instance: SimInstance) -> float:
-    """Drop the planned steps of an instance that have not begun. Return the time in seconds at which the running step
-    ends.
+    """Drop the planned steps of an instance that have not begun. Return the time at which the instance is free.
 
-    If no step is running, return the present time. The caller must call `take_in` next.
+    This is the virtual time in seconds at which the running step ends. If no step is running, this is the present time.
+    The caller must call `take_in` next.
     """
     instance.cut(host.now_s)
     return host.now_s if instance.block is None else max(instance.block.end_s, host.now_s)
 
 
 def take_in(host: Host, instance: SimInstance) -> None:
-    """Process all steps of an instance's block now, although the last step may still run. Record finished requests.
+    """Process the planned steps of an instance as if they had ended. Record finished requests.
 
-    The instance is idle afterwards. The event for the end of the block becomes obsolete.
+    The last of these steps may still be running. Afterwards, the instance has no planned steps. The event for the end
+    of the steps becomes obsolete.
     """
     if instance.block is not None:
         for run in instance.end_block(instance.block.end_s):

@@ -1,4 +1,4 @@
-"""Configuration of a simulated host, and its queue entries."""
+"""Configuration of a simulated host, and entries of the host's queue."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,11 @@ from serving.simulator.transformation_cost import TransformationCost
 
 
 class ForbiddenActionError(AssertionError):
-    """Error for an action that the host refuses. Raised only if `HostConfig.strict` is set, for tests of policies."""
+    """The host refused an action. Raised only if `HostConfig.strict` is set, for tests of policies."""
 
 
 class Refusal(Exception):
-    """Error for an action that the host refuses, with the reason. `SimExecutor.apply` turns this error into an
-    `Outcome`."""
+    """The host refuses an action, for the given reason. `SimExecutor.apply` turns this error into an `Outcome`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class HandoverConfig:
 
 @dataclass(frozen=True)
 class HostConfig:
-    """Configuration of a host: a scheduler with its devices."""
+    """Configuration of a simulated host: a scheduler with its devices."""
 
     num_devices: int
     limits: tuple[DegreeLimits, ...]
@@ -68,12 +67,12 @@ class HostConfig:
 
     @property
     def num_slots(self) -> int:
-        """Maximum number of requests, running and paused, on the devices of one instance."""
+        """Maximum number of running and paused requests on the devices of one instance."""
         return max(limits.max_requests for limits in self.limits)
 
     @cached_property
     def base_degree(self) -> int:
-        """Lowest degree at the start. Merged instances split to this degree."""
+        """Lowest tensor-parallel degree at the start. Merged instances split to this degree."""
         return min(self.degrees_at_start)
 
 
@@ -86,8 +85,9 @@ class Waiting:
         index: row of the request in `tally.Records`.
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
-        last_token_s: time of its latest token before a preemption; None if it has generated no token.
-        offloaded: request whose pages are in host memory, with the decode steps of its instance at that time, or None.
+        last_token_s: time of the latest token before a preemption; None if the request has generated no token.
+        offloaded: pair (request, decode steps that the request's instance had run), saved when the KV pages were copied
+            to host memory. None if the pages are not in host memory.
     """
 
     request: WaitingRequest

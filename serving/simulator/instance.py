@@ -1,6 +1,6 @@
-"""Simulated instance: its running requests and their steps.
+"""Simulated instance with its running requests and its steps.
 
-Steps are planned in blocks: a block is a series of equal steps (`block.Block`). A step generates one token of each
+Steps are planned in blocks: a block is a series of similar steps (`block.Block`). A step generates one token for each
 decoding request, and computes chunks of prompts.
 """
 
@@ -19,19 +19,19 @@ from serving.simulator.tally import Records, Tally
 
 @dataclass(eq=False)
 class Change:
-    """Running transformation: between steps, some layers switch to the new degree.
+    """Running merge or split. Between steps, some layers switch to the new tensor-parallel degree.
 
     Attributes:
-        action: merge or split with the new degree.
-        start_s: start of the transformation.
+        action: requested merge or split.
+        start_s: start of the merge or split.
         left: number of layers that have not switched.
         total: number of layers.
-        lower: lower degree: the lowest degree of the members of a merge, or the new degree of a split.
+        lower: lower of the old and the new degree. For a merge, it is the lowest degree of the members.
         layer_s: seconds to switch one layer.
         pause_s: seconds without steps before the first switch.
         layers_per_step: number of layers that switch before each step.
-        fails: whether the transformation ends without effect.
-        from_degree: old degree. If the members of a merge have different degrees: the lowest degree.
+        fails: whether the merge or split ends without effect.
+        from_degree: old degree. If the members of a merge have different degrees, the lowest of these degrees.
         lane_tokens: capacity in tokens of an instance of the lower degree.
     """
 
@@ -48,10 +48,12 @@ class Change:
     lane_tokens: int = 0
 
     def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
-        """Return the longest prompt that may start on the instance now, in tokens of whole pages; 0 if `fails` is set.
+        """Return the maximum length in tokens of a prompt that starts on the instance now.
+
+        The result is a multiple of the page size. It is 0 if `fails` is set.
 
         Args:
-            instance: instance that is transformed.
+            instance: instance that merges or splits.
             used_tokens: tokens of the running requests of the instance. They are assumed to be spread evenly over
                 instances of the lower degree.
         """
@@ -63,10 +65,10 @@ class Change:
         return max(free // size * size, 0)
 
     def step(self, instance: "SimInstance", now_s: float) -> Block:
-        """Return a block of one step, which starts with the switch of `layers_per_step` layers.
+        """Return the next step, as a block of one step. `layers_per_step` layers switch before this step.
 
-        Switched layers run at the new degree, all other layers at the old degree. The step computes a chunk of at most
-        one prompt. If no request runs, all layers switch at once.
+        Switched layers run at the new degree, and all other layers run at the old degree. The step computes a chunk of
+        at most one prompt. If no request runs, all layers switch at once.
         """
         count, prompts = instance.num_decoding, instance.prompts
         switches = min(self.layers_per_step, self.left) if count or prompts else self.left
@@ -86,9 +88,9 @@ class Change:
         return block
 
     def _step_s(self, instance: "SimInstance", low_share: float, chunk: int, pairs: float) -> float:
-        """Return the seconds of a step if `low_share` of its layers run at the lower degree.
+        """Return the seconds of a step if the share `low_share` of its layers runs at the lower degree.
 
-        `chunk`: prompt tokens of the step. `pairs`: see `StepCost`.
+        `chunk` is the number of prompt tokens of the step. `pairs` is the number of attention pairs (`StepCost`).
         """
         pricing, count, degree = instance.pricing, instance.num_decoding, instance.degree
         seconds = []
@@ -101,7 +103,7 @@ class Change:
 
 
 class SimInstance:
-    """Instance with its running requests. An idle instance has no block.
+    """Simulated instance with its running requests and its planned steps. An instance without planned steps is idle.
 
     Attributes:
         runs: running requests by id.
@@ -109,17 +111,17 @@ class SimInstance:
         prompts: requests whose prompts the next steps compute, in the order of `Run.order`.
         num_decoding: number of decoding requests.
         steps: number of decode steps that have ended.
-        context: number of tokens of all decoding requests.
+        context: total number of tokens of all decoding requests.
         block: planned steps; None if the instance is idle.
-        change: running transformation, if any.
+        change: running merge or split, if any.
         paused: paused instances that this instance replaces on the same devices. The requests of the paused instances
             make no progress and keep their pages.
-        room_tokens: maximum tokens of the running requests: the capacity less the pages of paused requests.
+        room_tokens: maximum number of tokens of all running requests: the capacity less the pages of paused requests.
         max_requests: maximum number of running requests. Paused requests reduce this number.
         ready_s: earliest start of the next step.
         paused_s: time at which the instance was last paused.
         step_s: seconds of the latest decode step without a prompt; None before the first such step.
-        step_rows: number of sequences in the step of `step_s`.
+        step_rows: number of sequences in the step that `step_s` measures.
         prompt_tokens_per_s: prompt tokens per second of the latest step with prompts; None before the first such step.
         waits_for: merge that will start when no request runs on the devices of the merge. None: no merge.
         slowdown: factor by which steps take longer because other instances are busy (`Pricing.slowdown`).
@@ -127,11 +129,11 @@ class SimInstance:
         down_until_s: time until which the instance accepts no requests after a failure; below 0: no failure.
         prefixes: cached prompt blocks.
         step_began_s: start of the latest step that has ended.
-        spread: homes of its layers, if they have other homes than its device, or if its device computes layers of other
-            instances; else None.
+        spread: devices that compute the layers of the instance. None: only the instance's own devices compute them, and
+            these devices compute no layers of other instances.
         changes_placement: whether a placement change of the instance is in progress.
-        device_crowding: slowdown on each device of `spread` by other busy instances.
-        batch_limit: limit of running requests by an action; None if there is none.
+        device_crowding: factor by which other busy instances slow down each device of `spread`.
+        batch_limit: maximum number of running requests that a policy has set; None if it has set none.
         version: number of changes of `block`. Events for an older version are obsolete.
     """
 
@@ -192,34 +194,40 @@ class SimInstance:
         return bool(self.paused) and any(member.runs for member in self.paused)
 
     def count_room(self) -> None:
-        """Update `room_tokens`.
+        """Update `room_tokens`, the number of tokens that running requests may use.
 
-        Without paused instances, `room_tokens` is the capacity. With paused instances, it is their number times the
-        free tokens of the fullest paused instance.
+        Without paused instances, this is the capacity. With paused instances, this is the number of free tokens of the
+        fullest paused instance, times the number of paused instances.
         """
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
     def used_tokens(self, steps: int | None = None) -> int:
-        """Return the number of tokens in all pages of running requests after `steps` decode steps.
+        """Return how many tokens fit into the KV pages that running requests have after `steps` decode steps.
 
-        `steps`: number of decode steps. None: the decode steps that have ended.
+        By default, `steps` is the number of decode steps that have ended.
         """
         steps, size = self.steps if steps is None else steps, self.page_size
         return sum(-(-run.num_tokens(steps) // size) for run in self.runs.values()) * size
 
     def steps_at(self, now_s: float) -> int:
-        """Return the number of decode steps that have ended at `now_s`, including steps of the block."""
+        """Return the number of decode steps that have ended at `now_s`.
+
+        Planned steps also count if they end by `now_s`.
+        """
         return self.steps if self.block is None or self.num_decoding == 0 else self.steps + self.block.done(now_s)
 
     # Requests
 
     def requests_at(self, steps: int) -> tuple[RunningRequest, ...]:
-        """Return the running requests after `steps` decode steps, as policies see them."""
+        """Return the running requests after `steps` decode steps, in the form that policies use."""
         return tuple([run.view(steps) for run in self.runs.values()])
 
     def add(self, run: Run) -> None:
-        """Add a request to `joining`. Prompt tokens in the prefix cache count as computed."""
+        """Add a request. One of the next steps will begin to compute its prompt.
+
+        Prompt tokens in the prefix cache count as computed.
+        """
         if run.blocks is not None:
             self.prefixes.shrink(self.room_tokens - self.used_tokens())
             found = self.prefixes.find(run.blocks, run.request.prompt_tokens)
@@ -230,9 +238,9 @@ class SimInstance:
         self.joining.append(run)
 
     def take_over(self, runs: dict[str, Run], steps: int) -> None:
-        """Add running requests of another instance, with their pages, after a merge or split.
+        """Add running requests of another instance, with their KV pages, after a merge or split.
 
-        `steps`: decode steps that have ended on the other instance.
+        `steps` is the number of decode steps that have ended on the other instance.
         """
         for name, run in runs.items():
             self.runs[name] = run
@@ -246,7 +254,7 @@ class SimInstance:
                 self.joining.append(run)
 
     def remove(self, run: Run) -> None:
-        """Remove a request and its pages. The caller must process all ended steps before (`end_block`)."""
+        """Remove a request and its KV pages. The caller must first process all ended steps (`end_block`)."""
         self._forget(run)
         if run.base:
             self.num_decoding -= 1
@@ -264,7 +272,7 @@ class SimInstance:
         del self.runs[run.request.request_id]
 
     def last_in_order(self) -> Run:
-        """Return the running request to preempt first: the last in `Run.order`."""
+        """Return the running request to preempt first: the last one in the order `Run.order`."""
         return max(self.runs.values(), key=lambda run: run.order)
 
     def _decode(self, run: Run) -> None:
@@ -275,10 +283,10 @@ class SimInstance:
     # Steps
 
     def begin(self, now_s: float) -> Block | None:
-        """Plan a block that starts now, including added requests, and return the block. If no request runs, return
-        None.
+        """Plan the next steps, and return them as a block that starts now. If no request runs, return None.
 
-        The caller must check first that there are enough pages (`pages_short`).
+        The steps include added requests (`_take_joining`). The caller must first check that there are enough KV pages
+        (`pages_short`).
         """
         self._take_joining()
         if self.change is not None and not self.change.fails:
@@ -293,10 +301,10 @@ class SimInstance:
         return self.block
 
     def _take_joining(self) -> None:
-        """Move requests from `joining` to `prompts`, so that the next step can compute their prompts.
+        """Move added requests from `joining` to `prompts`, so that the next step can compute their prompts.
 
-        Normally, all requests move. With `launches_ahead`, a busy instance launched the next step when its latest
-        finished step began. A request that was added after that launch stays in `joining`.
+        Normally, all requests move. With `launches_ahead`, a busy instance has launched the next step already when the
+        latest ended step began. A request that was added after this launch stays in `joining`.
         """
         came = self.joining
         if self.launches_ahead and (self.prompts or self.num_decoding):
@@ -306,7 +314,10 @@ class SimInstance:
             self.joining = [run for run in self.joining if run not in came]
 
     def _step_s(self, shape: StepShape, pairs: float = 0.0) -> float:
-        """Return the seconds of a step without slowdowns by crowded processors. `pairs`: see `StepCost`."""
+        """Return the seconds of a step, before the factor `slowdown` is applied.
+
+        `pairs` is the number of attention pairs (`StepCost`).
+        """
         pricing, degree = self.pricing, self.degree
         if self.spread is not None:
             return self.spread.step_s(pricing, shape, self.context, pairs, self.device_crowding)
@@ -338,9 +349,10 @@ class SimInstance:
         return Block(now_s, max(steps, 1), self._step_s(StepShape(count)) * self.slowdown, slope_s * self.slowdown)
 
     def end_block(self, now_s: float) -> list[Run]:
-        """Process all steps of the block, and clear the block. The last step ends at `now_s`.
+        """Process all planned steps, the last of which ends at `now_s`. The instance is idle afterwards.
 
-        Return the finished requests, which are removed with their pages; an empty list if there is no block.
+        Return the finished requests, which are removed with their KV pages. If no steps were planned, return an empty
+        list.
         """
         block, self.block = self.block, None
         if block is None or block.steps == 0:
@@ -372,9 +384,10 @@ class SimInstance:
         return finished
 
     def _computed(self, run: Run, length: int, now_s: float, finished: list[Run]) -> None:
-        """Record a computed chunk of a prompt. The last chunk generates a token.
+        """Record that a chunk of `length` prompt tokens was computed.
 
-        If this token is also the last token of the request, the request is appended to `finished`.
+        The last chunk of a prompt also generates a token. If this token is also the last token of the request, append
+        the request to `finished`.
         """
         run.prompt_left -= length
         self.tally.prompt_tokens += length
@@ -397,7 +410,7 @@ class SimInstance:
             self._decode(run)
 
     def take_busy_s(self, now_s: float) -> float:
-        """Return the seconds of steps since the last call."""
+        """Return for how many seconds steps have run since the last call."""
         total_s, before_s = self._busy_s, self._taken_busy_s
         if self.block is not None:
             total_s += min(max(now_s - self.block.start_s, 0.0), self.block.time_s(self.block.steps))
@@ -405,7 +418,7 @@ class SimInstance:
         return total_s - before_s
 
     def cut(self, now_s: float) -> bool:
-        """Drop the planned steps that have not begun, and return whether a step was dropped."""
+        """Drop the planned steps that have not begun. Return whether a step was dropped."""
         if self.block is None or not self.block.cut(now_s):
             return False
         self.version += 1
@@ -413,7 +426,10 @@ class SimInstance:
 
 
 def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> InstanceView:
-    """Return an instance as policies see it. `shows_timing`: whether to include its latest step time."""
+    """Convert an instance to the form that policies use.
+
+    `shows_timing` says whether the result includes the time of the instance's latest decode step.
+    """
     step_s = instance.step_s if shows_timing else None
     is_idle = not instance.runs and instance.change is None and instance.waits_for is None and not instance.has_paused
     is_idle = is_idle and instance.down_until_s < now_s and instance.spread is None and instance.batch_limit is None
@@ -451,7 +467,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
 
 
 def steps_with_pages(instance: SimInstance) -> int:
-    """Return a number of decode steps for which the pages are sufficient, at least 1. More steps may be possible."""
+    """Return how many decode steps can certainly run with the KV pages of an instance; at least 1."""
     count, size = instance.num_decoding, instance.page_size
     most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
     if (room := instance.room_tokens - most) >= 64 * count:
@@ -461,7 +477,7 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Return whether the next step needs more pages than there are, and a preemption can free pages."""
+    """Return whether the next step needs more KV pages than there are, and a preemption can free some."""
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
         return False

@@ -1,4 +1,7 @@
-"""Fixed layouts by name, such as `static-tp4` and `static:tp4x1+tp1x4`: the degrees of the instances of a host."""
+"""Names of fixed layouts, such as `static-tp4` and `static:tp4x1+tp1x4`.
+
+A layout is the tensor-parallel degree of each instance of a host.
+"""
 
 import re
 from collections.abc import Sequence
@@ -14,14 +17,18 @@ _MAX_PARTS = 16
 
 
 def is_static(name: str) -> bool:
-    """Return whether a policy never changes degrees, and divides all weights."""
+    """Return whether a policy is static.
+
+    A static policy never merges or splits instances. All weights of an instance are divided over its devices.
+    """
     return name in STATIC or name == "disaggregated" or read_parts(name) is not None
 
 
 def read_parts(name: str) -> tuple[tuple[int, ...], ...] | None:
-    """Return the degrees of each part of a name such as `static:tp4x1+tp1x4`; None if the name lists no parts.
+    """Return the tensor-parallel degrees of the instances in a name such as `static:tp4x1+tp1x4`.
 
-    Raises `SimulationError` if the parts are invalid.
+    The result has the degrees for each part between plus signs, here `((4,), (1, 1, 1, 1))`. The result is None if the
+    name has no parts. Raises `SimulationError` if the parts are invalid.
     """
     policy, colon, text = name.partition(":")
     if not colon or is_policy_file(name):
@@ -43,9 +50,10 @@ def read_parts(name: str) -> tuple[tuple[int, ...], ...] | None:
 
 
 def degrees_at_start(name: str, devices: int, limits: Sequence[DegreeLimits]) -> tuple[int, ...]:
-    """Return the degrees of the instances of a policy, in the order of devices.
+    """Return the tensor-parallel degrees of a policy's instances at the start, in the order of devices.
 
-    Raises `DoesNotFitError` if the policy needs a degree at which the model does not fit, or another number of devices.
+    Raises `DoesNotFitError` if the model does not fit at a degree that the policy needs, or if the policy needs another
+    number of devices.
     """
     fitting = [limit.degree for limit in limits]
     known = f"on {devices} device{'s' if devices > 1 else ''} the model fits only at TP{', TP'.join(map(str, fitting))}"
@@ -73,8 +81,12 @@ def degrees_at_start(name: str, devices: int, limits: Sequence[DegreeLimits]) ->
 
 
 def num_prefill(name: str, degrees: Sequence[int]) -> int:
-    """Return the number of instances at the start of `degrees` that compute prompts only: 0 for most policies, and half
-    of the instances for `disaggregated` without parts."""
+    """Return how many instances compute prompts only. These instances come first in `degrees`.
+
+    The result is 0 for all policies except `disaggregated`. If the name of `disaggregated` has parts, the result is the
+    number of instances in the first part. Otherwise, the result is half of the instances. `degrees` has the degree of
+    each instance at the start.
+    """
     if not name.startswith("disaggregated"):
         return 0
     parts = read_parts(name)
@@ -82,7 +94,7 @@ def num_prefill(name: str, degrees: Sequence[int]) -> int:
 
 
 def _whole(devices: int, degree: int) -> int:
-    """Return `devices / degree`. Raises `DoesNotFitError` if there is a remainder."""
+    """Return `devices / degree`. Raises `DoesNotFitError` if the division has a remainder."""
     if devices % degree:
         raise DoesNotFitError(f"{devices} devices are not a multiple of {degree}: an instance needs TP{degree}")
     return devices // degree

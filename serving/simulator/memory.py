@@ -1,4 +1,7 @@
-"""Capacity of instances: the tokens whose keys and values fit beside weights and temporaries."""
+"""Capacity of instances in tokens.
+
+The keys and values of these tokens fit into memory beside the weights and the temporaries of a step.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ class MemoryPlan:
 
     @property
     def activations(self) -> float:
-        """Bytes of temporaries on each device: `activation_bytes` or the estimate."""
+        """Bytes of temporaries on each device: `activation_bytes`, or an estimate if it is None."""
         if self.activation_bytes is not None:
             return self.activation_bytes
         model = self.model
@@ -41,13 +44,13 @@ class MemoryPlan:
         return tokens + 256 * model.vocab_size * 4
 
     def weight_bytes(self, degree: int) -> float:
-        """Return the bytes of weights on each device of an instance of `degree`."""
+        """Return the bytes of weights on each device of an instance of tensor-parallel degree `degree`."""
         if self.changes_degree:
             return self.model.other_bytes + self.model.ffn_bytes / degree
         return self.model.weight_bytes / degree
 
     def capacity_tokens(self, degree: int) -> int:
-        """Return the tokens that fit into the KV cache of an instance, rounded down to whole pages.
+        """Return the number of tokens that fit into the KV cache of an instance, rounded down to whole pages.
 
         The result is 0 or negative if weights and temporaries leave no room.
         """
@@ -57,15 +60,16 @@ class MemoryPlan:
     def limits(
         self, degrees: Sequence[int], max_num_seqs: int | None, capacity: Callable[[int], int] | None = None
     ) -> tuple[DegreeLimits, ...]:
-        """Return the limits of an instance for each degree at which the model fits.
+        """Return the capacity and the request limit of an instance, for each degree at which the model fits.
 
         Raises `DoesNotFitError` if the model fits at no degree.
 
         Args:
-            degrees: possible degrees.
-            max_num_seqs: maximum number of running requests for each device. None: as many as the cache holds at
-                `SLOT_TOKENS` tokens each, rounded down to a power of two, from `MIN_SLOTS` to `MAX_SLOTS`.
-            capacity: function that returns the tokens of an instance of a degree. None: `capacity_tokens`.
+            degrees: possible tensor-parallel degrees.
+            max_num_seqs: maximum number of running requests for each device. None: the largest power of two for which
+                the cache holds `SLOT_TOKENS` tokens of each request, but at least `MIN_SLOTS` and at most `MAX_SLOTS`.
+            capacity: function that receives a degree and returns the capacity of an instance in tokens. None:
+                `capacity_tokens`.
         """
         found = {degree: (capacity or self.capacity_tokens)(degree) for degree in degrees}
         fitting = {degree: tokens for degree, tokens in found.items() if tokens >= self.page_size}
@@ -84,7 +88,9 @@ class MemoryPlan:
         return tuple(DegreeLimits(degree, tokens, slots * degree) for degree, tokens in fitting.items())
 
     def tokens_beside(self, weight_bytes: float, degree: int) -> int:
-        """Return the tokens of an instance whose devices each store `weight_bytes` of weights, and each cached token
-        once, rounded down to whole pages."""
+        """Return the capacity of an instance in tokens if each device stores `weight_bytes` bytes of weights.
+
+        No keys or values are stored twice in an instance. The result is rounded down to whole pages.
+        """
         free = self.device.memory_bytes * self.utilization - self.activations - weight_bytes
         return int(free * degree / self.model.kv_token_bytes()) // self.page_size * self.page_size

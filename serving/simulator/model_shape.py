@@ -23,7 +23,7 @@ _MLA = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weight matrix. Tensor parallelism divides its inputs or its outputs over the ranks."""
+    """Weight matrix. Tensor parallelism divides its inputs or its outputs over the devices."""
 
     name: str
     inputs: int
@@ -32,7 +32,7 @@ class Matrix:
     """Side that is divided: `outputs`, `inputs`, or `none` if each rank stores the whole matrix."""
 
     def at(self, degree: int) -> tuple[int, int]:
-        """Return `(inputs, outputs)` of the part that one rank stores."""
+        """Return `(inputs, outputs)` of the part that one device stores at tensor-parallel degree `degree`."""
         if self.split == "none":
             return self.inputs, self.outputs
         if self.split == "outputs":
@@ -57,7 +57,10 @@ class LatentAttention:
 
 
 class Window(NamedTuple):
-    """Sliding windows: `share` of the layers attend to the latest `tokens` tokens only."""
+    """Sliding windows of a model.
+
+    In the share `share` of all layers, a token attends only to the latest `tokens` tokens.
+    """
 
     share: float
     tokens: int
@@ -65,7 +68,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder with gated FFNs, dense or with experts."""
+    """Sizes of a decoder with gated FFNs. The FFNs may consist of experts."""
 
     name: str
     hidden_size: int
@@ -97,7 +100,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, name: str, config: dict[str, Any]) -> "ModelShape":
-        """Return the shape for the contents of a `config.json` in Hugging Face form.
+        """Return the sizes of a model from the content of its `config.json` in Hugging Face form.
 
         Without `model_type`, a decoder with gated FFNs is assumed. Raises `SimulationError` with the name of a missing
         or invalid field, and for a model that cannot be simulated.
@@ -147,8 +150,10 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
-        """Read a `config.json`; `path` is the file or its directory. Raises `SimulationError` if the file is
-        invalid."""
+        """Read a `config.json`. `path` is the file or its directory.
+
+        Raises `SimulationError` if the file is invalid.
+        """
         file = path / "config.json" if path.is_dir() else path
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -160,8 +165,10 @@ class ModelShape:
 
     @cached_property
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """Attention matrices of one layer: fused projection to queries, keys and values; output projection. With latent
-        attention, the first projection consists of four matrices."""
+        """Attention matrices of one layer: the joint projection to queries, keys and values, and the output projection.
+
+        With latent attention, three or four matrices replace the joint projection.
+        """
         hidden, heads = self.hidden_size, self.num_heads
         if (latent := self.latent) is None:
             rows = (heads + 2 * self.num_kv_heads) * self.head_dim
@@ -184,9 +191,10 @@ class ModelShape:
         )
 
     def ffn_matrices(self, width: int | None = None) -> tuple[Matrix, ...]:
-        """Return the matrices of an FFN of `width`: fused gate and up projection; down projection.
+        """Return the two matrices of an FFN with `width` inner features.
 
-        `width`: None: the FFN of a layer, or one expert.
+        The first matrix is the joint gate and up projection. The second matrix is the down projection. By default,
+        `width` is the width of a layer's FFN, or of one expert.
         """
         width = self.ffn_size if width is None else width
         return (
@@ -196,17 +204,17 @@ class ModelShape:
 
     @cached_property
     def head_matrix(self) -> Matrix:
-        """Matrix of the projection to logits."""
+        """Output projection: the matrix that computes logits."""
         return Matrix("head", self.hidden_size, self.vocab_size, "outputs")
 
     @property
     def attention_item_bytes(self) -> float:
-        """Bytes of an attention weight."""
+        """Bytes of one attention weight."""
         return self.item_bytes if self.attention_weight_bytes is None else self.attention_weight_bytes
 
     @property
     def ffn_item_bytes(self) -> float:
-        """Bytes of an FFN weight."""
+        """Bytes of one FFN weight."""
         return self.item_bytes if self.ffn_weight_bytes is None else self.ffn_weight_bytes
 
     @property
@@ -246,7 +254,7 @@ class ModelShape:
 
     @property
     def other_bytes(self) -> float:
-        """Bytes of all weights except FFN: attention, routers, embeddings and head."""
+        """Bytes of all weights except FFNs: attention, routers, embedding and output projection."""
         rest = self._router_parameters + self._vocabulary_parameters
         return self.num_layers * self.attention_bytes + rest * self.item_bytes
 
@@ -257,16 +265,19 @@ class ModelShape:
 
     @property
     def pair_operations(self) -> int:
-        """Operations for a query token and a token that it attends to, in all heads of one layer."""
+        """Floating-point operations of attention for one pair of tokens, in all heads of one layer.
+
+        A pair is a query token and a token that this query token attends to.
+        """
         if (latent := self.latent) is not None:
             return 2 * self.num_heads * (latent.nope + latent.rope + latent.value)
         return 4 * self.num_heads * self.head_dim
 
     def kv_token_bytes(self, degree: int = 1) -> float:
-        """Return the bytes that one rank stores for a token: keys and values of its KV heads in all layers.
+        """Return the bytes that one device stores for a token: keys and values of the device's KV heads in all layers.
 
-        If there are fewer KV heads than ranks, each rank stores one head. With latent attention, each rank stores the
-        compressed vector. Layers with a sliding window store all tokens, as the engine does.
+        If there are fewer KV heads than devices, each device stores one head. With latent attention, each device stores
+        the compressed vector. As in the engine, layers with a sliding window store all tokens.
         """
         if self.latent is not None:
             return self.num_layers * (self.latent.rank + self.latent.rope) * self.item_bytes
@@ -280,7 +291,7 @@ def _parameters(matrices: tuple[Matrix, ...]) -> int:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Fields of a `config.json`."""
+    """Reader of the fields of a `config.json`."""
 
     name: str
     config: Mapping[str, Any]
@@ -289,7 +300,10 @@ class _Fields:
         return self.config.get(name)
 
     def positive(self, *names: str, default: int | None = None) -> int:
-        """Return the first field that is set. Raises `SimulationError` if it is no positive integer."""
+        """Return the value of the first field of `names` that is set, or `default` if none is set.
+
+        Raises `SimulationError` if the value is not a positive integer.
+        """
         value = next((self.config[n] for n in names if self.config.get(n) is not None), default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SimulationError(f"{self.name}: {names[0]}={value!r:.60} in config.json must be a positive integer")
@@ -316,7 +330,7 @@ def _shared_ffn_size(fields: _Fields, ffn: int) -> int:
 
 
 def _window(fields: _Fields, kind: str | None, layers: int) -> Window | None:
-    """Return the sliding windows of a model; None if it has none."""
+    """Return the sliding windows of a model, or None if it has none."""
     if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
         return None
     tokens = fields.positive("sliding_window")

@@ -21,8 +21,10 @@ _SHAPE = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num
 
 @dataclass(frozen=True)
 class OperatorPoint:
-    """Median time of a matrix product with `tokens` rows. `inputs` and `outputs`: sizes of the part of the matrix on
-    one rank."""
+    """Measured median time of a matrix product with `tokens` rows, in seconds.
+
+    `inputs` and `outputs` are the sizes of the part of the matrix on one device.
+    """
 
     operator: str
     inputs: int
@@ -32,7 +34,7 @@ class OperatorPoint:
 
 
 def read_points(path: Path) -> list[OperatorPoint]:
-    """Return all points of a `.csv` or `.csv.gz` file. Raises `SimulationError` if the file is invalid."""
+    """Return all measurements in a `.csv` or `.csv.gz` file. Raises `SimulationError` if the file is invalid."""
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -72,7 +74,10 @@ def _points(row: dict[str, str]) -> Iterable[OperatorPoint]:
 
 
 class OperatorProfile:
-    """Measured times by matrix shape, with linear interpolation between the measured numbers of tokens."""
+    """Measured times of matrix products by matrix shape.
+
+    Times between two measured numbers of tokens are interpolated.
+    """
 
     def __init__(self, points: Iterable[OperatorPoint]):
         samples: dict[tuple[int, int], dict[int, list[float]]] = {}
@@ -85,7 +90,10 @@ class OperatorProfile:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "OperatorProfile":
-        """Return a profile of all files, measured on one device. Raises `SimulationError` if a file is invalid."""
+        """Return a profile from files that were measured on devices of one kind.
+
+        Raises `SimulationError` if a file is invalid.
+        """
         return cls(point for path in paths for point in read_points(path))
 
     @property

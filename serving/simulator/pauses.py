@@ -1,6 +1,7 @@
-"""Pause and resumption: requests keep their pages and make no progress while a merged instance uses their devices.
+"""Pauses of requests while a merged instance uses their devices.
 
-The merged instance is called the group; the paused instances are its members.
+Paused requests keep their KV pages and make no progress. The merged instance is called the group. The paused instances
+are the members of the group.
 """
 
 from serving.simulator.host import Host, drained_s, take_in
@@ -9,9 +10,10 @@ from serving.simulator.run import Run
 
 
 def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> None:
-    """Pause instances and their requests. A new instance serves on their devices.
+    """Pause instances with their requests, and start a merged instance on the same devices.
 
-    All weights stay resident. The first step of the new instance starts `regroup_s` after the running steps have ended.
+    All weights stay in device memory. The first step of the merged instance starts `HostConfig.regroup_s` seconds after
+    the running steps of the paused instances have ended.
     """
     ready_s = max(drained_s(host, member) for member in members)
     for member in members:
@@ -28,7 +30,10 @@ def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> N
 
 
 def resume(host: Host, group: SimInstance) -> None:
-    """Replace a group without running requests by its paused members, whose requests continue."""
+    """Replace a merged instance (group) by its paused members, whose requests continue.
+
+    The group must run no requests.
+    """
     ready_s = drained_s(host, group)
     take_in(host, group)
     members = put_back(host, group)
@@ -40,7 +45,10 @@ def resume(host: Host, group: SimInstance) -> None:
 
 
 def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
-    """Detach the paused members from a group, record how long their requests were paused, and return the members."""
+    """Detach the paused members from a merged instance (group), and return these members.
+
+    Also record how long the requests of the members were paused.
+    """
     members, group.paused = list(group.paused), ()
     for member in members:
         host.tally.degrees.append((host.now_s, member.degree, member.degree))
@@ -50,11 +58,12 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 
 
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
-    """Choose the request to preempt if pages are missing on an instance. Return its instance and the request.
+    """Choose the request to preempt if an instance lacks KV pages.
 
-    One candidate is the last running request (`Run.order`). If there are paused instances, the other candidate is the
-    last request of the fullest paused instance. The paused candidate is preempted, except if it has a higher priority
-    than the running candidate.
+    Return `(owner, request)`. The owner is the instance or a paused instance: the one whose KV pages the request uses.
+    One candidate is the running request that is last in the order `Run.order`. If requests are paused, the other
+    candidate is the last request of the fullest paused instance. The paused request is chosen, except if it has a
+    higher priority than the running request.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -67,9 +76,10 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Update `room_tokens` of all instances with paused instances.
+    """Update how many tokens running requests may use (`room_tokens`) on instances that replace paused instances.
 
-    Call this after the removal of a request, because the request may have been paused.
+    Call this function after a request was removed. If the removed request was paused, running requests may use its
+    room.
     """
     for instance in instances:
         if instance.paused:
@@ -79,17 +89,17 @@ def count_rooms(instances: list[SimInstance]) -> None:
 def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) -> list[tuple[Run, SimInstance | None]]:
     """Choose a new instance for each request of an instance that splits. Nothing moves yet.
 
-    Requests are assigned in order of length: the longest request first, each request to the new instance with the most
-    free tokens.
+    The longest request is assigned first. Each request goes to the new instance with the most free tokens.
 
     Args:
         runs: requests of the instance that splits.
-        steps: decode steps that have ended on this instance.
+        steps: number of decode steps that have ended on the instance that splits.
         parts: new instances.
         page_size: tokens of a page.
 
     Returns:
-        Each request with its new instance, or with None if the request fits on no new instance.
+        Pair (request, new instance) for each request. None replaces the instance if the request fits on no new
+            instance.
     """
     free = [part.capacity_tokens - part.used_tokens() for part in parts]
     slots = [part.limits.max_requests - len(part.runs) for part in parts]

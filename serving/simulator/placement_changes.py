@@ -1,7 +1,7 @@
-"""Placement changes of a simulated host: layers replicate, migrate and return while requests run.
+"""Placement changes on a simulated host. A placement change copies, moves or removes layers while requests run.
 
-The layers of a change switch in groups, one after the other. Copies of weights overlap with steps. When a group
-switches, no step of its instance runs while the KV cache moves.
+The layers of a change switch in groups, one group after the other. Steps continue while weights are copied. The
+instance runs no step while the KV cache of a group moves.
 """
 
 import math
@@ -24,7 +24,7 @@ _SAMPLE_S = 1.0
 
 @dataclass
 class _Progress:
-    """Placement change in progress.
+    """Placement change that has not ended.
 
     Attributes:
         action: requested change.
@@ -40,9 +40,10 @@ class _Progress:
 
 
 class PlacementChanges:
-    """Start, progress and effects of the placement changes of a host, and the memory of its devices.
+    """Placement changes of a simulated host from start to end, and the memory of the host's devices.
 
-    An instance has a `Spread` if its layers have other homes, or if its device computes layers of other instances.
+    An instance has a `Spread` if other devices compute some of its layers, or if its own device computes layers of
+    other instances.
     """
 
     def __init__(self, host: Host):
@@ -62,7 +63,11 @@ class PlacementChanges:
     # Checks
 
     def check_group(self, members: Iterable[SimInstance]) -> None:
-        """Raise `Refusal` if instances cannot merge or split, because layers have other homes."""
+        """Raise `Refusal` if the placement of layers prevents a merge or split of instances.
+
+        This is the case during a placement change, if layers of these instances are on other devices, or if layers of
+        other instances are on the devices of these instances.
+        """
         for member in members:
             name = member.devices[0]
             if member.changes_placement:
@@ -75,7 +80,7 @@ class PlacementChanges:
                 )
 
     def _guests(self, devices: Sequence[int]) -> list[SimInstance]:
-        """Return the instances that compute modules on these devices, which are not their own."""
+        """Return the instances that compute layers on these devices, although the devices are not their own."""
         return [
             i
             for i in self._host.instances
@@ -83,7 +88,10 @@ class PlacementChanges:
         ]
 
     def _find(self, instance_id: int) -> SimInstance:
-        """Return the instance of a change. Raises `Refusal` if its placement cannot change now."""
+        """Return the instance with the id `instance_id`.
+
+        Raises `Refusal` if there is no such instance, or if the placement of its layers cannot change now.
+        """
         instance = next((i for i in self._host.instances if i.devices[0] == instance_id), None)
         if instance is None:
             raise Refusal(f"there is no instance {instance_id}")
@@ -123,7 +131,7 @@ class PlacementChanges:
     # Memory
 
     def _pool_bytes(self, device: int) -> float:
-        """Return the bytes for KV cache on a device: its memory less the weights of all instances there."""
+        """Return the bytes for KV cache on a device: the device's memory less the weights of all instances there."""
         if (known := self._pools.get(device)) is not None:
             return known
         sizes, attention, ffn, other = self._cost.sizes, set[int](), set[int](), 0.0
@@ -159,7 +167,10 @@ class PlacementChanges:
         return self._pool_bytes(device) - self._used_bytes()[device]
 
     def count_rooms(self) -> None:
-        """Update the room of all instances with a spread, from the free memory of their devices."""
+        """Update how many tokens running requests may use, for all instances that have a `Spread`.
+
+        The numbers follow from the free memory of the devices.
+        """
         if self._host.config.layers is None:
             return
         spread = [i for i in self._host.instances if i.spread is not None]
@@ -171,8 +182,11 @@ class PlacementChanges:
             instance.room_tokens = own + math.floor(free / size) * size
 
     def count_capacities(self) -> None:
-        """Update spreads and capacities after a change of placements or instances. An instance has no spread if its
-        layers are at home and its device computes no layers of other instances."""
+        """Update the capacity and the `Spread` of all instances, after placements or instances have changed.
+
+        An instance has no `Spread` if only its own device computes its layers, and this device computes no layers of
+        other instances.
+        """
         if self._host.config.layers is None:
             return
         self._pools.clear()
@@ -192,7 +206,7 @@ class PlacementChanges:
         self.count_rooms()
 
     def devices(self) -> tuple[DeviceView, ...]:
-        """Return the free resources of all devices, as policies see them."""
+        """Return the free resources of all devices, in the form that policies use."""
         self._sample()
         used, pools = self._used_bytes(), {device: self._pool_bytes(device) for device in self._utilization}
         return tuple(
@@ -201,7 +215,10 @@ class PlacementChanges:
         )
 
     def _sample(self) -> None:
-        """Measure the share of time in which each device computed since the last sample."""
+        """Measure the utilization of each device: in which share of the time since the last sample the device computed.
+
+        Do nothing if the last sample is less than `_SAMPLE_S` seconds old.
+        """
         passed_s = self._host.now_s - self._sampled_s
         if passed_s < _SAMPLE_S:
             return
@@ -215,7 +232,7 @@ class PlacementChanges:
         self._utilization = {device: min(value, 1.0) for device, value in busy.items()}
 
     def crowd(self, instance: SimInstance) -> None:
-        """Set the slowdown of an instance on each device by other busy instances that compute there."""
+        """Set how much slower an instance is on each device, because other busy instances compute there."""
         assert instance.spread is not None, "other instances share no device"
         busy = [i for i in self._host.instances if i is not instance and i.block is not None and i.spread is not None]
         instance.device_crowding = {
@@ -227,7 +244,7 @@ class PlacementChanges:
     def start(self, action: PlacementChange, at_once: bool = False) -> None:
         """Start a placement change. Raises `Refusal` with the reason if it is not possible now.
 
-        `at_once`: whether all layers switch now at no cost, for placements at the start of a simulation.
+        `at_once` says whether all layers switch now at no cost, for placements at the start of a simulation.
         """
         instance = self._find(action.instance_id)
         spread = instance.spread or Spread.at_home(instance.devices[0], self._cost)
@@ -287,7 +304,7 @@ class PlacementChanges:
             raise Refusal(f"device {device} has {free / 1e9:.2f} GB free, but the layers need {needed / 1e9:.2f} GB")
 
     def _copied_bytes(self, action: PlacementChange, spread: Spread, layer: int) -> float:
-        """Return the bytes of weights of one layer that the target of a change lacks."""
+        """Return the bytes of one layer's weights that the target device of a change lacks."""
         if isinstance(action, Evict | ScaleIn):
             return 0.0
         sizes, device, modules = self._cost.sizes, action.device, getattr(action, "modules", "layer")
@@ -302,7 +319,7 @@ class PlacementChanges:
         return copied + (sizes.ffn_bytes if modules in ("layer", "ffn") and not ffn else 0.0)
 
     def take_new_times(self) -> list[float]:
-        """Return the times at which `proceed` must be called, without the times that an earlier call returned."""
+        """Return the times at which `proceed` must be called. Times that an earlier call returned are left out."""
         times, self._new_times = self._new_times, []
         return times
 
@@ -311,7 +328,7 @@ class PlacementChanges:
         return change.left if isinstance(change.action, ScaleIn) else change.left[:count]
 
     def _schedule(self, change: _Progress) -> None:
-        """Plan the switch of the next group of layers, after the copy of its weights."""
+        """Plan when the next group of layers switches: after the copy of its weights."""
         cost, group = self._cost, self._group(change)
         spread = change.instance.spread or Spread.at_home(change.instance.devices[0], cost)
         num_bytes = sum(self._copied_bytes(change.action, spread, layer) for layer in group)
@@ -333,7 +350,7 @@ class PlacementChanges:
                 self._end(change)
 
     def _switch(self, change: _Progress, layers: range) -> None:
-        """Let layers switch to their new homes, and let the steps of the instance wait until the KV cache has moved."""
+        """Switch layers to their new devices. The steps of the instance wait until the KV cache has moved."""
         action, instance = change.action, change.instance
         spread = instance.spread or Spread.at_home(instance.devices[0], self._cost)
         modules = getattr(action, "modules", "layer")
@@ -358,7 +375,7 @@ class PlacementChanges:
         self.count_capacities()
 
     def _pause(self, instance: SimInstance, seconds: float) -> None:
-        """Let an instance start no step for some seconds after the running step."""
+        """Delay the next step of an instance until `seconds` seconds after the end of the running step."""
         if instance.block is not None:
             self._host.disturb(instance)
             instance.ready_s = instance.block.end_s + seconds
@@ -389,7 +406,7 @@ class PlacementChanges:
                 host.begin(member)
 
     def _move(self, source: SimInstance, target: SimInstance, runs: Sequence[Run]) -> None:
-        """Move requests with their pages to another instance. Requests that do not fit there are preempted."""
+        """Move requests with their KV pages to another instance. Requests that do not fit there are preempted."""
         host, size = self._host, target.page_size
         ready_s = max(drained_s(host, source), drained_s(host, target))
         take_in(host, source)

@@ -1,4 +1,4 @@
-"""Plots of simulations: throughput, TTFT, and devices by degree."""
+"""Plots of simulations: throughput, time to first token (TTFT), and devices at each tensor-parallel degree."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _DEGREE_COLORS = {1: "#5b8fd9", 2: "#b04fb0", 4: "#2f9e6e", 8: "#e8890c"}
 
 
 def load_matplotlib() -> Any:
-    """Return matplotlib's `Figure`. Raises `SimulationError` if matplotlib is not installed."""
+    """Return the class `Figure` of matplotlib. Raises `SimulationError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -36,10 +36,11 @@ def save_plot(figure: Any, path: Path) -> None:
 
 
 def draw(results: Mapping[str, PolicyResult]) -> Any:
-    """Return a matplotlib figure: plots of throughput over time and of the distribution of TTFT by class for all
-    policies, and a plot of devices by degree for each policy.
+    """Return a matplotlib figure that compares policies.
 
-    Raises `SimulationError` if matplotlib is not installed.
+    One plot shows the throughput of all policies over time, and one plot shows the distribution of their TTFT by class
+    of requests. A further plot for each policy shows the number of devices at each tensor-parallel degree. Raises
+    `SimulationError` if matplotlib is not installed.
     """
     rows = 2 + len(results)
     figure = load_matplotlib()(figsize=(10, 2.6 * rows), layout="constrained")
@@ -71,7 +72,7 @@ def draw(results: Mapping[str, PolicyResult]) -> Any:
 def draw_sweep(points: Sequence[SweepPoint]) -> Any:
     """Return a matplotlib figure of goodput against the request rate, with a line for each policy.
 
-    Raises `SimulationError` if matplotlib is not installed.
+    Goodput is requests per second within the latency limits. Raises `SimulationError` if matplotlib is not installed.
     """
     figure = load_matplotlib()(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
@@ -86,10 +87,10 @@ def draw_sweep(points: Sequence[SweepPoint]) -> Any:
 
 
 def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
-    """Return `(times, counts)`: the number of devices in instances of each degree, over time.
+    """Return `(times, counts)`: the number of devices at each tensor-parallel degree, over time.
 
-    `counts[degree][i]` is the number of devices in instances of `degree` from `times[i]` on. `times` has the seconds at
-    which degrees change, and the end of the run.
+    `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until the next time. `times`
+    has the seconds at which degrees change, and the end of the run.
     """
     degrees = sorted({degree for _, degree, _ in result.tally.degrees})
     now = dict.fromkeys(degrees, 0)

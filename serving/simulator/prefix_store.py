@@ -1,7 +1,8 @@
 """Prefix cache of a simulated instance.
 
-A block is a series of consecutive prompt tokens with an id (unlike `block.Block`, a series of steps). Requests hold
-blocks while they run. A block that no request holds is idle: it stays in the cache until its room is needed.
+In this module, a block is a series of consecutive prompt tokens with an id. The class `block.Block` is something else.
+Requests hold blocks while they run. A block that no request holds is idle. An idle block stays in the cache until its
+room is needed.
 """
 
 from collections import Counter, OrderedDict
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class PromptBlocks:
-    """Blocks of a prompt, as in Mooncake's traces. Prompts that are equal up to the end of a block have the same id for
-    this block.
+    """Blocks of a prompt, as in Mooncake's traces. A block is a series of consecutive prompt tokens.
+
+    If two prompts are equal up to the end of a block, they have the same id for this block.
 
     Attributes:
         ids: ids of the blocks in order.
@@ -31,10 +33,10 @@ class PromptBlocks:
 
 
 class PrefixStore:
-    """Cache of computed prompt blocks.
+    """Cache of computed prompt blocks on a simulated instance.
 
-    Idle blocks use only capacity that no request needs. The least recently used idle block is evicted first. Blocks at
-    the end of a prompt are evicted before blocks at its beginning.
+    A block that no running request holds is idle. Idle blocks use only capacity that no request needs. The least
+    recently used idle block is evicted first. Blocks at the end of a prompt are evicted before blocks at its beginning.
     """
 
     def __init__(self) -> None:
@@ -51,13 +53,14 @@ class PrefixStore:
 
     @property
     def idle_tokens(self) -> float:
-        """Total tokens of idle blocks."""
+        """Number of tokens in all idle blocks, which no running request holds."""
         return self._idle_tokens
 
     def find(self, prompt: PromptBlocks, prompt_tokens: int) -> int:
-        """Hold the cached leading blocks of a prompt, and return the number of tokens in these blocks.
+        """Find the longest cached prefix of a prompt, and return the number of tokens in this prefix.
 
-        The result is at most `prompt_tokens - 1`, because the last token must be computed.
+        The request of the prompt then holds the blocks of this prefix. The result is at most `prompt_tokens - 1`,
+        because the last prompt token must be computed.
         """
         for block in prompt.ids[prompt.num_held :]:
             if block not in self:
@@ -67,7 +70,7 @@ class PrefixStore:
         return min(int(prompt.num_held * prompt.tokens), max(prompt_tokens - 1, 0))
 
     def add(self, prompt: PromptBlocks) -> None:
-        """Add all blocks of a computed prompt, and hold these blocks."""
+        """Add all blocks of a computed prompt to the cache. The request of the prompt then holds these blocks."""
         before = prompt.ids[prompt.num_held - 1] if prompt.num_held else None
         for block in prompt.ids[prompt.num_held :]:
             self._before.setdefault(block, before)
@@ -80,7 +83,7 @@ class PrefixStore:
         self._holders[block] += 1
 
     def release(self, prompt: PromptBlocks) -> None:
-        """Release all held blocks of a prompt. Blocks that no other request holds become idle."""
+        """Release all blocks that a request holds. Blocks that no other request holds become idle."""
         for block in reversed(prompt.held):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -100,7 +103,10 @@ class PrefixStore:
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """Hold the blocks that a request held on its previous instance. The request moves here with its pages."""
+        """Hold the blocks that a request held on its previous instance.
+
+        The request moves to the instance of this store with its KV pages.
+        """
         before = None
         for block in prompt.held:
             self._before.setdefault(block, before)
@@ -108,9 +114,10 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Copy idle blocks from the store of a replaced instance, except blocks that this store already has.
+        """Copy idle blocks from `other`, the store of an instance that is being replaced.
 
-        The caller must call `take_held` for the requests first. `blocks`: blocks to copy; None: all idle blocks.
+        Skip blocks that are already in this store. The caller must first call `take_held` for each request that moves
+        here. `blocks` has the ids of the blocks to copy. By default, all idle blocks are copied.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:
@@ -118,10 +125,10 @@ class PrefixStore:
                 self._put(block, other._idle[block])
 
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
-        """Distribute the idle blocks over the stores of the instances that replace this instance after a split.
+        """Distribute the idle blocks over the stores of the new instances, when the instance of this store splits.
 
-        All idle blocks of prompts with the same first block go to one store. This is the store that already has the
-        first block. If no store has it, this is the store with the fewest idle tokens.
+        All idle blocks of prompts with the same first block go to the same store. This is the store that already has
+        the first block. If no store has this block, it is the store with the fewest idle tokens.
         """
         groups: dict[int, list[int]] = {}
         for block in self._idle:

@@ -1,4 +1,4 @@
-"""Cost of the steps of an instance, from a cost model and from the slowdown by other busy instances."""
+"""Cost of the steps of an instance, from a cost model and the slowdown by other busy instances."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,10 @@ from serving.simulator.step_cost import StepCost, StepShape, prompt_pairs
 
 
 class Pricing:
-    """Cost of the steps of a host's instances. It remembers results of a `StepCost`, and adds the slowdown by other
-    busy instances."""
+    """Cost of steps on a host: the results of a `StepCost`, and the slowdown by other busy instances.
+
+    Results of the `StepCost` are cached.
+    """
 
     def __init__(
         self,
@@ -34,10 +36,10 @@ class Pricing:
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """Return the duration of a step while `busy` instances are busy, divided by its duration while one instance is
-        busy. If nothing was measured, the result is 1.
+        """Return how many times longer a step takes while `busy` instances are busy, compared with one busy instance.
 
-        If `busy` instances were not measured, the measurement with the next smaller number of busy instances is used.
+        If nothing was measured, the result is 1. If `busy` instances were not measured, use the measurement with the
+        next smaller number of busy instances.
 
         Args:
             busy: number of busy instances, including the instance that runs the step.
@@ -48,7 +50,7 @@ class Pricing:
         return table[max(measured)] if measured else 1.0
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`."""
+        """Return the seconds of a step without attention (`StepCost.fixed_s`)."""
         key = (degree, shape)
         if (seconds := self._fixed.get(key)) is None:
             seconds = self._fixed[key] = self.cost.fixed_s(degree, shape)
@@ -58,9 +60,10 @@ class Pricing:
         """Return the seconds of decode attention in a step.
 
         Args:
-            degree: degree of the instance.
+            degree: tensor-parallel degree of the instance.
             sequences: number of decoding sequences.
-            context: total tokens of these sequences. With sliding windows, they are assumed to be equally long.
+            context: total number of cached tokens of these sequences. With sliding windows, the sequences are assumed
+                to be equally long.
         """
         if (window := self.window) is None:
             return self.context_s(degree) * context
@@ -68,27 +71,31 @@ class Pricing:
         return self.context_s(degree) * ((1 - window.share) * context + window.share * seen)
 
     def attention_slope_s(self, degree: int, sequences: float, context: float) -> float:
-        """Return the seconds by which `attention_s` grows if each sequence grows by a token."""
+        """Return the seconds by which `attention_s` grows if each sequence grows by one token."""
         window, share = self.window, 1.0
         if window is not None and context >= window.tokens * sequences:
             share -= window.share
         return self.context_s(degree) * share * sequences
 
     def pairs(self, start: int, length: int) -> float:
-        """Return the number of pairs (see `StepCost`) for a chunk: a mean over the layers."""
+        """Return the number of attention pairs of a prompt chunk, as a mean over the layers.
+
+        The chunk has `length` tokens, after `start` computed tokens. A pair is a token of the chunk and a token that
+        this token attends to.
+        """
         full = prompt_pairs(start, length)
         if (window := self.window) is None:
             return full
         return (1 - window.share) * full + window.share * prompt_pairs(start, length, window.tokens)
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`."""
+        """Return the seconds of decode attention for each cached token (`StepCost.context_s`)."""
         if (seconds := self._context.get(degree)) is None:
             seconds = self._context[degree] = self.cost.context_s(degree)
         return seconds
 
     def pair_s(self, degree: int) -> float:
-        """See `StepCost.pair_s`."""
+        """Return the seconds of prompt attention for each pair of tokens (`StepCost.pair_s`)."""
         if (seconds := self._pair.get(degree)) is None:
             seconds = self._pair[degree] = self.cost.pair_s(degree)
         return seconds

@@ -1,4 +1,4 @@
-"""Bytes of quantized weights, from `quantization_config` of a `config.json`."""
+"""Sizes of quantized weights, according to the `quantization_config` of a `config.json`."""
 
 import math
 from collections.abc import Mapping
@@ -16,16 +16,17 @@ _MAX_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bytes of a weight, including scales. None: the weights are not quantized."""
+    """Bytes of one weight in attention and in FFNs, with its share of the scales. None: not quantized."""
 
     attention_bytes: float | None = None
     ffn_bytes: float | None = None
 
     @classmethod
     def from_hf(cls, name: str, config: Any, has_experts: bool) -> "Quantization":
-        """Return the sizes for a `quantization_config`. Embeddings, routers and the head are not quantized.
+        """Return the bytes of weights for a `quantization_config`.
 
-        Raises `SimulationError` for a method that cannot be simulated.
+        Embeddings, routers and the output projection are not quantized. Raises `SimulationError` for a method that
+        cannot be simulated.
 
         Args:
             name: name of the model, for errors.
@@ -63,7 +64,7 @@ def _fp8_bytes(name: str, config: Mapping[str, Any]) -> float:
 
 
 def _integer_bytes(name: str, config: Mapping[str, Any]) -> float:
-    """Return the bytes of a weight of GPTQ or AWQ: each group has a scale of two bytes and a zero point."""
+    """Return the bytes of one GPTQ or AWQ weight. Each group of weights has a scale of two bytes and a zero point."""
     bits, group = config.get("bits"), config.get("group_size", 128)
     if bits not in (2, 3, 4, 8) or not isinstance(group, int) or group == 0:
         raise SimulationError(f"{name}: bits={bits!r:.60} and group_size={group!r:.60} cannot be simulated")

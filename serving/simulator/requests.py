@@ -1,4 +1,4 @@
-"""Requests of a simulation, as a table of columns: a day of traffic takes only tens of megabytes."""
+"""Requests of a simulation, as a table with columns. A table for a day of traffic takes only tens of megabytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,10 @@ from serving.simulator.prefix_store import PromptBlocks
 
 @dataclass(frozen=True)
 class RequestTable:
-    """Table with a row for each request, in the order of arrival. The index of a request is its row. Arrivals are in
-    seconds since the start, and lengths are in tokens."""
+    """Table with a row for each request, in the order of arrival. A request is identified by its row.
+
+    Arrivals are in seconds since the start, and lengths are in tokens.
+    """
 
     arrival_s: np.ndarray
     input_len: np.ndarray
@@ -57,28 +59,28 @@ class RequestTable:
 
     @property
     def span_s(self) -> float:
-        """Seconds from 0 to the last arrival."""
+        """Seconds from the start to the last arrival."""
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     @property
     def too_long(self) -> np.ndarray:
-        """Whether prompt and output of each request exceed the context of the model."""
+        """Bool for each request: whether prompt and output exceed the context of the model (`max_model_len`)."""
         lengths = self.input_len + self.output_len
         return np.zeros(len(self), bool) if self.max_model_len is None else lengths > self.max_model_len
 
     def name(self, index: int) -> str:
-        """Return the id of a request."""
+        """Return the id of the request in row `index`."""
         return f"r{index}" if self.names is None else self.names[index]
 
     def prompt_blocks(self, index: int) -> PromptBlocks | None:
-        """Return the blocks of a prompt for the prefix cache; None if they are unknown."""
+        """Return the prompt blocks of the request in row `index`, for the prefix cache; None if they are unknown."""
         if (ids := self.prefix_blocks.get(index)) is None:
             return None
         size = self.prefix_block_tokens
         return PromptBlocks(ids[: math.ceil(int(self.input_len[index]) / size)], size)
 
     def waiting(self, index: int) -> WaitingRequest:
-        """Return a request as the scheduler sees it at arrival."""
+        """Return the request in row `index` in the form in which the scheduler sees it at arrival."""
         prompt, arrival_s = int(self.input_len[index]), float(self.arrival_s[index])
         limit_s = _number(self.deadline_s, index)
         deadline_s = None if limit_s is None else arrival_s + limit_s
@@ -95,6 +97,6 @@ class RequestTable:
 
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
-    """Return an element of a column; None if it is NaN or there is no column."""
+    """Return the element `index` of a column, or None if the element is NaN or there is no column."""
     value = math.nan if column is None else float(column[index])
     return None if math.isnan(value) else value

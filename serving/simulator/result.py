@@ -21,7 +21,10 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """Result of one policy. Arrays have one element for each request. NaN: the event did not happen."""
+    """Result of the simulation of one policy.
+
+    Arrays have one element for each request. A time is NaN if its event, such as the first token, did not happen.
+    """
 
     policy: str
     duration_s: float
@@ -59,34 +62,41 @@ class PolicyResult:
 
     @property
     def completed(self) -> np.ndarray:
-        """Whether each request completed."""
+        """Bool for each request: whether the request completed."""
         return self.ending == Ending.COMPLETED
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens of completed requests per second."""
+        """Tokens per second that all completed requests generated together."""
         return float(self.requests.output_len[self.completed].sum()) / self.duration_s if self.duration_s else 0.0
 
     @property
     def kept_share(self) -> float:
-        """Share of the `judged` requests that completed and met the objectives; 1 if no request is judged."""
+        """Share of the requests in `judged` that completed within the latency limits; 1 if `judged` is empty."""
         return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
 
     @property
     def refused(self) -> np.ndarray:
-        """Whether each request was refused, because no instance can hold it."""
+        """Bool for each request: whether the request was refused because no instance can hold it."""
         return self.ending == Ending.NEVER_FITS
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """Price of the devices for each million output tokens; None if the price is unknown or there are no tokens."""
+        """Price of the devices in USD for each million output tokens.
+
+        None if the price of a device is unknown, or if there are no tokens.
+        """
         if self.price_per_hour is None or not self.output_throughput:
             return None
         return self.num_devices * self.price_per_hour / 3600 / self.output_throughput * 1e6
 
     def limits(self) -> dict[str, Any]:
-        """Return the resources of the policy, ready for JSON: degrees, instances at the start, tokens of the KV cache,
-        maximum number of running requests, and seconds in which requests waited, by the resource that they lacked."""
+        """Return the resources of the policy, and for how long requests lacked each resource.
+
+        The result is a dict that JSON can represent. The resources are tensor-parallel degrees, instances at the start,
+        tokens of the KV cache, and the maximum number of running requests (slots). `waited_s` has the waiting times in
+        seconds.
+        """
         cache = slots = 0
         start: dict[int, int] = {}
         for host in self.hosts:
@@ -103,7 +113,7 @@ class PolicyResult:
         }
 
     def device_seconds(self) -> dict[int, float]:
-        """Return device seconds by degree: the number of devices in instances of the degree, integrated over time.
+        """Return the seconds that devices spent at each tensor-parallel degree, summed over the devices.
 
         Unused degrees are missing.
         """
@@ -113,7 +123,11 @@ class PolicyResult:
         return {degree: seconds[degree] for degree in sorted(seconds) if seconds[degree] > 1e-9}
 
     def report(self) -> dict[str, Any]:
-        """Return the result, ready for JSON: fields of `amoeba bench`, counts of scheduler actions, and `parts`."""
+        """Return the result as a dict that JSON can represent.
+
+        The dict has the fields of `amoeba bench`, and counts of actions. The key `limits` has the result of `limits`,
+        and the key `explain` has the result of `parts`.
+        """
         return self._figures(np.ones(len(self.requests), bool)) | {
             "policy": self.policy,
             "duration": self.duration_s,
@@ -171,10 +185,10 @@ class PolicyResult:
         return float(self.kept[rows & self.judged].mean()) if (rows & self.judged).any() else None
 
     def parts(self) -> dict[str, float]:
-        """Return the parts of the latency by cause, and the totals of transformations.
+        """Return the mean latency divided by cause, and totals of all merges and splits.
 
-        `ttft_*`: mean seconds over completed requests. `token_*`: mean seconds over generated tokens. All other values
-        are totals.
+        A key `ttft_*` is a mean over completed requests in seconds. A key `token_*` is a mean over generated tokens in
+        seconds. All other values are totals.
         """
         done = self.completed & ~np.isnan(self.ttft_s)
         tally, tokens = self.tally, max(self.tally.generated_tokens, 1)
@@ -194,7 +208,7 @@ class PolicyResult:
 def collect(
     policy: str, cluster: Cluster, slo: Slo, num_devices: int, price_per_hour: float | None = None
 ) -> PolicyResult:
-    """Return the results of a cluster after its run."""
+    """Return the result of a policy from a cluster whose run has ended."""
     records, requests = cluster.records, cluster.requests
     dispatch, first, end = (np.array(c) for c in (records.dispatch_s, records.first_token_s, records.end_s))
     ending = np.array(records.ending)
@@ -232,7 +246,7 @@ def collect(
 
 
 def _judged(cluster: Cluster, slo: Slo, ttft_s: np.ndarray, ending: np.ndarray) -> np.ndarray:
-    """See `PolicyResult.judged`."""
+    """Return for each request whether it counts in `PolicyResult.kept_share` (see `PolicyResult.judged`)."""
     requests, is_open = cluster.requests, ending == Ending.OPEN
     if not is_open.any() or not slo.limits_s:
         return np.ones(len(requests), bool)

@@ -1,4 +1,4 @@
-"""Routers, which choose a host for each request. A host is a scheduler with its devices."""
+"""Routers, which choose a simulated host for each request. A host is a scheduler with its devices."""
 
 import random
 from array import array
@@ -12,7 +12,7 @@ ROUTERS = ("two_choices", "round_robin")
 
 
 class Router(Protocol):
-    """Rule that chooses the host of each request."""
+    """Rule that chooses the simulated host of each request."""
 
     def choose(self, index: int, requests: RequestTable) -> int:
         """Return the index of the host for the request in row `index`, which has just arrived."""
@@ -34,7 +34,7 @@ class OneHost:
 
 
 class RoundRobinRouter:
-    """Router that uses the hosts in turn."""
+    """Router that assigns requests to all hosts in turn."""
 
     def __init__(self, num_hosts: int):
         self._num_hosts = num_hosts
@@ -47,10 +47,10 @@ class RoundRobinRouter:
 
 
 class TwoChoicesRouter:
-    """Router that draws two hosts at random and chooses the host with less load.
+    """Router that draws two hosts at random, and chooses the host with less load.
 
-    The load of a host is the number of prompt and maximum output tokens of its unfinished requests, divided by its
-    speed.
+    The load of a host is the number of prompt tokens and maximum output tokens of its unfinished requests, divided by
+    the speed of the host.
     """
 
     def __init__(self, speeds: Sequence[float], seed: int, num_requests: int):
@@ -59,7 +59,7 @@ class TwoChoicesRouter:
         self._host = array("l", [0]) * num_requests
 
     def choose(self, index: int, requests: RequestTable) -> int:
-        """See `Router.choose`."""
+        """Return the index of the host for the request in row `index`, which has just arrived."""
         tokens, count = self._tokens, len(self._tokens)
         one, two = int(self._random.random() * count), int(self._random.random() * count)
         host = one if tokens[one] * self._speeds[two] <= tokens[two] * self._speeds[one] else two
@@ -68,14 +68,14 @@ class TwoChoicesRouter:
         return host
 
     def ended(self, index: int, requests: RequestTable) -> None:
-        """See `Router.ended`."""
+        """Record that the request in row `index` has ended."""
         self._tokens[self._host[index]] -= int(requests.input_len[index]) + int(requests.max_tokens[index])
 
 
 def make_router(name: str, speeds: Sequence[float], seed: int, num_requests: int) -> Router:
-    """Return a router by name; `OneHost` if there is one host. Raises `SimulationError` for an unknown name.
+    """Return a router by its name. For a single host, return `OneHost`. Raises `SimulationError` for an unknown name.
 
-    `speeds`: relative speed of each host.
+    `speeds` has the relative speed of each host.
     """
     if name not in ROUTERS:
         raise SimulationError(f"router {name[:100]!r} is unknown: it must be one of {', '.join(ROUTERS)}")

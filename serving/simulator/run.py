@@ -1,7 +1,7 @@
 """Running request of a simulated instance.
 
-While a request decodes, its number of tokens follows from the number of decode steps of its instance. So a step need
-not update each request. The argument `steps` of the methods is this number of decode steps.
+While a request decodes, its number of tokens follows from the number of decode steps of its instance. A step therefore
+need not update each request. The argument `steps` of the methods is this number of decode steps.
 """
 
 from dataclasses import replace
@@ -11,19 +11,20 @@ from serving.simulator.prefix_store import PromptBlocks
 
 
 class Run:
-    """Running request.
+    """Running request of a simulated instance.
 
     Attributes:
         request: request as the scheduler saw it in the queue.
         index: row of the request in `tally.Records`.
-        output_left: number of tokens left to generate. It stays constant while the request decodes (see `left`).
+        output_left: number of tokens left to generate. This number stays constant while the request decodes (see
+            `left`).
         prompt_left: number of prompt tokens left to compute.
-        base: number of tokens of the request when it started to decode on its instance; 0 before that.
-        joined: number of decode steps that its instance had run when the request started to decode there.
-        last_token_s: time of its latest token before a preemption; None if it has generated no token.
-        added_s: time of its dispatch.
+        base: number of tokens of the request when it started to decode on its instance; 0 if it has not started.
+        joined: number of decode steps that the instance had run when the request started to decode there.
+        last_token_s: time of the latest token before a preemption; None if there is no such token.
+        added_s: time at which the request was dispatched.
         queued_s: seconds in the queue, including waits after preemptions.
-        blocks: blocks of its prompt for the prefix cache; None if unknown.
+        blocks: blocks of the prompt for the prefix cache; None if unknown.
     """
 
     __slots__ = (
@@ -55,28 +56,31 @@ class Run:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key of requests: the smallest is served first and preempted last."""
+        """Sort key of requests. The request with the smallest key is served first and preempted last."""
         return (self.request.priority, self.request.arrival_s, self.index)
 
     @property
     def computed(self) -> int:
-        """Prompt tokens that are computed or were in the prefix cache."""
+        """Number of prompt tokens that are computed or were in the prefix cache."""
         return self.request.prompt_tokens - self.prompt_left
 
     def num_tokens(self, steps: int) -> int:
-        """Return the number of tokens of the request. Before it decodes, this is the length of its prompt."""
+        """Return the number of tokens of the request after `steps` decode steps of the instance.
+
+        These are the prompt and, if the request decodes, the generated tokens.
+        """
         return self.base + steps - self.joined if self.base else self.request.prompt_tokens
 
     def left(self, steps: int) -> int:
-        """Return the number of tokens left to generate."""
+        """Return the number of tokens left to generate after `steps` decode steps of the instance."""
         return self.output_left - (steps - self.joined) if self.base else self.output_left
 
     def start_decoding(self, num_tokens: int, steps: int) -> None:
-        """Start to decode with `num_tokens` tokens. From now on, each decode step of the instance adds a token."""
+        """Record that the request starts to decode with `num_tokens` tokens. Each later decode step adds a token."""
         self.base, self.joined = num_tokens, steps
 
     def view(self, steps: int) -> RunningRequest:
-        """Return the request as policies see it."""
+        """Return the running request in the form that policies use."""
         r = self.request
         return RunningRequest(
             r.request_id,
@@ -91,10 +95,9 @@ class Run:
         )
 
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
-        """Return the request for the queue after a preemption.
+        """Return the request as a queue entry after its preemption.
 
-        The generated tokens become part of its prompt. The time that the request has already spent in the queue counts
-        as waiting time.
+        The generated tokens become part of the prompt. Earlier time in the queue counts as waiting time.
         """
         since_s = now_s - self.queued_s
         return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

@@ -1,6 +1,6 @@
-"""Search for the highest request rate, or the fewest devices, at which a policy meets the objectives (`slo.Slo`).
+"""Search for the highest request rate, or the fewest devices, at which a policy meets the latency limits (`slo.Slo`).
 
-A trial is one simulation. It passes if at least `slo.share` of the requests meet the objectives.
+A trial is one simulation. It passes if at least `slo.share` of the requests meet the limits.
 """
 
 import math
@@ -24,7 +24,7 @@ _WAITING_PER_DEVICE = 50
 
 @dataclass(frozen=True)
 class Trial:
-    """One simulation of a search."""
+    """One simulation of a search, with its result."""
 
     value: float
     """Requests per second, or number of devices."""
@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a search. `value` is the best value that passed; None if no value passed."""
+    """Result of a search. `value` is the best value that passed, or None if no value passed."""
 
     policy: str
     value: float | None
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def note(self) -> str:
-        """Remark about the answer: the reason why the nearest trial failed."""
+        """Remark about the answer, such as the reason why the nearest value failed. It may be empty."""
         failed = [trial for trial in self.trials if not trial.passed]
         if self.at_limit:
             return "the search ended at its limit" + (f": {failed[-1].lacks}" if failed else "")
@@ -62,7 +62,7 @@ OnTrial = Callable[[Trial], None]
 
 
 def scale_workload(workload: WorkloadConfig, factor: float) -> WorkloadConfig:
-    """Return the workload with `factor` times the request rate over the same time.
+    """Return the workload with `factor` times the request rate. The duration stays the same.
 
     Raises `SimulationError` if the request rate is infinite, and `ConfigError` if the new workload is invalid, for
     example because of too many requests.
@@ -90,12 +90,12 @@ def _check(config: SimulationConfig) -> None:
 
 
 def find_max_rate(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """Find the highest request rate that passes, within 5%.
+    """Find the highest request rate at which a policy meets the latency limits of `config.slo`.
 
-    The rate is doubled or halved until one trial passes and one trial fails. Then the interval between these rates is
-    bisected. `on_trial` is called after each trial.
+    The result is accurate to 5%. The rate is doubled or halved until one trial passes and one trial fails. Then the
+    interval between these rates is bisected. `on_trial` is called after each trial.
 
-    Raises `SimulationError` if there is no objective, or if all requests arrive at once.
+    Raises `SimulationError` if there is no latency limit, or if all requests arrive at once.
     """
     _check(config)
     if not request_table(config).span_s:
@@ -135,13 +135,13 @@ def _best(trials: list[Trial]) -> float | None:
 
 
 def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
-    """Find the smallest number of devices that passes.
+    """Find the smallest number of devices with which a policy meets the latency limits of `config.slo`.
 
-    The candidates are powers of two up to the number of devices of one scheduler, and multiples of this number up to
-    `num_devices`. The search is a bisection: it assumes that every number above a passing number also passes.
-    `on_trial` is called after each trial.
+    The candidates are powers of two below the number of devices of one scheduler, and multiples of the number of
+    devices of one scheduler up to `num_devices`. The search is a bisection. It assumes that every number above a
+    passing number also passes. `on_trial` is called after each trial.
 
-    Raises `SimulationError` if there is no objective.
+    Raises `SimulationError` if there is no latency limit.
     """
     _check(config)
     sizes = _sizes(config)
@@ -182,8 +182,10 @@ def _try(config: SimulationConfig, policy: str) -> Trial:
 
 
 def _lack(result: PolicyResult) -> str:
-    """Return the reason why requests missed the objectives: the resource for which they waited most, or the speed of
-    steps."""
+    """Return a text about the reason why requests missed the latency limits.
+
+    The reason is the resource for which requests waited most, or the speed of steps.
+    """
     text = "overloaded" if result.overloaded else f"{result.kept_share:.1%} within the objectives"
     if refused := int(result.refused.sum()):
         text += f", {refused} refused"

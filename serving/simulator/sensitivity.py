@@ -1,4 +1,4 @@
-"""Sensitivity of a comparison: which conclusions survive if the constants of the device change."""
+"""Sensitivity of a comparison of policies: which conclusions still hold if constants of the device change."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,10 @@ _SHARES = ("flops_efficiency", "memory_efficiency", "attention_efficiency", "lin
 
 @dataclass(frozen=True)
 class Conclusion:
-    """Statement that one policy is better than another, with the changes under which it does not hold."""
+    """Statement that the policy `better` is better than the policy `worse`.
+
+    The other fields list the changes of a device constant under which the statement is false.
+    """
 
     better: str
     worse: str
@@ -33,7 +36,7 @@ class Conclusion:
     """Changes under which the other policy is better."""
 
     def text(self, changes: int) -> str:
-        """Return a sentence about the conclusion. `changes`: number of changes."""
+        """Return a sentence about the conclusion. `changes` is the number of changes that were tried."""
         first = f"{self.better} is better than {self.worse}: "
         if not self.equal and not self.reversed:
             return first + f"survives all {changes} changes."
@@ -46,7 +49,10 @@ class Conclusion:
 
 
 def changed_devices(device: DeviceSpec) -> dict[str, DeviceSpec]:
-    """Return devices with one constant changed, by the name of the change. Shares stay at most 1."""
+    """Return copies of a device, each with one constant changed, by the name of the change.
+
+    Each constant in `CONSTANTS` is made larger and smaller by the share `CHANGE`. Efficiencies stay at most 1.
+    """
     found = {}
     for name in CONSTANTS:
         for factor in (1 - CHANGE, 1 + CHANGE):
@@ -65,14 +71,15 @@ def sensitivity(
     requests: RequestTable,
     on_change: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Conclusion], int]:
-    """Repeat a comparison with each constant of the device changed. Return the conclusions and the number of changes.
+    """Repeat a comparison of policies for each change of one constant of the device.
 
-    Raises `SimulationError` if the configuration has several kinds of devices, or a calibration.
+    Return `(conclusions, number of changes)`. Raises `SimulationError` if the configuration has several kinds of
+    devices, or a calibration.
 
     Args:
         results: results of the comparison, by policy.
         requests: requests of the comparison.
-        on_change: callback that receives the name of each change before its simulations.
+        on_change: function that receives the name of each change before its simulations.
     """
     if config.calibration is not None or len(config.parts()) > 1:
         raise SimulationError("--sensitivity needs one kind of device, and no calibration")
@@ -95,7 +102,7 @@ def sensitivity(
 
 
 def sensitivity_lines(conclusions: Sequence[Conclusion], changes: int) -> list[str]:
-    """Return a sentence for each conclusion."""
+    """Return a sentence for each conclusion. `changes` is the number of changes that were tried."""
     if not conclusions:
         return ["Sensitivity: the policies do not differ."]
     return [f"Sensitivity, each constant of the device {CHANGE:.0%} up and down ({changes} changes):"] + [

@@ -22,7 +22,7 @@ MAX_DEVICES = 100_000
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """Cluster and traffic of a simulation. Raises `SimulationError` for an invalid value."""
+    """Settings of a simulation: devices, model and traffic. Raises `SimulationError` for an invalid value."""
 
     model: str | Path | ModelShape
     """Model: the path of a `config.json` or of its directory, or a shape."""
@@ -118,9 +118,9 @@ class SimulationConfig:
                 raise SimulationError(f"fault: device={fault.device} must be below num_devices={self.num_devices}")
 
     def parts(self) -> "tuple[SimulationConfig, ...]":
-        """Return a configuration for each kind of device, in the order of devices.
+        """Return a configuration for each kind of device, in the order of the devices.
 
-        Raises `SimulationError` if the kinds are invalid or their numbers do not add up to `num_devices`.
+        Raises `SimulationError` if the kinds are invalid, or if their devices do not add up to `num_devices`.
         """
         if not isinstance(self.device, str) or "+" not in self.device:
             return (self,)
@@ -140,15 +140,15 @@ class SimulationConfig:
         return tuple(found)
 
     def shape(self) -> ModelShape:
-        """Return the shape of the model; read its `config.json` if `model` is a path."""
+        """Return the sizes of the model. If `model` is a path, read its `config.json`."""
         return self.model if isinstance(self.model, ModelShape) else ModelShape.read(Path(self.model))
 
     def device_spec(self) -> DeviceSpec:
-        """Return the device; look it up if `device` is a name or path."""
+        """Return the rates and sizes of the device. If `device` is a name or path, look it up."""
         return self.device if isinstance(self.device, DeviceSpec) else find_device(self.device)
 
     def profile(self) -> OperatorProfile | None:
-        """Return the operator times in `profiles`; None if there are no files."""
+        """Return the measured times of operators in the files `profiles`; None if there are no files."""
         return OperatorProfile.read(self.profiles) if self.profiles else None
 
     def host_devices(self) -> int:
@@ -169,7 +169,7 @@ class SimulationConfig:
         return per_host
 
     def batching(self) -> Batching:
-        """Return the rule that chooses prompt chunks."""
+        """Return the rule that chooses the prompt chunks of a step."""
         if self.calibration is not None:
             return EngineBuckets(self.calibration.max_num_seqs, self.calibration.max_num_batched_tokens)
         return TokenBudget(self.max_num_batched_tokens)

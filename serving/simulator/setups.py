@@ -1,7 +1,7 @@
-"""Setups by policy name: the scheduling policy, the degrees at the start, and the cost models of a host.
+"""Setup of a simulated host for a policy name: the policy, the instances at the start, and the cost models.
 
-`static-*` policies never change degrees (`layouts`). `MECHANISMS` are other systems, modelled in `comparators` and
-`disaggregation`.
+`static-*` policies never merge or split instances (`layouts`). The names in `MECHANISMS` stand for other systems, which
+are modelled in `comparators` and `disaggregation`.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ MECHANISMS = ("seesaw", "kunserve", "loongserve", "shift", "disaggregated")
 
 @dataclass(frozen=True)
 class Setup:
-    """Host configuration and policy for the simulation of one policy name."""
+    """Configuration and policy of a simulated host, for one policy name."""
 
     name: str
     host: HostConfig
@@ -76,7 +76,11 @@ def check_policies(names: Sequence[str]) -> None:
 
 
 def make_setups(config: SimulationConfig, name: str) -> list[Setup]:
-    """Return the setup of each host for a policy. Raises the errors of `make_setup`."""
+    """Return the setup (configuration and policy) of each host for a policy name.
+
+    Raises the errors of `make_setup`. Also raises `SimulationError` if a failure of a device is configured for the
+    policy `disaggregated`.
+    """
     setups = []
     for part in config.parts():
         setup = make_setup(part, name)
@@ -87,10 +91,10 @@ def make_setups(config: SimulationConfig, name: str) -> list[Setup]:
 
 
 def make_setup(config: SimulationConfig, name: str) -> Setup:
-    """Return the setup of a policy, for a host of a cluster with one kind of devices.
+    """Return the setup (configuration and policy) of a host for a policy name. All devices must be of one kind.
 
-    Raises `SimulationError` if the policy is unknown, and `DoesNotFitError` if the model fits at no degree that the
-    policy needs, or the devices cannot be divided into instances of that degree.
+    Raises `SimulationError` if the policy is unknown. Raises `DoesNotFitError` if the model fits at no degree that the
+    policy needs, or if the devices cannot be divided into instances of that degree.
     """
     check_policies((name,))
     if config.calibration is not None:
@@ -133,7 +137,7 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
 
 
 def _mechanism(name: str, base: ModelStepCost, page_size: int) -> tuple[StepCost, TransformationCost, _Capacities]:
-    """Return the cost of steps, the cost of transformations, and the capacities of a policy."""
+    """Return the cost model of steps, the cost model of merges and splits, and the capacities for a policy."""
     model, device = base.model, base.device
     if name == "seesaw":
         return base, HostMemoryCost(model, device), MemoryPlan.limits
@@ -155,7 +159,10 @@ def _handover(count: int, base: ModelStepCost) -> HandoverConfig | None:
 
 
 def layer_cost(memory: MemoryPlan, cost: StepCost) -> LayerCost:
-    """Return the costs of placement changes for a model on a device. A transition is measured with 32 rows."""
+    """Return the costs of placement changes for a model on a device.
+
+    The cost of moving hidden states between devices is computed for 32 tokens.
+    """
     model, device, rows = memory.model, memory.device, 32
     attention, ffn = model.attention_bytes, model.ffn_bytes / model.num_layers
     rate, row_bytes = device.link_bandwidth * device.link_efficiency, model.hidden_size * model.item_bytes

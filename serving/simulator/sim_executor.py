@@ -43,24 +43,26 @@ Reschedule = Callable[[SimInstance, float], None]
 
 
 class SimExecutor:
-    """`Executor` over simulated instances.
+    """Simulated host: an `Executor` with simulated instances and a queue.
 
-    The event loop sets `now_s`, and calls `end_block` at the end of each block (a series of steps, `block.Block`).
+    The event loop sets `now_s`. It calls `end_block` at the end of each block, which is a series of steps
+    (`block.Block`).
 
     Args:
-        reschedule: callback for a new or changed block. It receives the instance and the end of the block in seconds.
+        reschedule: function that is called for a new or changed block, with the instance and the end of the block in
+            seconds.
 
     Attributes:
         queue: waiting requests by id.
-        log: accepted actions with their times in seconds; empty without `keep_log`.
-        failing_transformations: number of further transformations that will fail.
-        changes: running and waiting transformations.
+        log: pair (time in seconds, action) for each accepted action; empty without `keep_log`.
+        failing_transformations: number of merges and splits that will fail, beginning with the next one.
+        changes: running and waiting merges and splits.
         placements: running placement changes.
-        handovers: requests between prefill and decode instances; None if all instances do both.
+        handovers: requests on their way from prefill to decode instances; None if all instances do both.
         timings: measured times of steps and transformations.
         prompt_blocks: function that receives the row of a request, and returns the blocks of its prompt for the prefix
             cache, or None if they are unknown.
-        on_end: callback that receives the row of each request that ends.
+        on_end: function that receives the row of each request that ends.
     """
 
     def __init__(
@@ -91,11 +93,11 @@ class SimExecutor:
             self.placements.start(action, at_once=True)
 
     def new_instance(self, devices: tuple[int, ...], capacity_tokens: int | None = None) -> SimInstance:
-        """Return an instance without requests. The caller adds it to `instances`.
+        """Return a new instance without requests. The caller must add it to `instances`.
 
         Args:
-            devices: devices of the instance; their number is its degree.
-            capacity_tokens: upper limit of its capacity. None: the capacity of its degree.
+            devices: devices of the instance. Their number is the tensor-parallel degree.
+            capacity_tokens: upper limit of the capacity. None: only the limit of the degree applies.
         """
         c, limits = self.config, self.limits[len(devices)]
         if capacity_tokens is not None:
@@ -106,7 +108,7 @@ class SimExecutor:
     # Executor
 
     def snapshot(self) -> ClusterView:
-        """Return the state of the host, as policies see it."""
+        """Return the state of the host, in the form that policies use."""
         c, now_s = self.config, self.now_s
         self.placements.count_rooms()
         return ClusterView(
@@ -124,7 +126,7 @@ class SimExecutor:
         )
 
     def apply(self, action: Action) -> Outcome:
-        """Start an action, and return its outcome. If the action is refused, nothing changes.
+        """Start an action of a policy, or refuse it. Return the outcome. A refused action changes nothing.
 
         The outcome of a refused action has the reason. If the configuration is strict, a refusal raises
         `ForbiddenActionError` instead.
@@ -193,9 +195,9 @@ class SimExecutor:
         self.disturb(instance)
 
     def disturb(self, instance: SimInstance) -> None:
-        """Let the block of an instance end after the running step, so that the next step can differ.
+        """Drop the planned steps of an instance except the running step, so that the next steps are planned anew.
 
-        If the instance is idle, begin a block.
+        If the instance is idle, plan its next steps now.
         """
         if instance.block is None:
             self.begin(instance)
@@ -205,9 +207,9 @@ class SimExecutor:
     # Steps
 
     def begin(self, instance: SimInstance) -> None:
-        """Plan the next block of an idle instance. If pages are missing, preempt requests first.
+        """Plan the next steps of an idle instance, as a block. If KV pages are missing, first preempt requests.
 
-        If the instance is not ready yet, only schedule another attempt at `ready_s`.
+        If the instance may start no step before `ready_s`, plan the steps at that time instead.
         """
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
@@ -224,7 +226,7 @@ class SimExecutor:
             self._reschedule(instance, block.end_s)
 
     def end_block(self, instance: SimInstance) -> bool:
-        """Process the end of a block, and begin the next block.
+        """Process the planned steps of an instance after they have ended, and plan the next steps.
 
         Return whether the scheduler must decide now, because a request or a transformation has ended, or a merge has
         started.
@@ -243,11 +245,11 @@ class SimExecutor:
         return self.changes.proceed() or changed
 
     def forget(self, run: Run) -> None:
-        """Record that a running request is on no instance."""
+        """Record that a request runs on no instance any longer."""
         self._home.pop(run.request.request_id, None)
 
     def finish(self, run: Run, ending: Ending) -> None:
-        """Record the end of a request that ran. Its instance has removed the request already."""
+        """Record the end of a request that ran. Its instance must have removed the request already."""
         self.forget(run)
         self._end(run.index, ending)
 
@@ -267,9 +269,9 @@ class SimExecutor:
         self._end(waiting.index, ending)
 
     def expire(self, request_id: str) -> bool:
-        """End a running request whose deadline has passed, and return whether the request was running.
+        """End a running request whose deadline has passed. Return whether the request was running.
 
-        If the request waits, the result is False, and the scheduler rejects the request.
+        If the request waits, return False. The scheduler then rejects the request.
         """
         instance = self._home.get(request_id)
         if instance is None:
@@ -285,8 +287,10 @@ class SimExecutor:
     # Preemption
 
     def _take_off(self, request_id: str) -> tuple[SimInstance, Run | None]:
-        """Process the steps of a request's instance that have ended, so that the request can be removed. Return the
-        instance and the request; None in its place if it has just finished."""
+        """Process the ended steps of a request's instance, so that the request can be removed.
+
+        Return `(instance, request)`. The request is None if it has just finished.
+        """
         instance = self._home.get(request_id)
         if instance is None:
             raise Refusal(f"there is no such request {request_id!r}")
@@ -302,9 +306,9 @@ class SimExecutor:
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Process the ended steps of the block, including finished requests, so that requests can be removed.
+        """Process the ended steps of an instance, so that requests can be removed. The running step continues.
 
-        The running step continues as a new block.
+        Requests whose last step has ended are finished.
         """
         block = instance.block
         if block is None:
@@ -319,9 +323,9 @@ class SimExecutor:
         self._reschedule(instance, self.now_s if running is None else running.end_s)
 
     def preempt(self, instance: SimInstance, run: Run) -> None:
-        """Remove a request and its pages from an instance, and put the request back into the queue.
+        """Remove a request and its KV pages from an instance, and put the request back into the queue.
 
-        The caller must process all ended steps before (`_between_steps`).
+        The caller must first process all ended steps (`_between_steps`).
         """
         self._requeue(instance, run, run.waiting_again(instance.steps, self.now_s))
         self.num_preempted += 1
@@ -345,8 +349,10 @@ class SimExecutor:
         instance.max_requests = min(size or instance.limits.max_requests, instance.limits.max_requests)
 
     def _offload(self, request_id: str) -> None:
-        """Move the pages of a decoding request to host memory, and put the request back into the queue. A request whose
-        prompt is not computed yet is preempted instead."""
+        """Move the KV pages of a decoding request to host memory, and put the request back into the queue.
+
+        A request whose prompt is not computed yet is preempted instead.
+        """
         instance, run = self._take_off(request_id)
         if run is None:
             return
@@ -359,7 +365,7 @@ class SimExecutor:
         self._copy_to_host(instance, waiting.prompt_tokens)
 
     def _bring_back(self, waiting: Waiting, instance: SimInstance) -> None:
-        """Continue an offloaded request on an instance, after its pages have been copied from host memory."""
+        """Continue an offloaded request on an instance, after its KV pages have been copied from host memory."""
         assert waiting.offloaded is not None, "the pages of the request are in host memory"
         (run, steps), name = waiting.offloaded, waiting.request.request_id
         ready_s = drained_s(self, instance)
@@ -374,17 +380,17 @@ class SimExecutor:
         self.begin(instance)
 
     def _copy_to_host(self, instance: SimInstance, tokens: int) -> None:
-        """Let an instance start no step while the pages of some tokens are copied to or from host memory."""
+        """Delay an instance's next step while the KV pages of `tokens` tokens are copied to or from host memory."""
         if (cost := self.config.layers) is not None:
             num_bytes = tokens * cost.sizes.kv_token_bytes * cost.sizes.num_layers
             start_s = self.now_s if instance.block is None else instance.block.end_s
             instance.ready_s = max(instance.ready_s, start_s) + num_bytes / cost.host_rate
 
     def fail_device(self, device: int, down_s: float) -> None:
-        """Preempt all running and paused requests of the instances that compute on a device, and empty their prefix
-        caches.
+        """Simulate the failure of a device. All instances that compute on it lose their KV cache and prefix cache.
 
-        The instances accept no requests for `down_s` seconds. A running transformation starts again with all layers.
+        The running and paused requests of these instances are preempted. The instances accept no requests for `down_s`
+        seconds. A running merge or split starts again with the first layer.
         """
         for instance in self.instances:
             if device in (instance.devices if instance.spread is None else instance.spread.devices):
@@ -402,7 +408,7 @@ class SimExecutor:
         instance.down_until_s = self.now_s + down_s if down_s else -1.0
 
     def replace(self, old: list[SimInstance], new: list[SimInstance]) -> None:
-        """Replace instances by new instances on the same devices. The new instances already have the requests."""
+        """Replace instances by new instances on the same devices. The new instances must already have the requests."""
         self.tally.degrees += [(self.now_s, i.degree, -i.degree) for i in old]
         kept = [i for i in self.instances if i not in old]
         self.instances = sorted([*kept, *new], key=lambda i: i.devices[0])
@@ -411,13 +417,13 @@ class SimExecutor:
         self.placements.count_capacities()
 
     def rehome(self, instance: SimInstance) -> None:
-        """Record an instance as the home of all its running requests."""
+        """Record for each running request of an instance that the request is on this instance."""
         for name in instance.runs:
             self._home[name] = instance
 
 
 def limit_of(executor: SimExecutor) -> Limit | None:
-    """Return the resource that the first waiting request lacks; None if no request waits."""
+    """Return the resource that the first waiting request lacks, or None if no request waits."""
     if not executor.queue:
         return None
     request = next(iter(executor.queue.values())).request
@@ -445,7 +451,7 @@ def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) ->
 
 
 def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:
-    """Set the slowdown of an instance by other busy instances. Without measurements, nothing changes."""
+    """Set how much slower an instance is because other instances are busy. Without measurements, change nothing."""
     pricing = instance.pricing
     if pricing.crowding:
         busy = sum(other.block is not None for other in instances if other is not instance) + 1

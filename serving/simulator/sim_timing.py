@@ -1,4 +1,4 @@
-"""Measured times of steps and transformations in a simulation, which policies see in snapshots of the host."""
+"""Measured times of steps, merges and splits in a simulation, which policies see in snapshots of the host."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -10,7 +10,10 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class SimTimings:
-    """Measured times of one host by degree. The times of a degree are kept if there is no instance of this degree."""
+    """Measured times of one simulated host by tensor-parallel degree.
+
+    The times of a degree are kept even while no instance has this degree.
+    """
 
     def __init__(self) -> None:
         self._steps_s: dict[int, float] = {}
@@ -20,7 +23,10 @@ class SimTimings:
         self._throughput: dict[int, Throughput] = {}
 
     def take(self, instances: Collection[SimInstance]) -> Timing:
-        """Update the times with the medians over the instances of each degree, and return the times of all degrees."""
+        """Update the times with the latest times of the instances. Return the times of all degrees.
+
+        The time of a degree is the median over the instances of this degree.
+        """
         degrees = {instance.degree for instance in instances}
         for degree in degrees:
             alike = [instance for instance in instances if instance.degree == degree]
@@ -35,9 +41,9 @@ class SimTimings:
         )
 
     def _take_throughput(self, degree: int, instances: Collection[SimInstance]) -> None:
-        """Record the throughput of the host, whose instances have one degree, if it is the highest so far.
+        """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
 
-        Nothing is recorded if an instance does not decode or is in transformation.
+        Record nothing if an instance does not decode, or if an instance merges or splits.
         """
         if any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return
@@ -48,9 +54,9 @@ class SimTimings:
             self._throughput[degree] = Throughput(sequences, tokens_per_s)
 
     def add_transformation(self, before: int, after: int, seconds: float) -> None:
-        """Record a transformation from degree `before` to `after`.
+        """Record the seconds of a merge or split from degree `before` to degree `after`.
 
-        `take` returns the median of the latest eight transformations between these degrees.
+        `take` then returns the median of the latest eight transformations with the same two degrees.
         """
         known = self._latest.setdefault((before, after), deque(maxlen=_NUM_TRANSFORMATIONS))
         known.append(seconds)

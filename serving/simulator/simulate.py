@@ -1,12 +1,14 @@
 """Python API of the simulator.
 
-from serving.bench.workload import WorkloadConfig
-from serving.simulator.settings import SimulationConfig
-from serving.simulator.simulate import simulate
+Example:
 
-config = SimulationConfig("config.json", WorkloadConfig(dataset_name="mix", duration_s=600), device="H20")
-result = simulate(config, "amoeba")
-result.report()["p99_ttft_ms"]
+    from serving.bench.workload import WorkloadConfig
+    from serving.simulator.settings import SimulationConfig
+    from serving.simulator.simulate import simulate
+
+    config = SimulationConfig("config.json", WorkloadConfig(dataset_name="mix", duration_s=600), device="H20")
+    result = simulate(config, "amoeba")
+    result.report()["p99_ttft_ms"]
 """
 
 import json
@@ -30,7 +32,10 @@ _URGENT_STREAM = 7
 
 
 def request_table(config: SimulationConfig) -> RequestTable:
-    """Return the requests of a configuration, equal for all policies. Raises `ConfigError` for an invalid workload."""
+    """Return the requests of a simulation.
+
+    The requests are the same for all policies. Raises `ConfigError` for an invalid workload.
+    """
     calibration = config.calibration
     context = config.max_model_len or (
         config.shape().max_position if calibration is None else calibration.max_model_len
@@ -69,7 +74,10 @@ def request_table(config: SimulationConfig) -> RequestTable:
 def _divided_by_priority(
     kinds: np.ndarray, names: tuple[str, ...], priority: np.ndarray
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return classes and their names, so that all requests of a class have the same priority."""
+    """Divide the classes of requests so that all requests of a class have the same priority.
+
+    Return `(kinds, names)`: the class of each request as an index, and the names of the classes.
+    """
     if len(levels := np.unique(priority)) < 2:
         return kinds, names
     pairs, divided = np.unique(np.stack([kinds, priority]), axis=1, return_inverse=True)
@@ -88,8 +96,8 @@ def simulate(
     """Simulate one policy. Raises `SimulationError` for an unknown policy, or if the model fits at no degree.
 
     Args:
-        requests: result of `request_table`, to compute it once for several policies. None: computed here.
-        progress: callback that receives the virtual time in seconds and the share of requests that have arrived.
+        requests: result of `request_table`. Pass it to simulate several policies with one table. None: computed here.
+        progress: function that receives the virtual time in seconds and the share of requests that have arrived.
         queue_limit: maximum number of waiting requests of a scheduler. If more requests wait, the run stops early.
             None: no limit.
     """
@@ -104,7 +112,10 @@ def simulate(
 
 
 def report(config: SimulationConfig, results: Mapping[str, PolicyResult]) -> dict[str, Any]:
-    """Return settings and results of all policies, ready for JSON. Equal configurations give equal reports."""
+    """Return settings and results of all policies as a dict that JSON can represent.
+
+    Equal configurations give equal reports.
+    """
     settings = {}
     for name, value in vars(config).items():
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -121,7 +132,10 @@ def save_report(content: dict[str, Any], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can store: infinity and NaN become text, and a path becomes its last part."""
+    """Convert a value to a form that JSON can represent.
+
+    Infinity and NaN become text. A path becomes its last part.
+    """
     if isinstance(value, Path):
         return value.name
     if isinstance(value, float) and not np.isfinite(value):

@@ -1,4 +1,4 @@
-"""Service-level objectives: latency limits of requests."""
+"""Service-level objectives (SLOs): latency limits of requests."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,11 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Slo:
-    """Latency limits in seconds (infinity: no limit), and the share of requests that must meet all limits."""
+    """Latency limits of requests, and the share of requests that must meet all limits.
+
+    Limits are in seconds; infinity means no limit. `ttft_s` limits the time to first token, `tpot_s` the mean time of
+    each further token, and `e2el_s` the time from arrival to end.
+    """
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -37,8 +41,10 @@ class Slo:
 
     @classmethod
     def from_text(cls, texts: Sequence[str], share: float = 0.99) -> "Slo":
-        """Parse limits in seconds, such as `["ttft:10", "tpot:0.1", "chat:ttft:2"]`; the last is a limit of the class
-        `chat`. Raises `SimulationError` for an invalid limit."""
+        """Parse limits in seconds, such as `["ttft:10", "tpot:0.1", "chat:ttft:2"]`.
+
+        `chat:ttft:2` is a limit for requests of the class `chat` only. Raises `SimulationError` for an invalid limit.
+        """
         limits: dict[str, float] = {}
         classes: dict[str, dict[str, float]] = {}
         for text in texts:
@@ -59,13 +65,13 @@ class Slo:
         return cls(**limits, share=share, classes=classes)
 
     def own(self, name: str, kinds: np.ndarray, kind_names: Sequence[str], others_s: np.ndarray) -> np.ndarray:
-        """Return the limit of each request that replaces a limit of all requests; NaN: none.
+        """Return for each request the limit that replaces the general limit; NaN if the general limit applies.
 
         Args:
             name: `ttft` or `tpot`.
             kinds: class of each request, as an index into `kind_names`.
             kind_names: names of the classes.
-            others_s: limits that requests set themselves, which come first; NaN: none.
+            others_s: limits that requests set themselves, which replace limits of classes; NaN: none.
         """
         by_kind = np.array([self.classes.get(kind, {}).get(name, math.nan) for kind in kind_names])
         return np.where(np.isnan(others_s), by_kind[kinds], others_s)
@@ -86,11 +92,12 @@ class Slo:
         """Return for each request whether it meets all limits.
 
         Args:
-            ttft_s: TTFT of each request.
-            tpot_s: TPOT of each request. NaN, for a request with one token, meets any limit.
+            ttft_s: time to first token of each request.
+            tpot_s: mean time of each further token, for each request. NaN if there is no further token. NaN meets any
+                limit.
             e2el_s: seconds from arrival to the end of each request.
-            own_ttft_s: TTFT limit of each request, which replaces `ttft_s` of this object; NaN: not replaced.
-            own_tpot_s: TPOT limit of each request, which replaces `tpot_s` of this object; NaN: not replaced.
+            own_ttft_s: TTFT limit of each request, which replaces the limit of all requests; NaN: not replaced.
+            own_tpot_s: TPOT limit of each request, which replaces the limit of all requests; NaN: not replaced.
         """
         tpot_kept = np.isnan(tpot_s) | (tpot_s <= own_limit(own_tpot_s, self.tpot_s))
         return (ttft_s <= own_limit(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
@@ -98,14 +105,14 @@ class Slo:
     def latest_s(
         self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return for each request the latest end that meets all limits, in seconds after its arrival.
+        """Return how many seconds each request may take from arrival to end without missing a limit.
 
-        The result is infinite for a request whose limits allow any end.
+        The result is infinite for a request that may take any time.
 
         Args:
             output_len: output tokens of each request.
-            own_ttft_s: see `kept`.
-            own_tpot_s: see `kept`.
+            own_ttft_s: TTFT limit of each request, as in `kept`.
+            own_tpot_s: TPOT limit of each request, as in `kept`.
         """
         more = np.maximum(output_len - 1, 0)
         with np.errstate(invalid="ignore"):  # Infinity times 0: no limit of TPOT, and no second token.
@@ -114,5 +121,8 @@ class Slo:
 
 
 def own_limit(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
-    """Return the limit of each request: its own, or `default_s` if its own is NaN or there is no column."""
+    """Return the limit of each request in seconds: `limits_s`, with `default_s` in place of NaN.
+
+    If `limits_s` is None, the limit of all requests is `default_s`.
+    """
     return default_s if limits_s is None else np.where(np.isnan(limits_s), default_s, limits_s)

@@ -1,7 +1,8 @@
-"""Spread of an instance: the devices that compute its modules, and the costs of its steps there.
+"""Spread of an instance: the devices that compute its layers, and the cost of its steps there.
 
-A module is the attention of a layer, with its KV cache, or its FFN. Modules with several homes compute the batch in
-equal shares at the same time. Hidden states travel at each place where homes change.
+A module is a part of a layer: the attention with its KV cache, or the FFN. The homes of a module are the devices that
+compute it. They compute at the same time, each an equal share of the batch. Hidden states move between devices where
+two consecutive modules have different homes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from serving.simulator.step_cost import StepShape
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Costs of placement changes, and of steps of instances whose modules have several homes."""
+    """Costs of placement changes, and of steps of instances whose layers are on several devices."""
 
     sizes: LayerSizes
     device_bytes: float
@@ -31,18 +32,18 @@ class LayerCost:
     """Seconds of the shortest transfer."""
 
     def hop_s(self, rows: int) -> float:
-        """Return the seconds of one place where homes change, for `rows` tokens."""
+        """Return the seconds to move the hidden states of `rows` tokens between devices."""
         return self.launch_s + rows * self.row_bytes / self.link_rate
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Homes of the modules of an instance of degree 1.
+    """Devices that compute the modules (attention and FFN of each layer) of an instance of degree 1.
 
     Attributes:
-        own: device of the instance, with the embedding and the head.
-        attention: homes of the attention of each layer.
-        ffn: homes of the FFN of each layer.
+        own: device of the instance, with the embedding and the output projection.
+        attention: devices that compute the attention of each layer.
+        ffn: devices that compute the FFN of each layer.
         cost: costs of transfers, and sizes of a layer.
         kept: layers whose attention weights stay on `own` although their attention is elsewhere.
     """
@@ -55,30 +56,35 @@ class Spread:
 
     @classmethod
     def at_home(cls, device: int, cost: LayerCost) -> "Spread":
-        """Return the spread of an instance whose modules are all on its own device."""
+        """Return the spread of an instance whose layers are all on its own device."""
         homes = ((device,),) * cost.sizes.num_layers
         return cls(device, homes, homes, cost)
 
     @property
     def is_home(self) -> bool:
-        """Whether all modules are on the instance's own device only."""
+        """Whether the instance's own device computes all its layers, and no other device does."""
         return self.devices == {self.own}
 
     @cached_property
     def devices(self) -> frozenset[int]:
-        """Devices that compute a module, and the own device."""
+        """Devices that compute at least one module of the instance, and the instance's own device."""
         return frozenset(device for home in (*self.attention, *self.ffn, (self.own,)) for device in home)
 
     @property
     def view(self) -> PlacementView | None:
-        """Placement as policies see it."""
+        """Placement of the layers in the form that policies use.
+
+        None if all layers are on the instance's own device.
+        """
         return None if self.is_home else PlacementView(self.attention, self.ffn)
 
     @cached_property
     def _groups(self) -> tuple[tuple[Homes, float, float], ...]:
-        """Share of the time of a step without attention to the cache, and share of this attention, by tuple of homes.
+        """Shares of the work of a step, for each set of devices that computes modules together.
 
-        The time of a layer is divided over attention and FFN as their weights are.
+        Each entry is (devices, share of the work except the attention operator, share of the attention operator). The
+        time of a layer without the attention operator is divided between the two modules of the layer in proportion to
+        their weights.
         """
         sizes, shares = self.cost.sizes, {}
         attention_share = sizes.attention_bytes / sizes.weight_bytes / sizes.num_layers
@@ -92,23 +98,23 @@ class Spread:
 
     @cached_property
     def transitions(self) -> int:
-        """Number of places where homes change in a step."""
+        """Number of places in a step where hidden states move between devices."""
         modules = [home for both in zip(self.attention, self.ffn, strict=True) for home in both]
         return count_transitions(modules, (self.own,))
 
     @cached_property
     def time_shares(self) -> Mapping[int, float]:
-        """Share of the time of a step in which each device computes, if no module waits for another instance."""
+        """Share of a step's time in which each device computes, if it never waits for another instance."""
         return {d: sum(fixed for homes, fixed, _ in self._groups if d in homes) for d in self.devices}
 
     @cached_property
     def cache_shares(self) -> Mapping[int, float]:
-        """Bytes of KV cache on each device for each token of the instance."""
+        """Bytes of KV cache that each device stores for each token of the instance."""
         kv_bytes = self.cost.sizes.kv_token_bytes
         return {d: kv_bytes * sum(1 / len(home) for home in self.attention if d in home) for d in self.devices}
 
     def weight_layers(self, device: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the layers whose attention weights, and whose FFN weights, the instance needs on a device."""
+        """Return `(attention, ffn)`: the layers whose attention or FFN weights the instance needs on a device."""
         attention = {i for i, home in enumerate(self.attention) if device in home}
         ffn = frozenset(i for i, home in enumerate(self.ffn) if device in home)
         return frozenset(attention | (self.kept if device == self.own else set())), ffn
@@ -121,14 +127,14 @@ class Spread:
         pairs: float,
         crowding: Mapping[int, float],
     ) -> float:
-        """Return the seconds of a step. Its prompt chunks are computed at one home of each module.
+        """Return the seconds of a step. If several devices compute a module, one of them computes all prompt chunks.
 
         Args:
             pricing: costs of a step on one device.
             shape: contents of the step.
-            context: tokens of the decoding sequences.
-            pairs: pairs of the prompt chunks (`Pricing.pairs`).
-            crowding: factor of the time on each device, because other instances compute there.
+            context: total tokens of the decoding sequences.
+            pairs: attention pairs of the prompt chunks (`Pricing.pairs`).
+            crowding: factor by which each device is slower because other instances compute there.
         """
         seconds = self.transitions * self.cost.hop_s(shape.decodes + shape.prompt_tokens)
         for homes, fixed, attention in self._groups:
@@ -140,7 +146,7 @@ class Spread:
         return seconds
 
     def slope_s(self, pricing: Pricing, decodes: int, context: float, crowding: Mapping[int, float]) -> float:
-        """Return the seconds by which a decode step is longer than the step before. See `step_s` for the arguments."""
+        """Return by how many seconds each decode step is longer than the step before. Arguments are as in `step_s`."""
         return sum(
             attention
             * pricing.attention_slope_s(1, decodes, context)
@@ -150,12 +156,12 @@ class Spread:
         )
 
     def moved(self, layers: range, modules: str, homes: Sequence[Homes]) -> "Spread":
-        """Return a spread with modules of layers at other homes.
+        """Return a copy in which other devices compute modules of some layers.
 
         Args:
             layers: layers to move.
-            modules: modules of these layers, as in actions.
-            homes: new homes for each of the layers.
+            modules: parts of these layers that move, as in `Migrate.modules`.
+            homes: new devices for each of the layers.
         """
         new = dict(zip(layers, homes, strict=True))
         attention, ffn, kept = self.attention, self.ffn, set(self.kept) - set(layers)

@@ -1,4 +1,4 @@
-"""Cost models: seconds of a step from its sequences, prompt chunks and degree."""
+"""Cost models of steps: how many seconds a step takes, by its sequences, prompt chunks and tensor-parallel degree."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,27 +32,32 @@ class StepShape(NamedTuple):
 class StepCost(Protocol):
     """Cost model of the steps of an instance.
 
-    The time of a step is a sum of three times: `fixed_s`; `context_s` for each token of the decoding sequences; and
-    `pair_s` for each pair. A pair is a prompt token of the step and a token that this prompt token attends to.
+    The time of a step is the sum of three parts. The first part is `fixed_s`. The second part is `context_s` times the
+    number of cached tokens of all decoding sequences. The third part is `pair_s` times the number of pairs. A pair is a
+    prompt token of the step and a token that this prompt token attends to.
     """
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention."""
+        """Return the seconds of a step of this shape, without attention.
+
+        Attention means the attention operator. The projections before and after this operator are included.
+        """
         ...
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each token in the contexts of the decoding sequences."""
+        """Return the seconds of decode attention for each cached token of the decoding sequences."""
         ...
 
     def pair_s(self, degree: int) -> float:
-        """Return the seconds of prompt attention for each pair."""
+        """Return the seconds of prompt attention for each pair of tokens (see the class)."""
         ...
 
 
 def prompt_pairs(start: int, length: int, window: int | None = None) -> float:
-    """Return the number of pairs (see `StepCost`) for a chunk of `length` tokens after `start` computed tokens.
+    """Return the number of attention pairs for a chunk of `length` prompt tokens after `start` computed tokens.
 
-    `window`: each token attends to at most so many tokens. None: to all tokens before it.
+    A pair is a token of the chunk and a token that this token attends to. `window` is the maximum number of tokens that
+    a token attends to. Without a window, a token attends to itself and to all tokens before it.
     """
     full = length * start + length * (length + 1) / 2
     if window is None or start + length <= window:
@@ -63,12 +68,12 @@ def prompt_pairs(start: int, length: int, window: int | None = None) -> float:
 
 @dataclass(frozen=True)
 class ModelStepCost:
-    """Cost of a step as the sum of its operators, for a model on a device.
+    """Cost of a step as the sum of the times of its operators, for a model on a device.
 
-    The host prepares a step while the device computes: the longer of both counts. An operator of the step's program
-    takes `DeviceSpec.kernel_s` and the time of its work. If `profile` has a matrix, it gives this time. If not,
-    `roofline_s` gives the time. Tokens are spread evenly over experts. Products run at the rate of bf16; quantized
-    weights are read in their size.
+    The host prepares a step while the device computes. The longer of both times counts. An operator takes
+    `DeviceSpec.kernel_s` plus the time of its work. For a matrix product, this time comes from `profile` if the matrix
+    was measured, and from `roofline_s` if not. Tokens are spread evenly over experts. Quantized weights make reading
+    faster, but not computing: all matrix products run at the rate of bf16.
     """
 
     model: ModelShape
@@ -76,9 +81,9 @@ class ModelStepCost:
     profile: OperatorProfile | None = None
 
     def product_s(self, matrix: Matrix, degree: int, tokens: float, weight_bytes: float | None = None) -> float:
-        """Return the seconds of one rank's part of a matrix product with `tokens` rows.
+        """Return the seconds of one device's part of a matrix product with `tokens` rows.
 
-        `weight_bytes`: bytes of a weight. None: the bytes of an activation.
+        `weight_bytes` is the size of one weight in bytes. By default, a weight has the size of an activation.
         """
         (inputs, outputs), device = matrix.at(degree), self.device
         item_bytes = self.model.item_bytes
@@ -95,7 +100,10 @@ class ModelStepCost:
         return {}
 
     def layer_s(self, degree: int, tokens: int) -> float:
-        """Return the seconds of matrix products, norms and all-reduces of one layer: a mean, if layers differ."""
+        """Return the seconds of the matrix products, norms and all-reduces of a layer.
+
+        The attention operator is not included. If layers differ, the result is the mean over all layers.
+        """
         if (seconds := self._layers_s.get((degree, tokens))) is None:
             seconds = self._layers_s[degree, tokens] = self._layer_s(degree, tokens)
         return seconds
@@ -118,7 +126,10 @@ class ModelStepCost:
         return seconds + device.kernel_s + 2 * device.all_reduce_s(hidden_bytes, degree)
 
     def _experts_s(self, degree: int, tokens: int) -> float:
-        """Return the seconds of the experts that `tokens` tokens use, of the shared experts and of the router."""
+        """Return the seconds of an FFN with experts for `tokens` tokens.
+
+        The time includes the router, the experts that the tokens use, and the shared experts.
+        """
         model, device = self.model, self.device
         active = model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** tokens)
         seconds = self.product_s(Matrix("router", model.hidden_size, model.num_experts, "none"), degree, tokens)
@@ -132,7 +143,7 @@ class ModelStepCost:
         return seconds
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`."""
+        """Return the seconds of a step of this shape, without attention."""
         model, device = self.model, self.device
         tokens, rows = max(shape.decodes + shape.prompt_tokens, 1), max(shape.decodes + shape.prompts, 1)
         device_s = model.num_layers * self.layer_s(degree, tokens) + self.product_s(model.head_matrix, degree, rows)
@@ -140,9 +151,11 @@ class ModelStepCost:
         return max(device_s + extra_s, device.host_s) + device.step_overhead_s
 
     def context_s(self, degree: int) -> float:
-        """See `StepCost.context_s`: a step reads the keys and values of each token once.
+        """Return the seconds of decode attention for each cached token of the decoding sequences.
 
-        With latent attention, the products with the compressed vectors of all heads may take longer.
+        This is the time to read the keys and values of one token from device memory. With latent attention, it may take
+        longer to compute the products of all heads with the compressed vector. The result is then the time of these
+        products.
         """
         model, device = self.model, self.device
         read_s = model.kv_token_bytes(degree) / (device.memory_bandwidth * device.attention_efficiency)
@@ -152,7 +165,10 @@ class ModelStepCost:
         return max(read_s, operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE))
 
     def pair_s(self, degree: int) -> float:
-        """See `StepCost.pair_s`: each query head computes two products."""
+        """Return the seconds of prompt attention for each pair of tokens (`StepCost.pair_s`).
+
+        For a pair, each query head computes one product with a key and one product with a value.
+        """
         model, device = self.model, self.device
         operations = model.num_layers * model.pair_operations / degree
         return operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE)
@@ -167,8 +183,9 @@ def roofline_s(
     weight_bytes: float | None = None,
     copies: float = 1.0,
 ) -> float:
-    """Return the seconds of a matrix product with `tokens` rows, without its launch: the longer of compute and read
-    time.
+    """Return the seconds of a matrix product with `tokens` rows, without the time of its launch.
+
+    This is the longer of the time to compute and the time to access memory.
 
     Args:
         item_bytes: bytes of an activation.
@@ -183,10 +200,10 @@ def roofline_s(
 
 @dataclass(frozen=True)
 class TableStepCost:
-    """Measured cost of steps.
+    """Cost of steps from a table of measured steps.
 
-    A step costs as much as the smallest measured shape that it fits into, because the engine pads steps to compiled
-    shapes. Above the largest measured shape, the cost grows in proportion.
+    The engine pads steps to compiled shapes. The cost of a step is therefore the cost of the smallest measured shape
+    that holds the step. Above the largest measured shape, the cost grows in proportion.
     """
 
     decode_s: dict[int, dict[int, float]]
@@ -203,8 +220,11 @@ class TableStepCost:
     """Value of `StepCost.pair_s` by degree; 0 for a missing degree. Empty if `prompt_s` includes prompt attention."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`. If a step with one chunk has more than `few_rows` sequences, the additional time for
-        the maximum number of rows is added."""
+        """Return the seconds of a step of this shape, without attention.
+
+        Steps with one chunk were measured with `few_rows` rows. If such a step has more sequences, the result includes
+        the additional time for the maximum number of rows.
+        """
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)
         several = self.prompts_s.get(degree, {})
@@ -237,9 +257,10 @@ def at_least(table: dict[int, float], wanted: int) -> float:
 
 @dataclass(frozen=True)
 class RateStepCost:
-    """Cost of steps from given rates, in tokens per second by degree.
+    """Cost of steps from given rates, in tokens per second at each tensor-parallel degree.
 
-    The time of a step is the time of its prompts plus the time of its decodes. The length of contexts has no effect.
+    The time of a step is the time of its prompt tokens plus the time of its decoded tokens. The length of contexts has
+    no effect.
     """
 
     prefill: dict[int, float]
@@ -250,7 +271,7 @@ class RateStepCost:
     """Maximum tokens per second that one request generates."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """See `StepCost.fixed_s`."""
+        """Return the seconds of a step of this shape. Attention is part of the given rates."""
         decode_s = max(1 / self.decode_each[degree], shape.decodes / self.decode[degree]) if shape.decodes else 0.0
         return decode_s + shape.prompt_tokens / self.prefill[degree]
 

@@ -1,4 +1,4 @@
-"""Tables of results for the terminal."""
+"""Tables of simulation results for the terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ _PRICE = ("$/M tokens", "usd_per_million_tokens", ",.2f")
 
 
 def policies_table(results: Mapping[str, PolicyResult], title: str, reasons: Mapping[str, str] | None = None) -> Table:
-    """Return a table with a row for each policy. If there are several classes of requests, each policy also has a row
-    for each class.
+    """Return a table with a row for each policy.
 
-    `reasons`: reason why a policy was not simulated, by policy.
+    If there are several classes of requests, each policy also has a row for each class. `reasons` has the policies that
+    were not simulated, with the reason why. Their rows say "not possible".
     """
     has_price = any(result.price_per_hour is not None for result in results.values())
     columns = [*_COLUMNS, *([_PRICE] if has_price else [])]
@@ -49,7 +49,7 @@ def policies_table(results: Mapping[str, PolicyResult], title: str, reasons: Map
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Results of all policies at one rate."""
+    """Results of all policies at one request rate."""
 
     rate: float
     """Mean requests per second."""
@@ -57,7 +57,10 @@ class SweepPoint:
 
 
 def sweep_table(points: Sequence[SweepPoint], title: str) -> Table:
-    """Return a table of goodput (requests per second within the objectives), share, and price, by rate and policy."""
+    """Return a table of goodput, share of requests within the latency limits, and price, by request rate and policy.
+
+    Goodput is requests per second within the latency limits.
+    """
     names = list(points[0].results)
     table = Table("requests/s", *names, title=title)
     for point in points:
@@ -79,8 +82,9 @@ def answers_table(answers: Sequence[Answer], what: str, reasons: Mapping[str, st
     """Return a table with the result of each search.
 
     Args:
+        answers: results of the searches.
         what: heading of the column of values: `devices` or `requests/s`.
-        reasons: reason why a policy was not simulated, by policy.
+        reasons: policies that were not simulated, with the reason why. Their rows say "not possible".
         price: price of a device for an hour in USD; None: unknown.
     """
     priced = price is not None and what == "devices"

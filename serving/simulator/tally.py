@@ -1,6 +1,6 @@
 """Statistics that a simulation collects.
 
-A gap is the time from one token of a request to the next (ITL).
+A gap is the time from one token of a request to the next (inter-token latency).
 """
 
 import math
@@ -40,8 +40,10 @@ class Limit(StrEnum):
 
 
 class Records:
-    """Table with a row for each request, in the order of `RequestTable`. Times are in seconds since the start. NaN: the
-    event did not happen."""
+    """Times of all requests: a table with a row for each request, in the order of `RequestTable`.
+
+    Times are in seconds since the start. NaN: the event did not happen.
+    """
 
     def __init__(self, count: int):
         self.dispatch_s = array("d", [math.nan]) * count
@@ -57,11 +59,11 @@ class Records:
 class Tally:
     """Sums over all requests, and lists of events.
 
-    The first three attributes divide the time of decode steps by cause. Each is in seconds, summed over the tokens that
-    these steps generated.
+    The first three attributes divide the time of decode steps by cause. They are in seconds. The time of a step counts
+    once for each token that the step generates.
 
     Attributes:
-        decode_s: time that the steps would have taken alone.
+        decode_s: time that the steps would have taken without prompts and transformations.
         interference_s: time that prompts in the same steps added.
         switch_s: time that transformations added.
         bin_s: width of the bins of `tokens_per_bin`, in seconds.
@@ -87,7 +89,7 @@ class Tally:
         self._gaps: dict[int, int] = {}
 
     def add_tokens(self, start_s: float, end_s: float, tokens: int) -> None:
-        """Count generated tokens as spread evenly from `start_s` to `end_s`."""
+        """Count generated tokens, spread evenly over the time from `start_s` to `end_s`."""
         self.generated_tokens += tokens
         first, last = int(start_s / self.bin_s), int(end_s / self.bin_s)
         bins = self.tokens_per_bin
@@ -103,7 +105,10 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Count the decode steps of a block that ends now. `count`: number of decoding requests."""
+        """Count the decode steps of a block, a series of steps that ends at `now_s`.
+
+        `count` is the number of decoding requests.
+        """
         steps = block.steps
         tokens = count * steps
         self.add_tokens(block.start_s, now_s, tokens)
@@ -119,13 +124,15 @@ class Tally:
         self.switch_s += count * block.switch_s
 
     def add_gaps(self, seconds: float, count: int) -> None:
-        """Count `count` gaps of `seconds` each."""
+        """Count `count` gaps between tokens, of `seconds` seconds each."""
         place = int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) * _BINS_PER_FACTOR)
         self._gaps[place] = self._gaps.get(place, 0) + count
 
     def gap_percentiles_s(self, percentiles: Sequence[float]) -> list[float | None]:
-        """Return percentiles (0 to 100) of the gaps in seconds, accurate to 1%. If there are no gaps, each percentile
-        is None."""
+        """Return percentiles (0 to 100) of the gaps between tokens in seconds, accurate to 1%.
+
+        If there are no gaps, each percentile is None.
+        """
         places = sorted(self._gaps)
         if not places:
             return [None] * len(percentiles)
@@ -135,7 +142,7 @@ class Tally:
 
     @property
     def mean_gap_s(self) -> float | None:
-        """Mean of the gaps in seconds; None if there are no gaps."""
+        """Mean of the gaps between tokens in seconds; None if there are no gaps."""
         count = sum(self._gaps.values())
         return sum(_gap_s(place) * number for place, number in self._gaps.items()) / count if count else None
 

@@ -1,7 +1,8 @@
-"""Cost models of transformations: seconds and bytes of a merge or split.
+"""Cost models of merges and splits: how many seconds they take, and how many bytes move.
 
-Layers switch to the new degree one after the other. The pages of a layer move between devices in pieces: a piece is the
-part of a page that a rank of the higher degree stores. A phase is one exchange of a bounded number of pieces.
+Layers switch to the new tensor-parallel degree one after the other. The KV pages of a layer move between devices in
+pieces. A piece is the part of a page that one device of the higher degree stores. A phase is one exchange of a bounded
+number of pieces.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _LARGEST_PLAN = 512
 
 
 class MoveCount(NamedTuple):
-    """Count of page moves in a transformation, from the engine's planner."""
+    """How many page pieces move in a merge or split, and in how many phases, according to the engine's planner."""
 
     share: float
     """Largest share of a device's pieces that the device sends to other devices."""
@@ -40,7 +41,7 @@ class MoveCount(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Cost of one transformation."""
+    """Cost of one merge or split."""
 
     layer_s: float
     """Seconds to switch one layer. No step runs meanwhile."""
@@ -52,12 +53,15 @@ class Change(NamedTuple):
     """Bytes of weights that the devices send or load, in total."""
 
     def seconds(self, layers: int) -> float:
-        """Return the seconds of the transformation for a model with `layers` layers, without the steps in between."""
+        """Return the seconds of the merge or split for a model with `layers` layers.
+
+        The time of steps in between is not included.
+        """
         return self.pause_s + layers * self.layer_s
 
 
 class TransformationCost(Protocol):
-    """Cost model of transformations."""
+    """Cost model of merges and splits."""
 
     @property
     def layers(self) -> int:
@@ -65,25 +69,24 @@ class TransformationCost(Protocol):
         ...
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Return the cost of one transformation, which affects `max(from_degree, to_degree)` devices.
+        """Return the cost of one merge or split, which affects `max(from_degree, to_degree)` devices.
 
         Args:
-            from_degree: degree before the change.
-            to_degree: degree after the change.
-            tokens: tokens in the KV cache of the affected devices.
-            kept: whether the merged instance has all weights resident. If so, a split copies no weights.
+            from_degree: tensor-parallel degree before the change.
+            to_degree: tensor-parallel degree after the change.
+            tokens: total number of tokens in the KV cache of the affected devices.
+            kept: whether the devices of the merged instance keep all weights. If so, a split copies no weights.
         """
         ...
 
 
 @lru_cache(maxsize=64)
 def count_moves(lower: int, higher: int, pages_each: int, phase_pages: int = PHASE_PAGES) -> MoveCount:
-    """Count the moves of pages if `higher / lower` instances of degree `lower` merge, each with `pages_each` pages.
+    """Count the moves of page pieces in a merge of `higher / lower` instances of degree `lower`.
 
-    `phase_pages`: pages that a device sends in a phase.
-
-    The counts come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). The split back to `lower` has
-    the same counts.
+    Each instance has `pages_each` pages. A device sends at most `phase_pages` pages in one phase (exchange). The counts
+    come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). A split back to `lower` has the same
+    counts.
     """
     geometry = PageGeometry(kv_heads=higher, page_size=16, head_dim=2, max_tp=higher)
     instances = higher // lower
@@ -104,11 +107,11 @@ def count_moves(lower: int, higher: int, pages_each: int, phase_pages: int = PHA
 
 @dataclass(frozen=True)
 class InPlaceCost:
-    """Transformations of this project's engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2, docs/transformation.md).
+    """Cost of merges and splits in this project's engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2).
 
-    Pages move between devices in phases. Each phase gathers the pieces to send, exchanges them between two devices, and
-    scatters the received pieces. A merge turns weights that a device no longer needs into KV cache, without a copy. A
-    split copies these weights back from other devices.
+    KV pages move between devices in phases. Each phase gathers the pieces to send, exchanges them between two devices,
+    and scatters the received pieces. A merge frees weights on each device. Their memory becomes KV cache without a
+    copy. A split copies these weights back from other devices. See docs/transformation.md.
     """
 
     model: ModelShape
@@ -124,7 +127,7 @@ class InPlaceCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """See `TransformationCost.change`."""
+        """Return the cost of a merge or split (`TransformationCost.change`)."""
         lower, higher = sorted((from_degree, to_degree))
         instances = higher // lower
         pages_each = -(-tokens // self.page_size // instances)
@@ -152,7 +155,7 @@ class InPlaceCost:
 
 @dataclass(frozen=True)
 class FixedTransformation:
-    """Transformations that take the same time in all cases, and send no bytes."""
+    """Cost of merges and splits that always take the same time, and send no bytes."""
 
     total_s: float = 1.0
     layers: int = 10
@@ -163,7 +166,7 @@ class FixedTransformation:
 
 @dataclass(frozen=True)
 class MeasuredTransformation:
-    """Measured times of an engine's transformations.
+    """Cost of merges and splits, from times measured on an engine.
 
     Attributes:
         layers: number of layers.
@@ -180,12 +183,12 @@ class MeasuredTransformation:
     page_size: int = 16
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """See `TransformationCost.change`."""
+        """Return the cost of a merge or split (`TransformationCost.change`)."""
         base = self.up_layer_s if to_degree > from_degree else self.down_layer_s
         return Change(base + self.page_layer_s * -(-tokens // self.page_size), 0.0, 0.0, 0.0)
 
 
 def _two_digits(number: int) -> int:
-    """Round up to two significant digits, so that `count_moves` can reuse results."""
+    """Round up to two significant digits, so that cached results of `count_moves` can be reused."""
     scale = 10 ** max(len(str(number)) - 2, 0)
     return -(-number // scale) * scale

@@ -25,8 +25,8 @@ from amoeba_jax.accumulate import wait_for
 from amoeba_jax.cpu_cache import PortableProgram
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step import ResultReader
 from amoeba_jax.programs import compiling
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
@@ -134,7 +134,7 @@ class Load:
         error: BaseException | None = None
         try:
             report = engine.transform(TransformOptions(degree, (0, 1), layers_per_step=1, **options))
-            self._until(engine, lambda: not engine.transformations.busy)
+            self._until(engine, lambda: not engine.changes.busy)
             error = report.exception(timeout=0)
         except (RequestError, TransformError) as refused:
             error = refused
@@ -150,7 +150,7 @@ class Load:
             for instance in engine.cluster.all_instances:
                 for step in instance.pending:
                     step.result.exception()
-            for transition in engine.transformations.transitions:
+            for transition in engine.changes.transitions:
                 if transition.last_result is not None:
                     transition.last_result.exception()
             engine.collect()
@@ -166,7 +166,7 @@ class LoadDuringMerge(Load):
         report = engine.transform(TransformOptions(2, (0, 1), layers_per_step=1))
         self._until(engine, lambda: any(i.transition is not None for i in engine.instances))
         self._submit(engine, LATE)
-        self._until(engine, lambda: not engine.transformations.busy)
+        self._until(engine, lambda: not engine.changes.busy)
         self._outcome.transformations.append(report.exception(timeout=0))
         self._until(engine, lambda: self._have(LATE, 18))
         self._transform(engine, 1)

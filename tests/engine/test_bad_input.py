@@ -103,7 +103,7 @@ def test_device_with_less_memory_than_the_budget(directory: Path, monkeypatch: p
         raise jax.errors.JaxRuntimeError(message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cluster, "jax", SimpleNamespace(block_until_ready=awaited, errors=jax.errors))
+        patch.setattr(cluster, "jax", SimpleNamespace(**vars(jax) | {"block_until_ready": awaited}))
         message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
         with pytest.raises(MemoryBudgetError, match=r"could not allocate .* within a budget of 16\.0 MiB"):
             LLM(directory, **SETTINGS)

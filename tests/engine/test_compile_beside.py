@@ -25,7 +25,7 @@ from amoeba_jax.programs import executables
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.request import Delivery, Request
-from amoeba_jax.transform import transformation
+from amoeba_jax.transform import change
 from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.views import TransformState
 from serving.runtime.metrics import ServerMetrics
@@ -300,7 +300,7 @@ def test_a_transformation_says_what_it_waits_for(
     one_layer: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """In log lines, in the totals of the engine, and in its report."""
-    monkeypatch.setattr(transformation, "_LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(change, "_LOG_INTERVAL_S", 0.0)
     with LLM(one_layer, num_devices=2, **SETTINGS) as llm, ThreadPoolExecutor(1) as pool:
         llm.generate([[1, 2, 3]], greedy(4))
         gate = CompileGate(llm)
@@ -318,7 +318,7 @@ def test_a_transformation_says_what_it_waits_for(
         assert 0 < status.programs_left <= report.awaited_programs
         assert 0 < report.waited_s < report.seconds
         assert f"waiting for programs ({report.awaited_programs})" in " ".join(str(report).split())
-        mine = [record for record in caplog.records if record.name == transformation.__name__]
+        mine = [record for record in caplog.records if record.name == change.__name__]
         first, *others, last = [record.getMessage() for record in mine]
         left = f"waits for {status.programs_left} programs, about {status.estimated_s:.0f} s"
         assert first == f"the transformation to TP2 {left}"

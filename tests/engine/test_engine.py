@@ -16,7 +16,7 @@ from tiny_models import tiny_config, tiny_model, write_model
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.steps import MAX_FAILURES, MAX_FAILURES_IN_A_ROW
 from amoeba_jax.errors import EngineClosedError, RequestError, RequestFailedError
-from amoeba_jax.instances.step_launcher import StepLauncher
+from amoeba_jax.instances.runner import Runner
 from amoeba_jax.programs.step_program import StepKey
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -191,13 +191,13 @@ def test_device_that_fails_every_step_ends_requests_with_its_cause_and_then_the_
         raise OSError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepLauncher, "launch", broken)  # a fault that no bad request can cause
+        patch.setattr(Runner, "launch", broken)  # a fault that no bad request can cause
         with pytest.raises(RequestFailedError, match="the device is gone") as failure:
             llm.generate([[1, 2, 3]], params)
         assert isinstance(failure.value.__cause__, OSError)
     assert llm.generate([[1, 2, 3]], params)[0].outputs == expected
     assert llm.stats.failed_steps == MAX_FAILURES
-    monkeypatch.setattr(StepLauncher, "launch", broken)
+    monkeypatch.setattr(Runner, "launch", broken)
     for _ in range(MAX_FAILURES_IN_A_ROW // MAX_FAILURES):
         with pytest.raises(RequestFailedError):
             llm.generate([[1, 2, 3]], params)
@@ -215,10 +215,10 @@ def test_requests_may_be_checked_against_an_instance_that_ends_meanwhile(tmp_pat
     with LLM(tiny_model("llama2", tmp_path), device_memory="16MiB", compile_cache=compile_cache, progress=False) as llm:
         engine = engine_of(llm)
         (instance,) = engine.instances
-        capacity = engine.transformations.capacity_to_come(instance)
+        capacity = engine.changes.capacity_to_come(instance)
         assert capacity == (instance.capacity_tokens, 1)
         llm.close()
-        assert engine.transformations.capacity_to_come(instance) == capacity
+        assert engine.changes.capacity_to_come(instance) == capacity
 
 
 def test_dropped_engine_frees_its_memory(tmp_path: Path, compile_cache: str):

@@ -26,12 +26,12 @@ from amoeba_jax import LLM
 from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, RequestFailedError, TransformError
 from amoeba_jax.instances.factory import InstanceFactory
-from amoeba_jax.instances.result_reader import ResultReader
 from amoeba_jax.instances.sequence import Sequence, Update
+from amoeba_jax.instances.step import ResultReader
 from amoeba_jax.request import Request
-from amoeba_jax.transform import transition
-from amoeba_jax.transform.transformations import Transformations
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform import relayout
+from amoeba_jax.transform.lanes import Requeue
+from amoeba_jax.transform.relayout import Relayout
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -199,7 +199,7 @@ def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
 ):
     """The group is out of service, and at once in service again: this memory was missing twice."""
     before = ledgers(llm)
-    made, count = transition.replaced_if_lost, [0]
+    made, count = relayout.replaced_if_lost, [0]
 
     def failing(*arguments: Any) -> Any:
         count[0] += 1
@@ -209,7 +209,7 @@ def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
 
     fault = Faults("exchange", "after", 2)
     with monkeypatch.context() as patch, fault.injected(llm):
-        patch.setattr(transition, "replaced_if_lost", failing)
+        patch.setattr(relayout, "replaced_if_lost", failing)
         outcome = Load(llm).run()
     assert fault.happened
     assert count[0] == 2
@@ -221,12 +221,12 @@ def test_a_group_gives_up_what_it_has_before_it_is_made_again(
 ):
     """The weights that a split has restored cannot be read."""
     before, failed, held = ledgers(llm), [], []
-    fail, make = Transformations._fail_settled, InstanceFactory.empty_instance
+    fail, make = Relayout.fail_settled, InstanceFactory.empty_instance
 
-    def watched(self: Transformations, transition: Transition, error: BaseException) -> None:
-        assert transition.restored
-        failed.append((transition, [*(i.site for i in self._cluster.instances), transition.high, *transition.members]))
-        fail(self, transition, error)
+    def watched(self: Relayout, requeue: Requeue) -> str:
+        assert self.restored
+        failed.append((self, [*(i.site for i in self.cluster.instances), self.high, *self.members]))
+        return fail(self, requeue)
 
     def watched_make(*arguments: Any) -> Any:
         ((transition, sites),) = failed
@@ -241,7 +241,7 @@ def test_a_group_gives_up_what_it_has_before_it_is_made_again(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transformations, "_fail_settled", watched)
+        patch.setattr(Relayout, "fail_settled", watched)
         patch.setattr(InstanceFactory, "empty_instance", watched_make)
         patch.setattr(ResultReader, "when_ready", unread)
         outcome = Load(llm).run()

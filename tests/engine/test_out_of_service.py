@@ -131,8 +131,8 @@ def test_a_group_is_out_of_service_until_there_is_memory(idle: LLM, degree: int)
 def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pytest.MonkeyPatch):
     before, make_instance = booked(idle), InstanceFactory.empty_instance
 
-    def fails_on_1(cluster: Cluster, group: SubMesh, released: int) -> Any:
-        instance = make_instance(cluster, group, released)
+    def fails_on_1(factory: InstanceFactory, group: SubMesh, *arguments: Any) -> Any:
+        instance = make_instance(factory, group, *arguments)
         if group.start == 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
         return instance

@@ -132,10 +132,10 @@ def change(llm: LLM, future: Future[Any]) -> None:
     """Turn until a change is done."""
     engine = engine_of(llm)
     while not future.done():
-        if engine.transformations.awaits_programs or engine.relocations.awaits_programs:
+        if engine.changes.awaits_programs:
             engine.cluster.executables.background.wait()
         turn(llm)
-        engine.relocations.wait()
+        engine.changes.wait()
     future.result()
     for _ in range(3):
         turn(llm)
@@ -167,14 +167,14 @@ def replicate(llm: LLM) -> None:
 def preempt(llm: LLM) -> None:
     engine = engine_of(llm)
     for sequence in engine.sequences.running:
-        engine.sequences.preempt(engine.room.home(sequence), sequence)
+        engine.sequences.preempt(engine.cluster.instance_of(sequence), sequence)
 
 
 def offload(llm: LLM) -> None:
     engine = engine_of(llm)
     offloaded = engine.sequences.running
     for sequence in offloaded:
-        engine.offload(sequence)
+        engine.admission.offload(sequence)
     assert {sequence.state for sequence in offloaded} == {SequenceState.OFFLOADED}
 
 

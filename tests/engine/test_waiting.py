@@ -10,9 +10,11 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import SamplingRow
 
 
-def sequence(number: int, priority: int = 0, client: str = "") -> Sequence:
+def sequence(number: int, priority: int = 0, client: str = "", deadline: float | None = None) -> Sequence:
     params = SamplingParams(max_tokens=4, priority=priority)
-    return Sequence(f"r{number}", (1,), params, cast(SamplingRow, None), lambda update: None, number, client=client)
+    return Sequence(
+        f"r{number}", (1,), params, cast(SamplingRow, None), print, number, client=client, deadline=deadline
+    )
 
 
 def test_sequences_are_in_order_and_found():
@@ -28,28 +30,31 @@ def test_sequences_are_in_order_and_found():
         waiting.remove(made[3])
 
 
-@pytest.mark.parametrize("count", [3, 80])
-def test_marked_sequences_move_to_their_places(count: int):
-    waiting, made = Waiting(), [sequence(n, client="ab"[n % 2]) for n in range(2 * count)]
+def test_marked_sequences_move_to_their_places():
+    waiting, made = Waiting(), [sequence(n, client="ab"[n % 2]) for n in range(6)]
     for one in made:
         waiting.add(one)
-    marked = made[:count]
-    waiting.mark(marked, True)
-    assert [*waiting] == made[count:] + marked
-    assert [*waiting.of_client("a")] == made[::2]
-    assert [s for s in waiting.of_client("a") if not s.beyond_share] == [s for s in made[::2] if s not in marked]
-    waiting.remove(marked[1])
-    assert marked[1] not in waiting
-    waiting.mark([made[0]], False)
-    assert [*waiting] == [made[0], *made[count:], *marked[2:]]
+    for one in made[:3]:
+        one.beyond_share = True
+    waiting.sort()
+    assert [*waiting] == made[3:] + made[:3]
+    waiting.remove(made[1])
+    assert made[1] not in waiting
+    made[0].beyond_share = False
+    waiting.sort()
+    assert [*waiting] == [made[0], *made[3:], made[2]]
 
 
-def test_sequences_are_known_by_client():
-    waiting, made = Waiting(), [sequence(n, client="ab"[n % 2]) for n in range(4)]
-    for one in made:
+def test_deadlines_are_found_anywhere_in_the_queue():
+    waiting, late = Waiting(), [sequence(-n, deadline=float(n)) for n in (9, 3, 5, 7)]
+    for one in [*late, sequence(1)]:
         waiting.add(one)
-    assert {client: [*waiting.of_client(client)] for client in waiting.clients} == {"a": made[::2], "b": made[1::2]}
-    waiting.remove(made[0])
-    waiting.remove(made[2])
-    assert {*waiting.clients} == {"b"}
-    assert not waiting.of_client("a")
+    waiting.remove(late[2])  # it runs
+    assert waiting.expired(3.0) == []
+    assert waiting.expired(8.0) == [late[3], late[1]]
+    waiting.remove(late[1])
+    waiting.remove(late[3])
+    assert waiting.expired(8.0) == []
+    waiting.add(late[2])
+    waiting.remove(late[0])
+    assert waiting.expired(10.0) == [late[2]]

@@ -273,7 +273,7 @@ def test_strict_mode_loads_again_what_was_dropped_for_others(llm: LLM):
     there, other = (ProgramSpec(ProgramKey("add", (0,), (i,)), compile, on=device) for i in range(2))
     executables = Executables(llm.dims, strict=True)
     assert len(list(executables.prepare([there]))) == 1
-    executables.set_complete()
+    executables.complete = True
     executables._store = ProgramStore()
     assert executables.get(there)(jnp.ones(3)).tolist() == [3, 3, 3]
     assert executables.num_late == 1
@@ -293,7 +293,7 @@ def test_late_programs_are_counted_and_named(directory: Path, compile_cache: str
 def test_warmup_of_temporaries_over_the_budget_is_refused(directory: Path, compile_cache: str):
     with make(directory, compile_cache, num_devices=1) as llm:
         cluster = engine_of(llm).cluster
-        cluster._activation_bytes = 0
+        cluster.activation_bytes = 0
         cluster.ledgers[0].reserve("activations", 0)
         cluster.ledgers[0].add("something else", cluster.ledgers[0].free_bytes)
         with pytest.raises(MemoryBudgetError, match=r"needs .* of temporaries"):

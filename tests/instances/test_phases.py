@@ -19,13 +19,10 @@ ALLOWED = {
     (Phase.SERVING, Phase.PAUSED),
     (Phase.SERVING, Phase.LOST),
     (Phase.DRAINING, Phase.SERVING),
-    (Phase.DRAINING, Phase.CHANGING),
-    (Phase.DRAINING, Phase.PAUSED),
     (Phase.DRAINING, Phase.LOST),
     (Phase.CHANGING, Phase.SERVING),
     (Phase.CHANGING, Phase.LOST),
     (Phase.PAUSED, Phase.SERVING),
-    (Phase.PAUSED, Phase.LOST),
 }
 
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amoeba_jax import SamplingParams
-from amoeba_jax.instances.batcher import plan_step
+from amoeba_jax.instances.batcher import PromptTurns, plan_step
 from amoeba_jax.instances.pace import Pace
-from amoeba_jax.instances.prompt_turns import PromptTurns
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step import Row, StepPlan
 from amoeba_jax.programs.buckets import Buckets

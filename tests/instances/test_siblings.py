@@ -100,11 +100,3 @@ def test_ending_many_costs_no_search_of_all(siblings: Siblings, reverse: bool):
         end(siblings, one)
     assert not siblings.held
     assert Counted.comparisons == 0
-
-
-def test_those_that_have_ended_are_not_kept(siblings: Siblings):
-    made = released(siblings, 1, 500)
-    for one in made[:13:-1]:
-        end(siblings, one)
-        assert len(siblings._heap) <= 2 * len(siblings.held) + 1
-    assert not siblings._heap

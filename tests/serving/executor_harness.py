@@ -143,7 +143,7 @@ class JaxHarness:
 
         while self.call(clear):
             time.sleep(0.01)
-        while self._llm._engine.transformations.busy:
+        while self._llm._engine.changes.busy:
             time.sleep(0.01)
         for background in self._background:
             with contextlib.suppress(QueueFullError):  # those that the tests rejected

@@ -91,7 +91,7 @@ class Chain:
             if not sequences and not engine.has_requests:
                 engine.end_transformations()  # which may wait for weights that come back
                 return
-            if not engine.transformations.busy:
+            if not engine.changes.busy:
                 self._change(engine)
             engine.advance()
             engine.drain()

@@ -8,7 +8,7 @@ from amoeba_jax import SamplingParams
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import sampling_row
-from amoeba_jax.transform.lanes import deal, move_into, settle_references
+from amoeba_jax.transform.lanes import adopt_prefixes, deal, settle_references
 from kvcache.allocator import BuddyAllocator
 from kvcache.geometry import PageGeometry
 from kvcache.pages import PagePool, SequencePages
@@ -109,7 +109,7 @@ def test_lanes_of_one_home_share_what_both_have_cached():
     twin = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
     twin.cache.adopt(pages)
     merged = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
-    assert move_into(merged, [lane, twin], HOME) == []
+    adopt_prefixes(merged, [lane, twin], HOME)
     assert [page.key for page in merged.cache.pages()] == [page.key for page in pages]
     np.testing.assert_array_equal(lane.pages.references(merged.cache.table()), 1)
     assert merged.cache.num_evictable_pages == 3

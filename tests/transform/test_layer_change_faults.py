@@ -162,7 +162,7 @@ def test_an_offloaded_request_goes_on_without_being_computed_again(first_only: L
     def offload() -> list[SequenceState]:
         engine, found = engine_of(llm), []
         for sequence in engine.sequences.running[:2]:
-            engine.offload(sequence)
+            engine.admission.offload(sequence)
             found.append(sequence.state)
         return found
 

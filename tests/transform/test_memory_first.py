@@ -12,7 +12,7 @@ from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.engine.reports import memory_report
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.transform.movers import InPlaceMover
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.relayout import Relayout
 from amoeba_jax.views import MemoryReport
 from sharding.owners import Owner
 
@@ -85,9 +85,9 @@ def test_scarce_pages(directory: Path, compile_cache: str):
 @pytest.mark.parametrize("after", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_failure_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch, where: str, after: int):
     running, expected = decoding(idle, 6, requests(8, max_tokens=80))
-    method, calls, failed = getattr(Transition, where), [0], []
+    method, calls, failed = getattr(Relayout, where), [0], []
 
-    def failing(self: Transition, *arguments: Any) -> Any:
+    def failing(self: Relayout, *arguments: Any) -> Any:
         calls[0] += 1
         if calls[0] == after and not failed:
             failed.append(where)
@@ -95,7 +95,7 @@ def test_a_failure_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch, 
         return method(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transition, where, failing)
+        patch.setattr(Relayout, where, failing)
         errors = 0
         for degree in (4, 1, 4, 1):
             try:

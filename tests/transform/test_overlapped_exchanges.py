@@ -20,10 +20,9 @@ from amoeba_jax.engine.engine import Engine
 from amoeba_jax.errors import RequestError, TransformError
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.step import StepNotLaunchedError
-from amoeba_jax.instances.step_launcher import StepLauncher
 from amoeba_jax.programs.batch import BatchShape, StepBatch
 from amoeba_jax.programs.transition_programs import TransitionPrograms
-from amoeba_jax.transform.transition import SwitchInStep
+from amoeba_jax.transform.relayout import SwitchInStep
 from kvcache.exchange import ExchangeKind
 from kvcache.migration import PADDING, phase_shape
 
@@ -180,16 +179,16 @@ def test_a_step_that_cannot_be_launched(
         idle.transform(top(idle))
     running = [Background(idle, [prompt], [each]) for prompt, each in zip(prompts, params, strict=True)]
     wait_until_decoding(idle, 6)
-    launch = StepLauncher.launch
+    launch = Runner.launch
     refused: list[str] = []
 
-    def fails(launcher: StepLauncher, *arguments: Any) -> Any:
-        if launcher._runner.switch is not None and not refused:
+    def fails(runner: Runner, *arguments: Any) -> Any:
+        if runner.switch is not None and not refused:
             refused.append("once")
             raise StepNotLaunchedError("injected") from RequestError("injected")
-        return launch(launcher, *arguments)
+        return launch(runner, *arguments)
 
-    monkeypatch.setattr(StepLauncher, "launch", fails)
+    monkeypatch.setattr(Runner, "launch", fails)
     idle.transform(top(idle) if up else 1, layers_per_step=1)
     assert refused
     assert begun[0][1] == 0, "it ran alone"

@@ -306,11 +306,11 @@ def test_a_split_that_fails_in_the_end_loses_no_request(idle: LLM, monkeypatch: 
         with monkeypatch.context() as patch:
             future = engine.transform(TransformOptions(1, ALL))
             patch.setattr(StepSampler, "remember", fail)
-            while engine.transformations.busy:
+            while engine.changes.busy:
                 for instance in engine.instances:
                     engine.steps.launch(instance)  # no new requests: they would fail by themselves
                 engine.drain()
-                engine.transformations.wait()
+                engine.changes.wait()
         assert "injected" in str(future.exception())
         assert not engine.num_paused
         steps(idle, lambda: done([*requests, *later]))

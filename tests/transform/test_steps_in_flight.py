@@ -73,15 +73,15 @@ def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, u
         assert all(len(instance.pending) == MAX_PENDING_STEPS for instance in others), "they go on"
         assert not any(s in i.running for s in late[0].sequences for i in changing), "no request starts beside them"
         engine._drain(changing[0])
-        engine.transformations.collect()
+        engine.changes.collect()
         if up:
             assert [i for i in engine.instances if i.id in HALF] == changing, "the other has not run yet"
             engine.advance()
             assert not changing[0].pending, "it launches nothing"
             engine._drain(changing[1])
-            engine.transformations.collect()
+            engine.changes.collect()
         assert all(i.transition is not None for i in engine.instances if i.id in HALF), "it has begun"
-        steps(idle, lambda: done(requests) and done(late) and not engine.transformations.busy)
+        steps(idle, lambda: done(requests) and done(late) and not engine.changes.busy)
         assert future.result().groups[0].devices == HALF
         assert outputs(requests) == expected
 
@@ -103,9 +103,9 @@ def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits
         engine.advance()
         assert not second.pending, "it launches nothing"
         engine._drain(first)
-        engine.transformations.collect()
+        engine.changes.collect()
         assert any(i.transition is not None for i in engine.instances), "it has begun"
-        steps(idle, lambda: done(requests) and not engine.transformations.busy)
+        steps(idle, lambda: done(requests) and not engine.changes.busy)
         assert outputs(requests) == expected
 
     in_dispatcher(idle, drive)
@@ -135,7 +135,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
             assert not engine.advance(), "none is launched on the group, nor on those that paused"
         assert [i.tp for i in engine.instances] == [4]
         engine.transform(TransformOptions(1, ALL))
-        steps(idle, lambda: done(requests) and not engine.transformations.busy)
+        steps(idle, lambda: done(requests) and not engine.changes.busy)
         assert engine.stats.failed_steps == failed
         assert not any(s.num_preemptions for r in requests for s in r.sequences)
         assert outputs(requests) == expected
@@ -176,7 +176,7 @@ def test_change_that_is_refused_once_steps_have_run_leaves_all_as_it_was(idle: L
         with monkeypatch.context() as patched:
             patched.setattr("amoeba_jax.transform.merge_split.place_up", _no_room)
             engine.drain()
-        with pytest.raises(RequestError, match="the transformation is refused: no room"):
+        with pytest.raises(RequestError, match=r"the transformation to TP\d is refused: no room"):
             future.result(0)
         assert engine.instances == before
         steps(idle, lambda: done(requests))

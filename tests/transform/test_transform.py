@@ -25,10 +25,10 @@ from transform_cases import (
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import LayoutError, RequestError
 from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.step import PendingStep, StepPlan
-from amoeba_jax.instances.step_launcher import StepLauncher
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformation import Transformation, check_options
+from amoeba_jax.transform.relayout_plan import check_options
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -189,14 +189,14 @@ def test_steps_on_the_way_have_as_few_rows_as_those_before(idle: LLM, monkeypatc
     rows = {1: 1, 3: 4}[running]
     assert idle._engine.instances[0].buckets.mixed_rows == (8,)
     shapes = []
-    launch = StepLauncher.launch
+    launch = Runner.launch
 
-    def watched(launcher: StepLauncher, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
+    def watched(runner: Runner, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         if len(lanes) > 1:
             shapes.append(plan.shape.groups)
-        return launch(launcher, plan, lanes)
+        return launch(runner, plan, lanes)
 
-    monkeypatch.setattr(StepLauncher, "launch", watched)
+    monkeypatch.setattr(Runner, "launch", watched)
     prompts = np.random.default_rng(0).integers(3, 200, (4 * running, 5)).tolist()
     load = Background(idle, prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     wait_until_decoding(idle, len(prompts))
@@ -269,7 +269,7 @@ def test_instances_are_not_cut_in_two(idle: LLM):
 
 def test_devices_of_another_call_are_refused(idle: LLM):
     """Also between its transitions, and before it is said that they cut an instance in two."""
-    cluster, other = idle._engine.cluster, Transformation(TransformOptions(4, (0, 1, 2, 3)))
+    cluster, other = idle._engine.cluster, TransformOptions(4, (0, 1, 2, 3))
     for devices in ((0, 1), (0, 1, 2, 3)):
         check_options(TransformOptions(2, devices), cluster, [])
         with pytest.raises(RequestError, match=r"devices \[0, 1, 2, 3\] are being transformed"):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from amoeba_jax.transform import transformation as module
+from amoeba_jax.transform import change as module
+from amoeba_jax.transform.change import Change
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformation import Transformation
 from amoeba_jax.views import TRANSITIONS, TransformState
 
 
 def test_log_lines_repeat_if_fewer_programs_are_missing_after_an_interval(caplog: pytest.LogCaptureFixture):
-    one = Transformation(TransformOptions(4, (0, 1, 2, 3)))
+    one = Change(TransformOptions(4, (0, 1, 2, 3)))
     one.update_programs(0, None)
     one.update_programs(31, None)
     one.update_programs(30, 40.2)
@@ -31,7 +31,7 @@ def test_log_lines_repeat_if_fewer_programs_are_missing_after_an_interval(caplog
 def test_states_follow_each_other_as_the_table_says():
     assert TRANSITIONS.keys() == set(TransformState)
     for before, after in ((a, b) for a in TransformState for b in TransformState if a is not b):
-        one = Transformation(TransformOptions(2, (0, 1)), state=before)
+        one = Change(TransformOptions(2, (0, 1)), state=before)
         if after in TRANSITIONS[before]:
             one.enter(after)
             assert one.state is after

@@ -23,7 +23,7 @@ from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.runner import Runner
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.instances.step import StepPlan
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.relayout import Relayout
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
@@ -81,7 +81,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
     """
     running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
     name = {"plan": "_plan_moves", "extents": "take_extents", "exchange": "hand_over", "step": "run"}[where]
-    owner = Runner if where == "step" else Transition
+    owner = Runner if where == "step" else Relayout
     method = getattr(owner, name)
     failures = [RuntimeError("injected")]
 
@@ -142,9 +142,9 @@ def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: p
 def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """The token never comes: the request is not to wait for it."""
     expected = expected_of(idle, KINDS)
-    switch, preempted = Transition.switch_layers, list[Sequence]()
+    switch, preempted = Relayout.switch_layers, list[Sequence]()
 
-    def fails(transition: Transition, step: StepPlan | None = None) -> None:
+    def fails(transition: Relayout, step: StepPlan | None = None) -> None:
         if transition.num_switched and not preempted:
             preempted.append(next(s for s in transition.instance.running if s.num_in_flight))
             engine_of(idle).sequences.preempt(transition.instance, preempted[0])
@@ -159,7 +159,7 @@ def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monk
         steps(idle, lambda: all(s.output for request in submitted for s in request.sequences))
         future = engine.transform(options(4 if up else 1))
         with monkeypatch.context() as patch:
-            patch.setattr(Transition, "switch_layers", fails)
+            patch.setattr(Relayout, "switch_layers", fails)
             for _ in range(2):
                 engine.advance()  # both switches come before the result of the first step is taken in
         assert preempted
@@ -209,11 +209,11 @@ def test_failure_of_a_merge_of_instances_that_released_and_one_that_did_not(idle
     wait_until_decoding(idle, 6)
     pages = [view.kv_total_pages for view in idle.instances]
 
-    def fails(transition: Transition) -> Any:
+    def fails(transition: Relayout) -> Any:
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transition, "_plan_moves", fails)
+        patch.setattr(Relayout, "_plan_moves", fails)
         with pytest.raises(TransformError, match=r"injected.*as they were"):
             idle.transform(4)
     assert pages[0] < pages[1]

@@ -166,10 +166,10 @@ class Machine(RuleBasedStateMachine):
         for _ in range(MAX_STEPS):
             self.engine.advance()
             self.engine.drain()
-            self.engine.transformations.wait()
-            if self.engine.num_paused == self.num_unfinished and not self.engine.transformations.busy:
+            self.engine.changes.wait()
+            if self.engine.num_paused == self.num_unfinished and not self.engine.changes.busy:
                 break
-            if self.engine.num_paused and not self.engine.transformations.busy and not self.engine.advance():
+            if self.engine.num_paused and not self.engine.changes.busy and not self.engine.advance():
                 self.resume()  # what waits may wait for paused requests
         else:
             raise AssertionError("the requests never ended")

@@ -11,12 +11,12 @@ from tiny_models import tiny_config, write_model
 from transform_cases import SETTINGS, Background, after_each_switch, make, tokens, wait_until_decoding
 
 from amoeba_jax import LLM, SamplingParams
+from amoeba_jax.engine.admission import Admission
 from amoeba_jax.errors import RequestError, TransformError
-from amoeba_jax.instances.room import Room
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.relayout import Relayout
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
@@ -48,7 +48,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def capacity(llm: LLM, degree: int, released: int | None = None) -> int:
-    return llm._engine.cluster.capacity_tokens(degree, released or degree)
+    return llm._engine.cluster.plan.capacity_tokens(degree, released or degree)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ def test_request_during_a_split_that_is_too_long_for_what_comes(scarce: LLM, mon
     wait_until_decoding(scarce, 1)
     refused: list[Exception] = []
 
-    def check(transition: Transition) -> None:
+    def check(transition: Relayout) -> None:
         assert transition.instance.tp == 4
         scarce._engine.check_request(fits, 4)
         try:
@@ -119,13 +119,13 @@ def test_request_for_an_instance_that_never_came(scarce: LLM, monkeypatch: pytes
     wait_until_decoding(scarce, 1)
     late: list[Request] = []
 
-    def fails(transition: Transition) -> Any:
+    def fails(transition: Relayout) -> Any:
         late.append(scarce._registry.make(prompt(capacity(scarce, 1)), greedy(4), lambda _: None, None, None))
         scarce._engine.submit([late[0].sequences[0]])
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transition, "_plan_moves", fails)
+        patch.setattr(Relayout, "_plan_moves", fails)
         with pytest.raises(TransformError, match="injected"):
             scarce.transform(4)
     (sequence,) = late[0].sequences
@@ -148,12 +148,12 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
         scarce._registry.make(prompt(length, i), params, lambda _: None, None, None) for i, length in enumerate(lengths)
     ]
     sequences = [handle.sequences[0] for handle in handles]
-    choose = Room.choose
+    choose = Admission.choose
 
-    def chosen(room: Room, sequence: Sequence) -> Any:
+    def chosen(admission: Admission, sequence: Sequence) -> Any:
         instances = scarce._engine.instances
         if sequence.num_preemptions or len(instances) < 4:
-            return choose(room, sequence)
+            return choose(admission, sequence)
         instance = instances[homes[sequences.index(sequence)]]
         return instance, instance.lane
 
@@ -167,7 +167,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
         engine.end_transformations()
         return sum(group.recomputed for group in report.result().groups)
 
-    monkeypatch.setattr(Room, "choose", chosen)
+    monkeypatch.setattr(Admission, "choose", chosen)
     recomputed = scarce._dispatcher.call(serve).result(TIMEOUT_S)
     wait_until(lambda: all(sequence.finished for sequence in sequences))
     scarce._registry.end(handles)

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+from amoeba_jax.transform.change import Change
+from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import TransformOptions
-from amoeba_jax.transform.transformation import Transformation
-from amoeba_jax.transform.transformations import Transformations
 
 
 def instance(first: int, tp: int) -> Any:
@@ -13,14 +13,14 @@ def instance(first: int, tp: int) -> Any:
     return SimpleNamespace(id=first, tp=tp, attention_degree=tp, group=group)
 
 
-def transformations(*instances: Any) -> Transformations:
+def transformations(*instances: Any) -> Changes:
     cluster = SimpleNamespace(instances=instances)
-    return Transformations(cast(Any, cluster), *[cast(Any, None)] * 2)
+    return Changes(cast(Any, cluster), cast(Any, None))
 
 
-def begin(made: Transformations, degree: int, devices: tuple[int, ...], *changing: tuple[int, ...]) -> Transformation:
+def begin(made: Changes, degree: int, devices: tuple[int, ...], *changing: tuple[int, ...]) -> Change:
     """A transformation of some devices, of which some groups are changing."""
-    one = Transformation(TransformOptions(degree, devices))
+    one = Change(TransformOptions(degree, devices))
     one.transitions = [cast(Any, SimpleNamespace(devices=group)) for group in changing]
     made._present.append(one)
     return one
@@ -42,7 +42,7 @@ def test_groups_that_will_not_begin_are_not_busy():
     """Another group of the same transformation has failed."""
     made = transformations(instance(0, 1), instance(1, 1), instance(2, 1), instance(3, 1))
     one = begin(made, 2, (0, 1, 2, 3), (2, 3))
-    one.fail(RuntimeError("injected"), (0, 1), "as it was")
+    one.fail(RuntimeError("injected"), "as it was")
     assert made.targets() == {2: 2, 3: 2}
 
 

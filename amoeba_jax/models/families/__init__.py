@@ -1,4 +1,4 @@
-"""Model families by `model_type`: one file for each. See docs/adding_a_model.md."""
+"""Model families by `model_type`, with one file for each family. See docs/adding_a_model.md."""
 
 from amoeba_jax.models.families.fields import Family
 from amoeba_jax.models.families.gemma2 import GEMMA2

@@ -1,4 +1,4 @@
-"""Parts of the families with experts: config fields, and names of stored tensors."""
+"""Parts that all model families with experts share: config fields, and names of stored tensors."""
 
 import re
 from typing import Any
@@ -13,9 +13,12 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def read_experts(hf: HfConfig, *, size: str, **options: Any) -> ExpertConfig:
-    """Return the experts of a config. `size` is the field with their inner features.
+    """Return the settings of the experts from a config.
 
-    Raises `CheckpointError` if a token has more experts than there are.
+    `size` names the config field with the number of inner features of an expert. `options` are other fields of
+    `ExpertConfig`.
+
+    Raises `CheckpointError` if a token uses more experts than the layer has.
     """
     count = positive(hf, "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts")
     top_k = positive(hf, "num_experts_per_tok")
@@ -25,15 +28,17 @@ def read_experts(hf: HfConfig, *, size: str, **options: Any) -> ExpertConfig:
 
 
 def dense_layers(hf: HfConfig) -> tuple[int, ...]:
-    """Return the layers with a dense FFN in a Qwen model with experts."""
+    """Return the indices of the layers with a dense FFN in a Qwen model with experts."""
     step, dense = positive(hf, "decoder_sparse_step"), hf.get("mlp_only_layers") or ()
     return tuple(i for i in range(positive(hf, "num_hidden_layers")) if i in dense or (i + 1) % step)
 
 
 def split_experts(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
-    """Return the tensors of each expert if a stored tensor holds all experts of a layer (`fields.Split`).
+    """Divide a stored tensor with all experts of a layer into tensors of each expert, by name.
 
-    `transformers` has `gate_up_proj [E, 2f, D]` and `down_proj [E, D, f]`.
+    Return None for any other tensor.
+
+    `transformers` stores `gate_up_proj [E, 2f, D]` and `down_proj [E, D, f]`, for `E` experts of `f` features.
     """
     if not (found := _FUSED.fullmatch(name)) or tensor.ndim != 3:
         return None

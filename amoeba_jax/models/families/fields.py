@@ -25,10 +25,10 @@ class Family:
     """Family of models with the same `model_type`.
 
     Attributes:
-        fields: function that reads the fields of `ModelConfig` that not all families read in the same way. Raises
-            `CheckpointError` for a value that is not supported.
-        split: function that names the tensors within each stored tensor (`Split`), made for a `ModelConfig`. None: all
-            tensors are stored under the names of `ParamSpec.sources`.
+        fields: function that reads the fields of `ModelConfig` that differ between families. Raises `CheckpointError`
+            for a value that is not supported.
+        split: function that takes a `ModelConfig` and returns a function that divides stored tensors (`Split`). None:
+            no stored tensor needs division or another name.
         quantizations: values of `quant_method` that `split` can read.
     """
 
@@ -38,7 +38,7 @@ class Family:
 
 
 def positive(hf: HfConfig, field: str) -> int:
-    """Return a positive integer of the config. Raises `CheckpointError` for any other value."""
+    """Return the config field `field`, a positive integer. Raises `CheckpointError` for any other value."""
     value = hf.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {field}={value!r} must be a positive integer")
@@ -46,7 +46,7 @@ def positive(hf: HfConfig, field: str) -> int:
 
 
 def require(hf: HfConfig, **values: Any) -> None:
-    """Raise `CheckpointError` for the first field that is present and has another value than the given one."""
+    """Raise `CheckpointError` if a field is present and its value differs from the given value."""
     for field, value in values.items():
         if hf.get(field, value) != value:
             family = hf.get("model_type")
@@ -54,7 +54,10 @@ def require(hf: HfConfig, **values: Any) -> None:
 
 
 def soft_cap(hf: HfConfig, field: str) -> float | None:
-    """Return a soft cap of the config: a positive number, or None if there is none."""
+    """Return the config field `field`, a soft cap. Return None if the config has no cap.
+
+    Raises `CheckpointError` for any value that is not a positive number.
+    """
     value = hf.get(field)
     if value is None:
         return None
@@ -64,13 +67,16 @@ def soft_cap(hf: HfConfig, field: str) -> float | None:
 
 
 def same_window(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer if all layers have `sliding_window`."""
+    """Return the sliding window of each layer, for families in which `sliding_window` applies to all layers."""
     window = None if hf.get("sliding_window") is None else positive(hf, "sliding_window")
     return (window,) * positive(hf, "num_hidden_layers")
 
 
 def windows_by_type(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer from `layer_types`. Without types, all layers have the window."""
+    """Return the sliding window of each layer according to `layer_types`.
+
+    If the config has no `layer_types`, all layers have the window `sliding_window`.
+    """
     windows = {"sliding_attention": positive(hf, "sliding_window"), "full_attention": None}
     kinds = hf.get("layer_types") or ["sliding_attention"] * positive(hf, "num_hidden_layers")
     if unknown := sorted(set(kinds) - windows.keys()):
@@ -79,7 +85,7 @@ def windows_by_type(hf: HfConfig) -> tuple[int | None, ...]:
 
 
 def qwen_windows(hf: HfConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer of a Qwen model, where `use_sliding_window` switches windows on."""
+    """Return the sliding window of each layer of a Qwen model. `use_sliding_window` turns windows on."""
     if hf.get("sliding_window") is None or not hf.get("use_sliding_window"):
         return (None,) * positive(hf, "num_hidden_layers")
     return windows_by_type(hf)

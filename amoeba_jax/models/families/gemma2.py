@@ -4,7 +4,7 @@ from amoeba_jax.models.families.fields import Family, Fields, HfConfig, positive
 
 
 def gemma_fields(hf: HfConfig) -> Fields:
-    """Return the fields that Gemma 2 and 3 share."""
+    """Return the config fields that Gemma 2 and Gemma 3 share."""
     require(hf, hidden_activation="gelu_pytorch_tanh")
     if hf.get("use_bidirectional_attention"):
         require(hf, use_bidirectional_attention=False)

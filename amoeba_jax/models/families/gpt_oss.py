@@ -25,10 +25,10 @@ def _fields(hf: HfConfig) -> Fields:
 
 
 def _split(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
-    """Name the tensors of each expert. Gate and up features alternate in the stored tensors.
+    """Divide a stored tensor of experts into the tensors of each expert, and rename tensors of the router.
 
-    The stored matrices are `[E, in, out]`. MXFP4 matrices are `[out, in]`, one for each expert, in tensors that
-    `Mxfp4Checkpoint` names `_rows`.
+    Return None for any other tensor. Stored matrices are `[E, in, out]`, and gate and up features alternate. MXFP4
+    matrices are `[out, in]`, one for each expert. Names of MXFP4 matrices end in `_rows` (`Mxfp4Checkpoint`).
     """
     if ".mlp.router." in name:
         return {name.replace(".mlp.router.", ".mlp.gate."): tensor}

@@ -1,4 +1,4 @@
-"""Mistral. All layers have the sliding window; `layer_types` is ignored, as in `transformers`."""
+"""Mistral. All layers have the sliding window. `layer_types` is ignored, as in `transformers`."""
 
 from amoeba_jax.models.families.fields import Family, Fields, HfConfig, require, same_window
 

@@ -17,7 +17,7 @@ def _fields(hf: HfConfig) -> Fields:
 
 
 def _split(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
-    """Rename the published tensors, such as `block_sparse_moe.experts.0.w1`, to the names that `transformers` uses."""
+    """Rename a published tensor, such as `block_sparse_moe.experts.0.w1`, to the name in `transformers`."""
     renamed = name.replace(".block_sparse_moe.", ".mlp.")
     renamed = re.sub(r"(\.experts\.\d+)\.(w[123])\.", lambda it: f"{it[1]}.{_NAMES[it[2]]}.", renamed)
     return {renamed: tensor} if renamed != name else split_experts(name, tensor)

@@ -1,4 +1,4 @@
-"""Phi-3: one stored tensor for queries, keys and values, and one for gate and up."""
+"""Phi-3. One stored tensor holds queries, keys and values, and another holds gate and up of the FFN."""
 
 import re
 from typing import Any

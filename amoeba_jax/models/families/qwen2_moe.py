@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts, and one shared expert that computes every token."""
+"""Qwen2-MoE: Qwen2 with routed experts, and one shared expert for every token."""
 
 from amoeba_jax.models.families.experts import dense_layers, read_experts, split_experts
 from amoeba_jax.models.families.fields import Family, Fields, HfConfig, positive, qwen_windows, require

@@ -1,4 +1,4 @@
-"""Computing warpgroups of the Mosaic GPU kernel. They run an online softmax over stages of keys and values.
+"""Computing warpgroups of the Mosaic GPU kernel: an online softmax over blocks of keys and values in shared memory.
 
 `mosaic_gpu.kernel` defines items, stages, blocks and units.
 """
@@ -20,7 +20,7 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 class _State(NamedTuple):
-    """Softmax state of 64 query rows.
+    """State of the online softmax for 64 query rows.
 
     Attributes:
         max_logit: `[64]` maximum score so far, times log2(e).
@@ -34,7 +34,10 @@ class _State(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Positions of the 64 query rows of a warpgroup, and lowest and highest position of the tile. -1 marks padding."""
+    """Positions of the 64 query rows of a warpgroup, and the lowest and highest position in its tile of rows.
+
+    Position -1 marks a padding row.
+    """
 
     positions: jax.Array
     least: jax.Array
@@ -44,10 +47,10 @@ class _Rows(NamedTuple):
 def compute_item(
     v: Variant, refs: Refs, scratch: dict[str, Any], worker: jax.Array, item: Item, step: jax.Array
 ) -> None:
-    """Compute the part of an item that belongs to one warpgroup, and write its result.
+    """Compute one warpgroup's part of an item (a tile of query rows with a part of its keys), and write its result.
 
-    `worker` is the index of the warpgroup among the computing warpgroups. `step` is the number of stages that the
-    thread block has used before this item.
+    `worker` is the index of the warpgroup among the computing warpgroups. `step` is the number of stages (buffers of
+    shared memory) that the thread block has used before this item.
     """
     part = jnp.int32(0) if v.split_keys else worker
     plgpu.barrier_wait(scratch["queries_ready"])
@@ -106,7 +109,10 @@ def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Ite
 
 
 def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
-    """Return the position of the first token of each unit of a block (see `kernel`). A missing unit has `_FAR`."""
+    """Return the position of the first token of each unit in a block of keys. For a missing unit, it is `_FAR`.
+
+    A unit is a page, or a part of a large page (see `kernel`).
+    """
     units = refs.num_pages[item.batch, extent] * v.units_per_page
     starts = []
     for place in range(v.units_per_block):
@@ -130,7 +136,7 @@ def _compute_block(
     starts: list[jax.Array],
     state: _State,
 ) -> _State:
-    """Add the keys and values of one block to the softmax state. The block is in stage `slot` of shared memory."""
+    """Add one block of keys and values to the softmax state. `slot` is the index of the block's stage (buffer)."""
     shape = (ROWS, v.block_tokens)
     first, last = starts[0], starts[0]
     for start in starts[1:]:
@@ -192,9 +198,9 @@ def _compute_block(
 
 
 def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_axis: int) -> jax.Array:
-    """Return a mask of the keys of a block that each query row attends to.
+    """Return a mask that is True for the keys of a block that each query row attends to.
 
-    `row_positions` has the position of the row at each entry of the mask. It is constant along `key_axis`.
+    `row_positions` has the shape of the mask: each entry is the position of its row. `key_axis` is the axis of keys.
     """
     shape = row_positions.shape
     if v.interpret:
@@ -212,12 +218,12 @@ def _visible(v: Variant, starts: list[jax.Array], row_positions: jax.Array, key_
 
 
 def _chunks(v: Variant) -> list[Any]:
-    """Return the slices into which the columns of a head are divided. One slice is computed at a time."""
+    """Return the slices of a head's columns that are computed one after another."""
     return [pl.ds(c, v.chunk) for c in range(0, v.head_dim, v.chunk)]
 
 
 def _convert(v: Variant, source: Any, target: Any) -> None:
-    """Convert a block of keys or values from fp8 to the operand dtype, within shared memory."""
+    """Convert a block of fp8 keys or values in shared memory to the dtype of the matrix products."""
     for c in _chunks(v):
         target.at[:, c][...] = source.at[:, c][...].astype(v.dtype)
     plgpu.commit_smem()
@@ -226,7 +232,7 @@ def _convert(v: Variant, source: Any, target: Any) -> None:
 def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
     """Compute `a @ b` (or `a @ b.T`) in f32 with tensor cores.
 
-    `b` is in shared memory, and `a` is in shared memory or in registers. Before JAX 0.12, the GPU interpreter supports
+    `b` is in shared memory. `a` is in shared memory or in registers. Before JAX 0.12, the GPU interpreter supports
     neither `wgmma` with registers nor transposed operands.
     """
     if v.interpret:
@@ -242,7 +248,7 @@ def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
 
 
 def _release(v: Variant, barrier: Any) -> None:
-    """Signal to the copying warpgroup that it may overwrite the shared memory of this barrier."""
+    """Tell the copying warpgroup that it may overwrite the shared memory that `barrier` guards."""
     if v.interpret:
         # The interpreter uses plain reads instead of `wgmma`, and these need a fence before the next copy.
         plgpu.commit_smem()
@@ -250,7 +256,7 @@ def _release(v: Variant, barrier: Any) -> None:
 
 
 def _scaled(v: Variant, refs: Refs, item: Item, scores: jax.Array) -> jax.Array:
-    """Return the scores after scale and soft cap, times log2(e). The softmax uses powers of two."""
+    """Apply scale and soft cap to scores, and multiply by log2(e), because the softmax uses powers of two."""
     factor = refs.scales[0, item.head] * v.scale if v.has_scales else v.scale
     if v.soft_cap is None:
         return scores * (factor * LOG2E)

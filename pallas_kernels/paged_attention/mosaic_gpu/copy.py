@@ -1,4 +1,7 @@
-"""Copying warpgroup of the Mosaic GPU kernel: copies pages to shared memory, ahead of the computing warpgroups."""
+"""Copying warpgroup of the Mosaic GPU kernel.
+
+It copies KV pages to shared memory before the computing warpgroups need them.
+"""
 
 from typing import Any
 
@@ -91,7 +94,10 @@ def _copy_extent(
 
 
 def drain(v: Variant, scratch: dict[str, Any], steps: jax.Array) -> None:
-    """Wait until the computing warpgroups have read all `steps` stages: each barrier phase needs a wait."""
+    """Wait until the computing warpgroups have read all `steps` blocks that were copied.
+
+    Each phase of a barrier needs a wait before the kernel ends.
+    """
     plgpu.barrier_wait(scratch["queries_free"])
     for slot in range(v.stages):
 

@@ -1,13 +1,13 @@
 """Body of the Mosaic GPU kernel: attention of tiles of query rows over the pages of their sequences.
 
-An *item* is a tile of query rows of one KV head, with one split of its keys. The kernel starts at most one thread block
-for each processor, and the thread blocks take items in turn. In a thread block, one or two warpgroups compute, and one
-warpgroup issues copies (TMA).
+The kernel's work is divided into items. An *item* is a tile of query rows of one KV head, with one part (split) of the
+keys. The kernel starts at most one thread block for each processor, and the thread blocks take items in turn. In a
+thread block, one or two warpgroups compute, and one warpgroup issues copies (TMA).
 
-A *stage* of shared memory holds a *block*: `block_tokens` keys and values. One copy into a stage is a *unit*: a page,
-or `block_tokens` tokens of a larger page. All units of a block are from one extent. So the last block of an
-extent may be only partly full, which is the only cost of several extents: the computing warpgroups do not need to know
-the extent, but only the position of the first token of each unit.
+A *stage* is a buffer in shared memory. It holds a *block*: `block_tokens` keys and values. One copy into a stage is a
+*unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one KV buffer (extent), so the
+last block of an extent may be only partly full. Apart from that, several extents cost nothing: the computing warpgroups
+need the position of the first token of each unit, but not its extent.
 
     computing    wait K -> Q K^T -> free K -> scale, cap, mask, softmax -> wait V -> P V -> free V
     copying      wait free -> look up pages -> copy K, V           (runs ahead, into the next item)
@@ -16,9 +16,9 @@ There are two ways to divide work between two computing warpgroups. For prefill,
 both use every stage. For decode (`split_keys`), both have the same 64 rows and take stages in turn, because one
 warpgroup cannot keep up with memory.
 
-Keys that no query of the tile sees may be NaN, because their pages had other owners before. Their scores are replaced
-by -inf, but zero weight times NaN is still NaN. In the few stages with such keys, their rows of V are therefore set to
-zero in shared memory before the product.
+Keys that no query of the tile sees may be NaN, because their pages were used by other sequences before. Their scores
+become -inf and their weights zero, but zero times a NaN value is still NaN. In the few stages with such keys, the rows
+of V are therefore set to zero in shared memory before the product.
 """
 
 from collections.abc import Callable
@@ -56,9 +56,10 @@ def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
 
 
 def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array], None]) -> jax.Array:
-    """Call `run(number, item, step)` for each item of this thread block. Return the number of stages of all items.
+    """Call `run(number, item, step)` for each item (piece of work) of this thread block.
 
-    `number` counts the items of this thread block. `step` is the number of stages of all earlier items.
+    `number` counts the items of this thread block. `step` is the number of blocks of keys in all earlier items. Return
+    the number of blocks of keys in all items.
     """
     block = lax.axis_index("block")
 

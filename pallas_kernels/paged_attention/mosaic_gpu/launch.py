@@ -1,4 +1,4 @@
-"""Launch of the Mosaic GPU kernel: prepare its arguments, and merge its partial results."""
+"""Launch of the Mosaic GPU kernel: preparation of its arguments, and merge of its partial results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,11 +37,11 @@ def mosaic_gpu_paged_attention(
 
     Args:
         queries: queries, as in `reference_paged_attention`.
-        extents: pages of each extent, as in `reference_paged_attention`.
+        extents: KV buffers (extents) of pages, as in `reference_paged_attention`.
         tables: pages of the sequences in each extent, as in `reference_paged_attention`.
         query_positions: position of each query; -1 for padding.
         options: options of attention.
-        config: sizes of the launch. None: from the tuning table.
+        config: sizes of the launch. None: sizes from the tuning table.
         interpret: parameters of Pallas' GPU interpreter, which runs the kernel on CPU. None: compile for the GPU.
 
     Raises:
@@ -153,11 +153,11 @@ def mosaic_gpu_paged_attention(
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
 ) -> Int32[Array, "B tiles extents 2"]:
-    """Return the range of blocks that the queries of each tile attend to, for each extent.
+    """Return the range of key blocks that the queries of each tile attend to, for each KV buffer (extent).
 
-    A range is a pair (first block, number of blocks). Blocks inside the range count even if no query attends to them.
-    If the queries attend to no block, both values are 0. `kernel` defines blocks and tiles, `Refs` the shapes of the
-    arguments.
+    A range is a pair (first block, number of blocks). If the queries of a tile attend to no block, the pair is (0, 0).
+    A range may contain blocks to which no query attends. `kernel` defines blocks and tiles. `Refs` has the shapes of
+    the arguments.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]
@@ -175,7 +175,7 @@ def _visible_blocks(
 
 
 def _launch(v: Variant, arguments: Refs, interpret: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Run the kernel and return its `out` and `statistics`."""
+    """Run the kernel. Return its results `(out, statistics)`, which `Refs` describes."""
     # Arguments other than None, in the order of the fields.
     given = [name for name in Refs._fields if getattr(arguments, name) is not None and name != "extents"]
     leaves = [getattr(arguments, name) for name in given]
@@ -211,11 +211,11 @@ def _merge(
     statistics: Float[Array, "partials B K tiles 2 rows"],
     live: jax.Array,
 ) -> Float[Array, "B K tiles rows h"]:
-    """Merge partial softmaxes by log-sum-exp. The result of padding rows (not `live`) is zero.
+    """Merge partial softmaxes by log-sum-exp. The result for a padding row is zero.
 
     Args:
         out: partial sums of weighted values.
-        statistics: maximum score times log2(e), and sum of weights, of each partial result.
+        statistics: for each partial result, the maximum score times log2(e), and the sum of weights.
         live: bool `[B, 1, tiles, rows]`; False for padding rows.
     """
     max_logit, total = statistics[..., 0, :], statistics[..., 1, :]

@@ -1,4 +1,4 @@
-"""Calls that the Mosaic GPU kernel supports."""
+"""Check whether the Mosaic GPU kernel supports a call."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ MAX_EXTENTS = 16
 
 
 def unsupported(queries: jax.Array, extents: Sequence[jax.Array], options: Options) -> str | None:
-    """Return the reason why the kernel does not support a valid call, or None if it does.
+    """Return the reason why the kernel does not support a valid call, or None if it supports the call.
 
-    Depends on shapes and dtypes only, not on the device.
+    The result depends on shapes, dtypes and options, not on the device.
     """
     page_size = PageLayout.of(options.stride_order).logical_shape(extents[0].shape)[3]
     if queries.dtype.name not in ("bfloat16", "float16"):

@@ -15,32 +15,32 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """Compile-time parameters of a kernel, in addition to the shapes of its arguments.
+    """Compile-time parameters of the kernel, in addition to the shapes of its arguments. `kernel` defines the terms.
 
     Attributes:
-        batch: B.
-        kv_heads: K.
+        batch: number of sequences.
+        kv_heads: number of KV heads.
         tiles: tiles of query rows for each sequence and KV head.
-        head_dim: h.
+        head_dim: elements of a head.
         rows: used query rows of a warpgroup, at most 64. The remaining rows are neither read nor written.
-        page_size: S.
-        num_extents: number of extents; each is a separate argument.
+        page_size: tokens in a page.
+        num_extents: number of KV buffers (extents). Each extent is a separate argument.
         splits: number of parts into which the keys of a tile are divided.
         block_tokens: keys of a stage, a multiple of 64.
         stages: stages in shared memory; with `split_keys` a multiple of `warpgroups`.
         warpgroups: computing warpgroups, 1 or 2.
-        split_keys: True: warpgroups share rows and take stages in turn. False: each warpgroup has its own rows.
+        split_keys: whether warpgroups share query rows and take stages in turn. False: each warpgroup has its own rows.
         thread_blocks: number of thread blocks, at most one for each processor of the device.
         scale: factor on scores.
         sliding_window: number of positions that a query sees, or None.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, or None.
-        has_sinks: True if sinks are given.
-        has_scales: True if scales of keys and values are given.
-        dtype: dtype of the operands of products. fp8 keys and values are converted to it.
+        has_sinks: whether sinks are given.
+        has_scales: whether scales of keys and values are given.
+        dtype: dtype of the operands of matrix products. fp8 keys and values are converted to this dtype.
         kv_dtype: dtype of stored keys and values.
         result_dtype: dtype of the result.
         layout: memory order of the extents.
-        interpret: True if the kernel is interpreted on CPU, without register layouts and with plain products.
+        interpret: whether the kernel is interpreted on CPU, without register layouts and with plain products.
     """
 
     batch: int
@@ -69,12 +69,12 @@ class Variant:
 
     @property
     def parts(self) -> int:
-        """Groups of 64 rows in a tile."""
+        """Number of groups of 64 query rows in a tile."""
         return 1 if self.split_keys else self.warpgroups
 
     @property
     def partials(self) -> int:
-        """Number of partial results of a tile. If it is 1, the kernel writes the final result."""
+        """Number of partial results of a tile, which must be merged. 1: the kernel writes the final result."""
         return self.splits * (self.warpgroups if self.split_keys else 1)
 
     @property
@@ -102,19 +102,22 @@ class Variant:
     def copies_values(self) -> bool:
         """Whether each warpgroup copies values to a buffer of its own before it changes them.
 
-        A copy is needed if values are converted. It is also needed if two warpgroups read the same stage, because each
-        warpgroup may set rows of values to zero.
+        Values are copied if they are converted to another dtype. They are also copied if two warpgroups read the same
+        stage, because each warpgroup may set rows of values to zero.
         """
         return self.converts or (self.warpgroups > 1 and not self.split_keys)
 
     @property
     def chunk(self) -> int:
-        """Columns of a head that are computed at once. Registers cannot hold a result and an update of 256 columns."""
+        """Number of columns of a head that are computed at once.
+
+        Registers cannot hold a result and an update of 256 columns.
+        """
         return min(self.head_dim, 128)
 
     @property
     def store_chunk(self) -> int:
-        """Columns of the output that are written at once."""
+        """Number of columns of the output that are written at once."""
         return 64 if self.head_dim % 64 == 0 else self.head_dim
 
     @property
@@ -149,9 +152,9 @@ class Variant:
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory in the tiles that `wgmma` reads, with the widest swizzle that divides a row.
+    """Return a declaration of shared memory in the tiles that `wgmma` reads.
 
-    If no swizzle divides a row, the shared memory has no tiles.
+    The tiles have the widest swizzle that divides a row. If no swizzle divides a row, the shared memory has no tiles.
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0), None)
@@ -162,22 +165,22 @@ def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 class Refs(NamedTuple):
-    """Arguments and results in global memory. `M` is B x K x tiles x parts (`Variant.parts`), in this order.
+    """Arguments and results of the kernel in global memory.
 
     Attributes:
-        queries: `[M, rows, h]` packed queries.
+        queries: `[M, rows, h]` packed queries, where `M` is B x K x tiles x parts (`Variant.parts`), in this order.
         row_positions: int32 `[B x tiles x parts, 64]` positions of the rows, -1 for padding.
         tile_positions: int32 `[B, tiles, 2]` lowest and highest position of the rows of a tile, without padding.
-        blocks: int32 `[B, tiles, extents, 2]` first block that a tile sees in an extent, and number of blocks from the
-            first to the last visible block.
+        blocks: int32 `[B, tiles, extents, 2]` first block that a tile sees in a KV buffer (extent), and the number
+            of blocks from this block to the last block that the tile sees.
         page_ids: int32 `[B, extents, W]` page ids.
         page_positions: int32 `[B, extents, W]` logical positions of the pages.
         num_pages: int32 `[B, extents]` number of pages.
         sinks: f32 `[K x tiles x parts, 64]` sinks times log2(e), or None.
         scales: f32 `[2, K]` scales of keys and values, or None.
-        extents: extents as returned by `PageLayout.rows`.
-        out: `[partials x M, rows, h]` results. With several partials, they are f32 and not divided by the sum of
-            weights.
+        extents: KV buffers as returned by `PageLayout.rows`.
+        out: `[partials x M, rows, h]` results. With several partials, the results are f32 and not yet divided by the
+            sum of weights.
         statistics: f32 `[partials x M, 2, 64]` maximum score times log2(e) and sum of weights, or None.
     """
 
@@ -197,9 +200,10 @@ class Refs(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """Work of a thread block: one split of the keys of one tile of query rows.
+    """Work of a thread block: one tile of query rows, with one part (split) of its keys.
 
-    The split has the blocks `range(first, last)`, counted over the visible blocks of the tile in all extents.
+    The split has the blocks `range(first, last)`, counted over the visible blocks of the tile in all KV buffers
+    (extents).
     """
 
     batch: jax.Array
@@ -211,9 +215,9 @@ class Item:
 
 
 def extent_range(refs: Refs, item: Item, extent: Any, before: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `(begin, start, stop, count)`, which says which blocks of an extent an item computes.
+    """Return `(begin, start, stop, count)`: the blocks of one KV buffer (extent) that an item computes.
 
-    The tile attends to `count` blocks of the extent, beginning with block `begin`. The item computes the blocks
+    The item's tile attends to `count` blocks of the extent, beginning with block `begin`. The item computes the blocks
     `range(begin + start, begin + stop)`. `before` is the sum of `count` over all earlier extents.
     """
     begin, count = (refs.blocks[item.batch, item.tile, extent, field] for field in range(2))

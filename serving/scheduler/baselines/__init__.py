@@ -1,1 +1,1 @@
-"""Policies to compare with: the baselines that the AMOEBA and Gyges papers use, and AMOEBA's policy as published."""
+"""Policies for comparison: the baselines in the AMOEBA and Gyges papers, and AMOEBA's policy as published."""

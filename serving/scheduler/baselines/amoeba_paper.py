@@ -1,6 +1,6 @@
-"""AMOEBA's policy as its paper describes it (section 3.3), for comparison with `amoeba`.
+"""AMOEBA's policy as its paper describes it (section 3.3), for comparison with the policy `amoeba`.
 
-Details that this paper omits come from the Gyges paper (section 5, Algorithms 1 and 2). docs/scheduling.md lists the
+Details that the paper omits come from the Gyges paper (section 5, Algorithms 1 and 2). docs/scheduling.md lists the
 differences from `amoeba`.
 """
 
@@ -19,7 +19,7 @@ _TOKENS_PER_S = {1: 448.0, 2: 670.0, 4: 767.0}
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """Settings that the paper leaves open."""
+    """Settings of the policy `amoeba_paper` that the paper leaves open."""
 
     scale_up_under_load: bool = True
     """Whether instances also merge for a request that fits an empty instance but finds no room now.
@@ -35,7 +35,7 @@ class PaperConfig:
 
 
 class AmoebaPaperPolicy:
-    """Policy `amoeba_paper` (docs/scheduling.md).
+    """Policy `amoeba_paper`: AMOEBA's policy as published (docs/scheduling.md).
 
     Between decisions, the policy remembers which devices merge for each waiting request, and the size of the largest
     recent long request.
@@ -73,10 +73,10 @@ class AmoebaPaperPolicy:
         return actions
 
     def _place(self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest) -> list[Action]:
-        """Return the actions for a request.
+        """Return the actions for a waiting request.
 
-        If an instance has room, dispatch the request. If no instance has room, merge instances for a long request, or
-        reserve an instance for a short request. With `scale_up_under_load`, also merge instances for a short request.
+        If an instance has room, dispatch the request. If not, merge instances for a long request, or reserve an
+        instance for a short request. With `scale_up_under_load`, also merge instances for a short request.
         """
         if (chosen := self._candidate(view, room, reserve, request)) is not None:
             self._scaling.pop(request.request_id, None)
@@ -91,10 +91,10 @@ class AmoebaPaperPolicy:
     def _candidate(
         self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest
     ) -> InstanceView | None:
-        """Return the best instance with room for a request. Return None if no instance has room.
+        """Return the best instance with room for a request, or None if no instance has room.
 
-        For a short request, this is the least-loaded instance that is not reserved for a long request. For a long
-        request, it is the least-loaded instance of the highest degree.
+        A short request gets the least-loaded instance that is not reserved for a long request. A long request gets the
+        least-loaded instance of the highest tensor-parallel degree.
         """
         options, long = room.with_room(request), view.is_long(request.max_total_tokens)
         if options and not long:
@@ -103,11 +103,13 @@ class AmoebaPaperPolicy:
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
 
     def _scale_up(self, view: ClusterView, room: Room, request: WaitingRequest) -> list[ScaleUp]:
-        """Return the next merges in the group of instances that will serve a request.
+        """Return the next actions that merge the group of instances that will serve a request.
 
-        The group becomes one instance in several decisions. Each decision doubles the lowest degree in the group. If
-        the group would have no room for the request yet, the list is empty. In any case, close the instances of the
-        group, so that their requests end and free tokens.
+        The group becomes one instance in several decisions. Each decision doubles the lowest tensor-parallel degree in
+        the group. The result is an empty list if no group can merge, or if the merged group would have no room for the
+        request yet.
+
+        The group is closed to new requests even without an action, so that its requests end and free tokens.
         """
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := _whole_group(room, devices)) is None:
@@ -136,11 +138,11 @@ class AmoebaPaperPolicy:
         return [ScaleUp(pair, 2 * lowest, reason) for pair in pairs]
 
     def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
-        """Return the devices of the best group to merge for a request. Return None if no group can merge.
+        """Return the devices of the best group to merge for a request, or None if no group can merge.
 
-        The group has the lowest degree at which a group has room for the request. If no group has room, it is the group
-        that lacks the fewest tokens. Of equal groups, choose the group with the best expected performance after the
-        merge, and then the group with the lowest load.
+        The best group has room for the request, at the lowest tensor-parallel degree. If no group has room, the best
+        group lacks the fewest tokens. Of equal groups, choose the group with the best expected speed after the merge,
+        and then the group with the lowest load.
         """
         taken = {device for devices in self._scaling.values() for device in devices}
         need = room.need(request)
@@ -165,9 +167,9 @@ class AmoebaPaperPolicy:
 
 
 def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-    """Return the instances on `devices`, if they cover exactly these devices and none is draining.
+    """Return the instances on `devices`.
 
-    Otherwise return None.
+    Return None if the instances do not cover exactly these devices, or if an instance is draining.
     """
     members = room.members(devices)
     whole = sum([len(i.devices) for i in members]) == len(devices)
@@ -175,10 +177,10 @@ def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ..
 
 
 def _relative_performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
-    """Estimate the speed of a group after a merge to `degree`, relative to its present speed (Gyges 5).
+    """Estimate the tokens per second of a group after a merge to `degree`, divided by its present tokens per second.
 
-    The speed is the number of tokens per second. If no request runs, the result is 1. The estimate uses measured decode
-    steps, or Gyges' Table 1 for degrees that were not measured.
+    If no request runs, the result is 1. The estimate uses measured decode steps. For degrees that were not measured, it
+    uses Table 1 of the Gyges paper (section 5).
     """
     counts = [len(i.running) for i in members]
     if not any(counts):

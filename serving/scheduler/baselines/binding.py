@@ -1,4 +1,4 @@
-"""Base of the baseline policies of AMOEBA and Gyges. They assign each request to an instance on arrival."""
+"""Base of the baseline policies in the AMOEBA and Gyges papers. These policies assign each request on its arrival."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,11 +15,11 @@ _MOST_SKIPPED = 32
 
 
 class BindingPolicy(ABC):
-    """Base of policies that bind each request to an instance on arrival, without regard to its size.
+    """Base of policies that bind (assign) each request to an instance as soon as the request arrives.
 
-    If an instance is too small for a request, it merges with its neighbours. Merged instances split by `SplitRule`,
-    because the papers do not say when instances split. If an instance splits or disappears, its waiting requests are
-    bound again.
+    The size of the request does not matter. If an instance is too small for a request, the instance merges with its
+    neighbours. The papers do not say when instances split. Here, `SplitRule` decides. If an instance splits or
+    disappears, the requests that wait for it are bound again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BindingPolicy(ABC):
         return [*rejects, *splits, *served]
 
     def _bind(self, room: Room, queue: list[WaitingRequest], view: ClusterView, leaving: set[int]) -> None:
-        """Bind requests that are not bound to an instance. Bind requests again if their instance will split."""
+        """Bind (assign) requests to instances. A request is bound again if its instance will split."""
         present = {request.request_id for request in queue}
         staying = {device for device, instance in room.by_device.items() if instance.id not in leaving}
         self.device_of = {n: device for n, device in self.device_of.items() if n in present and device in staying}
@@ -77,9 +77,10 @@ class BindingPolicy(ABC):
                 waiting_tokens[instance.id] += request.prompt_tokens
 
     def _serve(self, view: ClusterView, room: Room, queue: list[WaitingRequest]) -> list[Action]:
-        """Return actions for the bound requests, in the order of the queue.
+        """Return the actions for requests that are bound (assigned) to an instance, in the order of the queue.
 
-        An instance gets no more requests if it is closed, or if `_MOST_SKIPPED` of its requests had to wait.
+        An instance gets no more requests if it is closed to new requests, or if `_MOST_SKIPPED` of its requests had to
+        wait.
         """
         actions: list[Action] = []
         skipped: Counter[int] = Counter()
@@ -98,11 +99,11 @@ class BindingPolicy(ABC):
         return actions
 
     def _place(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
-        """Return the actions for a request that is bound to `instance`.
+        """Return the actions for a request that is bound (assigned) to `instance`.
 
-        If the instance has room, dispatch the request. If the instance can hold the request but has no room now, close
-        the instance, so that later requests do not take its free tokens. If the instance is too small for the request,
-        merge or split the instance.
+        If the instance has room, dispatch the request. If the instance is large enough but has no room now, close it,
+        so that later requests do not take its free tokens. If the instance is too small for the request, merge or split
+        the instance.
         """
         if room.has_room(instance, request):
             reason = f"its turn, load {room.load(instance):.2f}"

@@ -1,6 +1,6 @@
-"""Algorithms 1 and 2 of CoCoServe as pure functions.
+"""Algorithms 1 and 2 of the CoCoServe paper as pure functions.
 
-Algorithm 1 chooses layers to replicate. Algorithm 2 chooses reductions that end SLO violations.
+Algorithm 1 chooses layers to replicate. Algorithm 2 chooses reductions that end violations of latency limits (SLOs).
 """
 
 import itertools
@@ -38,16 +38,19 @@ Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
 
 
 def placement_speedup(homes: Sequence[Homes], head: Homes, transition_cost: float) -> float:
-    """Return the speed-up of a placement (Equation 4). See `scale_up` for the arguments."""
+    """Return how many times faster an instance is with replicated layers (Equation 4).
+
+    Arguments are as in `scale_up`.
+    """
     return even_speedup([len(layer) for layer in homes], count_transitions(homes, head), transition_cost)
 
 
 def max_replicas(free_bytes: float, replica_bytes: float, num_layers: int) -> int:
-    """Return the number of layers that fit a device as replicas, at most `num_layers`.
+    """Return the number of layers whose copies fit on a device, at most `num_layers`.
 
     Args:
         free_bytes: free bytes of the device.
-        replica_bytes: bytes of one replicated layer: its KV cache, and its weights if the device lacks them.
+        replica_bytes: bytes of one copied layer: its KV cache, and its weights if the device lacks them.
         num_layers: number of layers of the model.
     """
     return max(min(int(free_bytes // replica_bytes), num_layers), 0)
@@ -60,24 +63,27 @@ def scale_up(
     transition_cost: float,
     max_degree: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
-    """Choose the layers to replicate on each device (Algorithm 1). Return them in ascending order, by device.
+    """Choose the layers to replicate on each device (Algorithm 1). Return the new layers of each device, ascending.
 
-    Devices without new layers are left out. Present replicas stay.
+    Devices without new layers are left out. Present replicas stay. The homes of a layer are the devices that compute
+    it. A transition is a move of hidden states between devices, from one layer to the next.
 
-    The paper visits one device after another, sorts its candidate layers by
-    continuity, and adds a layer if the speed-up (Equation 4) grows. This has two faults. A single layer may not pay for
-    its two transitions although a run of layers does. And a device may take layers that would serve better on a later
-    device. Here a dynamic program over the layers finds the highest speed-up of all placements. Among equal placements
-    it prefers fewer replicas and transitions, then the first layers.
+    This function finds the placement with the highest speed-up (Equation 4). Among equal placements, it prefers fewer
+    replicas and transitions, and then the first layers.
+
+    The paper visits one device after another, and adds a layer to a device if the speed-up grows. This has two faults.
+    A single layer may not pay for its two transitions although a run of layers does. And a device may take layers that
+    would be more useful on a device that is visited later. Therefore, this function uses a dynamic program over the
+    layers instead.
 
     Args:
         homes: homes of each layer.
-        head: home of the embedding and the head.
-        room: maximum number of new replicas of each device (`max_replicas`). Time and memory grow with the product of
-            the rooms. So at most `MAX_DEVICES` devices are considered, the ones with most room, and fewer if the
+        head: devices of the embedding and the output projection.
+        room: maximum number of new replicas on each device (`max_replicas`). Time and memory grow with the product of
+            these numbers. Therefore only the `MAX_DEVICES` devices with most room are considered, and fewer if the
             product exceeds `MAX_STATES`.
         transition_cost: constant of Equation 4 (`speedup.transition_cost`).
-        max_degree: maximum number of homes of a layer. None: no maximum.
+        max_degree: maximum number of devices of a layer. None: no maximum.
     """
     considered: dict[int, int] = {}
     for device in sorted(room, key=lambda device: (-room[device], device))[:MAX_DEVICES]:
@@ -98,12 +104,17 @@ def _best_placement(
     transition_cost: float,
     max_degree: int | None,
 ) -> tuple[Homes, ...]:
-    """Return the placement with the lowest sum of 1 / homes and costs of transitions.
+    """Return the placement with the lowest cost: for each layer, the devices that compute it.
 
-    The program visits the layers from the last to the first. `costs[home]` is an array with one axis for each device:
-    the lowest cost so far if the layer visited last has this home, by the number of new replicas on each device.
-    Costs are integers, so that equal placements have equal costs. An axis has length 1 if the device has room for every
-    layer. The results are cached, because a controller asks while nothing changes.
+    The cost of a layer is 1 divided by the number of its devices. Each transition adds `transition_cost`. Costs are
+    integers, so that equal placements have equal costs.
+
+    A dynamic program visits the layers from the last to the first. `costs[home]` is for the case that the devices
+    `home` compute the layer visited last. It is an array with one axis for each device. The index on an axis is the
+    number of new replicas on this device, and the entry is the lowest cost of the visited layers. If a device has room
+    for every layer, its axis has length 1.
+
+    The results are cached, because a policy asks repeatedly while nothing changes.
     """
     import numpy as np  # imported here, because the package imports only the standard library
 
@@ -144,7 +155,7 @@ def _best_placement(
 
 
 def _additions(layer: Homes, devices: Sequence[int], max_degree: int | None) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of devices that a layer can get as new homes, the largest first."""
+    """Yield the sets of devices on which a layer can be replicated, largest sets first."""
     free = [device for device in devices if device not in layer]
     most = len(free) if max_degree is None else min(len(free), max(max_degree - len(layer), 0))
     for size in range(most, -1, -1):
@@ -158,19 +169,20 @@ def scale_down(
     slow: bool,
     violated: Callable[[], bool],
 ) -> Iterator[Reduction]:
-    """Yield reductions for an instance that violates its SLOs (Algorithm 2).
+    """Yield changes that reduce the work of an instance that violates its latency limits (Algorithm 2).
 
-    The phases are migration, eviction of replicas, and reduction of the batch. The caller carries out each reduction
-    before it asks for the next, and the next reduction is computed only then. The iteration ends as soon as `violated`
-    returns False. Reductions that were refused recently (`ClusterView.refused_changes`) are left out.
+    There are three phases: migration of layers, eviction of replicas, and reduction of the batch. The caller must carry
+    out each change before it asks for the next. The iteration ends as soon as `violated` returns False. Changes that
+    were refused recently (`ClusterView.refused_changes`) are left out.
 
     Args:
-        view: state before the first reduction.
+        view: state before the first change.
         instance: instance that violates its SLOs.
         config: settings.
-        slow: whether the decode steps of the instance exceed the TPOT SLO, and a smaller batch may help. If True,
-            memory is not the cause, so no layers migrate for memory. If False, requests violate their SLO in the queue.
-            The batch is then not reduced, because they would wait longer. The paper does not distinguish the two cases.
+        slow: whether the decode steps of the instance exceed the TPOT SLO. If True, the batch may be reduced, but no
+            layers migrate to gain memory. If False, requests violate their SLOs while they wait. The batch is then not
+            reduced, because a smaller batch would make requests wait longer. The paper does not distinguish the two
+            cases.
         violated: function that returns whether the violation persists.
     """
     state = _Reductions(view, instance, config, slow)
@@ -185,11 +197,11 @@ def scale_down(
 
 
 class _Reductions:
-    """Phases of `scale_down`, and the state after the reductions so far.
+    """State of `scale_down` after the changes so far. Each method yields the changes of one phase.
 
     Attributes:
         free: free bytes by device.
-        homes: homes of the attention of each layer, by instance id.
+        homes: devices that compute the attention of each layer, by instance id.
     """
 
     def __init__(self, view: ClusterView, instance: InstanceView, config: CocoServeConfig, slow: bool):
@@ -206,11 +218,14 @@ class _Reductions:
     # Phase 1
 
     def migrations(self) -> Iterator[Reduction]:
-        """Yield migrations of the last layers that only the instance's own device computes.
+        """Yield actions that migrate layers from the instance's own device, beginning with the last layers.
 
-        There are two reasons. If requests wait because the device is short of memory, migrations are yielded until it
-        is not. If the device is busy with modules of several instances, one migration is yielded. A busy device that
-        serves one instance would gain nothing: on two devices, its layers would only wait for each other.
+        Only layers that no other device computes migrate. There are two reasons to migrate. If requests wait because
+        the device is short of memory, layers migrate until the device has enough. If the device is busy with layers of
+        several instances, only one migration is yielded.
+
+        A device that is busy with layers of one instance is no reason to migrate: on two devices, these layers would
+        only wait for each other.
         """
         if self._instance.degree > 1:
             return
@@ -245,15 +260,16 @@ class _Reductions:
                 return  # The present utilization says nothing about the next migration.
 
     def _targets(self, source: int, layers: Sequence[int], short: bool) -> list[tuple[int, Modules, float]]:
-        """Return the devices to which layers can migrate, best first, each with the modules to move and their bytes.
+        """Return the devices to which layers can migrate, best first.
 
-        Modules follow CoCoServe 3.3. Whole layers move if possible. If the device has too little memory for them, only
-        the FFN moves. If the device has memory but no computing time, only the KV cache moves.
+        An entry is (target device, modules to move, bytes that they take on the target). The modules follow section 3.3
+        of the CoCoServe paper. Whole layers move if possible. If the target has too little memory for them, only the
+        FFN moves. If the target has memory but no computing time, only the KV cache moves.
 
         Args:
-            source: present home of the layers.
+            source: device that computes the layers now.
             layers: consecutive layers.
-            short: whether the source lacks memory. If not, it lacks computing time.
+            short: whether the source lacks memory. False: the source lacks computing time.
         """
         view, homes, options = self._view, self.homes[self._instance.id], []
         beside = {d for i in (layers[0] - 1, layers[-1] + 1) if 0 <= i < len(homes) for d in homes[i]}
@@ -277,10 +293,10 @@ class _Reductions:
     # Phase 2
 
     def evictions(self) -> Iterator[Reduction]:
-        """Yield evictions of replicas that share a device with modules of another instance.
+        """Yield actions that evict replicated layers from devices with layers of several instances.
 
-        These are replicas of other instances on the devices of this instance, and replicas of this instance on the
-        devices of other instances. The replicas whose loss lowers the speed-up least go first. Each eviction removes a
+        There are two kinds: replicas of other instances on the devices of this instance, and replicas of this instance
+        on devices of other instances. The replicas whose loss lowers the speed-up least go first. Each action evicts a
         run of consecutive layers.
         """
         while True:
@@ -310,7 +326,10 @@ class _Reductions:
     # Phase 3
 
     def batch_reductions(self) -> Iterator[Reduction]:
-        """Yield limits of the batch, each lower by `batch_step` requests, and offloads of the least urgent requests."""
+        """Yield actions that limit the batch, and that offload the least urgent requests beyond the limit.
+
+        The KV pages of these requests move to host memory. Each limit is `batch_step` requests lower than the last.
+        """
         step = self._config.batch_step
         running = sorted(self._instance.running, key=lambda r: (r.rank, r.arrival_s, r.request_id))
         while len(running) > step:
@@ -325,12 +344,12 @@ class _Reductions:
 
 
 def layer_homes(instance: InstanceView, num_layers: int) -> list[Homes]:
-    """Return the homes of the attention of each layer of an instance."""
+    """Return the devices that compute the attention of each layer of an instance."""
     return [instance.homes(layer, "attention")[0] for layer in range(num_layers)]
 
 
 def replica_runs(instance: InstanceView, homes: Sequence[Homes]) -> list[tuple[int, tuple[int, int]]]:
-    """Return the runs of consecutive layers that are replicated to devices other than the instance's own.
+    """Return the runs of consecutive layers that are replicated on devices other than the instance's own.
 
     Each run is (device, (first layer, layer after the last)). `homes` is the result of `layer_homes`.
     """
@@ -345,12 +364,18 @@ def replica_runs(instance: InstanceView, homes: Sequence[Homes]) -> list[tuple[i
 
 
 def can_host(view: ClusterView, device: int) -> bool:
-    """Return whether a device may compute layers of other instances. It must be empty or have a steady TP1 instance."""
+    """Return whether a device may compute layers of other instances.
+
+    The device must be empty, or have an instance of degree 1 that is not merging, splitting or draining.
+    """
     return all(i.degree == 1 and i.transition_to is None and not i.draining for i in view.instances_on((device,)))
 
 
 def holds_weights(view: ClusterView, device: int) -> bool:
-    """Return whether a device holds the weights of all layers, because it has a TP1 instance that computes them."""
+    """Return whether a device holds the weights of all layers.
+
+    This is the case if an instance of degree 1 is on the device and computes all layers there.
+    """
     assert view.layer is not None, "placement changes need the sizes of a layer"
     own = view.instances_on((device,))
     return any(all(device in home for home in layer_homes(i, view.layer.num_layers)) and i.degree == 1 for i in own)

@@ -7,7 +7,7 @@ REQUEST_POLICIES = ("amoeba", "flying")
 
 @dataclass(frozen=True)
 class CocoServeConfig:
-    """Settings of the policy `cocoserve`. It also uses the settings of `amoeba`, including the limits of latencies."""
+    """Settings of the policy `cocoserve`. The policy also uses the settings of `amoeba`, such as the latency limits."""
 
     request_policy: str = "amoeba"
     """Policy that dispatches requests, and that merges and splits instances: one of `REQUEST_POLICIES`."""

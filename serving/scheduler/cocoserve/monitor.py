@@ -1,4 +1,4 @@
-"""Monitor of CoCoServe: averages of vacancy, SLO violations and load, from snapshots."""
+"""Monitor of the policy `cocoserve`: averages of vacancy, SLO violations and load over recent snapshots."""
 
 import math
 from collections.abc import Mapping
@@ -9,22 +9,22 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class Monitor:
-    """Averages over `CocoServeConfig.window_s`, and whether SLOs are violated.
+    """Averages over the last `CocoServeConfig.window_s` seconds, and the decision whether SLOs are violated.
 
-    A waiting request violates its SLO if its first token is late. A running request violates it if its first token is
-    late, or if the recent steps of its instance exceed the TPOT SLO.
+    A waiting request violates its SLO if its first token is late. A running request violates its SLO if its first token
+    is late, or if the recent steps of its instance exceed the TPOT SLO.
 
     Args:
         config: settings of the policy.
-        slos: settings with the limits `ttft_slo_s` and `tpot_slo_s`.
+        slos: settings with the latency limits `ttft_slo_s` and `tpot_slo_s`.
 
     Attributes:
-        vacancy: average vacancy rate by device.
+        vacancy: average vacancy rate (free share) by device.
         sequences: average number of running requests by instance id.
         load: average number of running and waiting requests.
         violations: average share of requests that violate their SLOs.
-        violated: whether modules must be reduced. It becomes True when `violations` reaches `violation_threshold`, and
-            False when `violations` has fallen to half of this threshold.
+        violated: whether too many requests violate their SLOs. It becomes True when `violations` reaches
+            `violation_threshold`, and False when `violations` has fallen to half of this threshold.
     """
 
     def __init__(self, config: CocoServeConfig, slos: AmoebaConfig):
@@ -80,6 +80,10 @@ class Monitor:
 
 
 def _nearer(means: Mapping[int, float], values: Mapping[int, float], key: int, share: float) -> float:
-    """Return an average after it has moved by `share` of its distance to the latest value."""
+    """Return a new average: the old average, moved towards the new value by the share `share` of the difference.
+
+    `means` has old averages and `values` has new values, by `key`. An old average that is missing is 0. If the new
+    value is missing, the average does not change.
+    """
     mean = means.get(key, 0.0)
     return mean + (values.get(key, mean) - mean) * share

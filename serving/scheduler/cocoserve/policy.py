@@ -1,4 +1,4 @@
-"""CoCoServe's policy. Another policy places requests, and a controller changes the placement of layers."""
+"""CoCoServe's policy. Another policy decides where requests run. This policy replicates and migrates layers."""
 
 import itertools
 import math
@@ -48,22 +48,22 @@ _HELPED = 0.98
 
 
 class CocoServePolicy:
-    """Policy `cocoserve` (docs/scheduling.md).
+    """Policy `cocoserve`: replicates layers on vacant devices, and relieves an instance that violates its SLOs.
 
-    `amoeba` or `flying` dispatches requests, and merges and splits instances (`CocoServeConfig.request_policy`). In
-    addition, this policy requests changes of placements, one at a time: growth while devices are vacant (Algorithm 1),
-    and a reduction while SLOs are violated (Algorithm 2). Before instances merge, their layers return to their own
-    devices.
+    Another policy dispatches requests, and merges and splits instances: `amoeba` or `flying`
+    (`CocoServeConfig.request_policy`). In addition, this policy changes placements, one change at a time. While devices
+    are vacant, it replicates layers (Algorithm 1). While SLOs are violated, it reduces the work of an instance
+    (Algorithm 2). Before instances merge, their layers return to their own devices. docs/scheduling.md has the details.
 
-    Without `ClusterView.layer`, it decides as the other policy does.
+    If `ClusterView.layer` is None, the actions are those of the other policy alone.
 
     Args:
-        amoeba: settings of `amoeba`. Its limits of latencies are the SLOs of the monitor.
+        amoeba: settings of `amoeba`. Its latency limits are the SLOs of the monitor.
         flying: settings of `flying`.
 
     Attributes:
-        monitor: averages on which the controller decides.
-        pauses: whether the other policy pauses requests, and resumes them itself.
+        monitor: averages on which the decisions are based.
+        pauses: whether the other policy itself pauses and resumes requests.
     """
 
     name = "cocoserve"
@@ -112,11 +112,12 @@ class CocoServePolicy:
     # Merges
 
     def _prepared(self, view: ClusterView, action: Action) -> list[Action]:
-        """Return the action, or the changes of placement that must precede it.
+        """Return an action of the other policy, or the changes of placement that must precede this action.
 
-        Only a merge needs such changes. Layers of its instances must return to their own devices, and layers of other
-        instances must leave its devices. While such a change is in progress, the result is empty. If the changes were
-        refused, the result is the merge itself, and the executor refuses it with the reason.
+        Only a merge needs such changes. First, the layers of the merging instances must return to the devices of their
+        own instance. Layers of other instances must leave these devices. While such a change is in progress, return an
+        empty list. If the changes were refused, return the merge itself. The executor then refuses the merge with the
+        reason.
         """
         if not isinstance(action, ScaleUp):
             return [action]
@@ -150,7 +151,11 @@ class CocoServePolicy:
         return True
 
     def _reduce(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next reduction. If a device is empty, return a replication to this device instead."""
+        """Return the next actions while SLOs are violated (Algorithm 2).
+
+        If a device is empty, replicate layers on this device. Otherwise, reduce the work of the instance with the
+        largest share of violations.
+        """
         empty = [d.id for d in view.devices if _is_empty(view, d.id)]
         if growth := self._growth(view, merging, empty):
             return growth
@@ -171,7 +176,11 @@ class CocoServePolicy:
         return []
 
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the next change while SLOs are met: higher batch limits, a replication, or the end of an instance."""
+        """Return the next actions while SLOs are met.
+
+        The first possible of these is chosen: raise the limits of batches, replicate layers (`_growth`), or end an
+        instance (`_scale_in`). If the load is still close to the load at the latest violation, return an empty list.
+        """
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
         self._violated_at_load = None
@@ -187,12 +196,14 @@ class CocoServePolicy:
         return LimitBatch(instance.id, size if size < most else None, "SLOs are met under a lower load")
 
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
-        """Return the replication or scale-out that Algorithm 1 chooses, at most one change.
+        """Return the action by which Algorithm 1 replicates layers or a whole instance.
 
-        Instances are tried in descending order of their load, until Algorithm 1 finds a change for one.
+        The list has one action or none. The instance with the highest load is tried first, then the next, until
+        Algorithm 1 finds an action.
 
         Args:
             merging: devices that merge.
+            devices: devices that may get layers.
         """
         hosts = {d for d in devices if d not in merging and can_host(view, d)}
         busiest = sorted(view.instances, key=lambda i: (-self.monitor.sequences[i.id], i.id))
@@ -207,9 +218,10 @@ class CocoServePolicy:
         return []
 
     def _addition(self, view: ClusterView, instance: InstanceView, hosts: set[int]) -> PlacementChange | None:
-        """Return a replication or scale-out to the device that gets the most layers of an instance by Algorithm 1.
+        """Return the action that replicates layers on one device: the device that gets the most layers by Algorithm 1.
 
-        Return None if Algorithm 1 replicates no layers.
+        If this device is empty and gets all layers, the action can be a `ScaleOut`. Return None if Algorithm 1
+        replicates no layers.
         """
         layer = view.layer
         assert layer is not None, "the sizes of a layer are known"
@@ -237,9 +249,10 @@ class CocoServePolicy:
         return Replicate(instance.id, run, device, f"{share}, and has room for {room[device]} layers")
 
     def _scale_in(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the end of an instance that this policy has started, if few requests are left.
+        """Return the action that ends an instance if few requests are left. The list has one action or none.
 
-        The other instances must then have fewer than half of `split_batch` requests each.
+        Only an instance that this policy started can end. Few requests are left if no request waits, and if the
+        remaining instances would run fewer than half of `split_batch` requests each.
         """
         plain = [i for i in view.instances if i.degree == 1 and i.placement is None and not i.draining]
         plain = [i for i in plain if i.id not in merging and not view.guests(i.id)]
@@ -263,7 +276,7 @@ def _is_empty(view: ClusterView, device: int) -> bool:
 def _undo(
     view: ClusterView, instance: InstanceView, only: Collection[int] | None, why: str
 ) -> Iterator[PlacementChange]:
-    """Yield changes that bring all layers of an instance back to its own devices.
+    """Yield actions that bring all layers of an instance back to its own devices.
 
     Args:
         only: devices that the layers must leave. None: all devices except the instance's own.
@@ -282,9 +295,9 @@ def _undo(
 
 
 def _moved_modules(instance: InstanceView, layer: int) -> list[tuple[Modules, int]]:
-    """Return the modules of a layer that have migrated, each with its device.
+    """Return the parts of a layer (attention, FFN) that have migrated, each with its device.
 
-    A module has migrated if its only home is a device other than the instance's own.
+    A part has migrated if only one device computes it, and the device is not the instance's own.
     """
     attention, ffn = (instance.homes(layer, modules)[0] for modules in ("attention", "ffn"))
     if attention == ffn:

@@ -1,8 +1,8 @@
-"""Speed-up of an instance whose layers are replicated: Equations 1 to 4 of CoCoServe.
+"""Speed-up of an instance with replicated layers: Equations 1 to 4 of the CoCoServe paper.
 
 The homes of a layer are the devices that compute it. Each home computes a share of the batch. A *transition* is a place
-in the model where homes change: between two layers, after the embedding, or before the head. Hidden states move between
-devices there.
+in the model where homes change: between two layers, after the embedding, or before the output projection. Hidden states
+move between devices there.
 """
 
 import itertools
@@ -13,9 +13,10 @@ Homes = tuple[int, ...]
 
 
 def computation_s(loads: Iterable[Sequence[float]], speeds: Iterable[Sequence[float]]) -> float:
-    """Return the seconds of computation of one step (Equation 1).
+    """Return the seconds of computation of one step with replicated layers (Equation 1).
 
-    Each layer takes as long as its slowest home. The time of a home is its load divided by its speed.
+    The homes of a layer are the devices that compute it. A layer takes as long as its slowest home. The time of a home
+    is its load divided by its speed.
 
     Args:
         loads: operations (FLOP) of each layer at each of its homes. They grow with the home's share of the batch.
@@ -28,11 +29,11 @@ def computation_s(loads: Iterable[Sequence[float]], speeds: Iterable[Sequence[fl
 
 
 def count_transitions(homes: Sequence[Homes], head: Homes) -> int:
-    """Return the number of transitions in one step.
+    """Return how often the hidden states move between devices in one step.
 
     Args:
-        homes: homes of each layer.
-        head: home of the embedding and the head, where each step begins and ends.
+        homes: devices that compute each layer.
+        head: devices of the embedding and the output projection, where each step begins and ends.
     """
     places = [head, *homes, head]
     return sum(before != after for before, after in itertools.pairwise(places))
@@ -43,14 +44,14 @@ def communication_s(num_bytes: float, transitions: int, bandwidth: float) -> flo
 
     Args:
         num_bytes: bytes of hidden states that one transition moves.
-        transitions: result of `count_transitions`.
+        transitions: how often the hidden states move in a step (`count_transitions`).
         bandwidth: bytes per second between two devices.
     """
     return num_bytes * transitions / bandwidth
 
 
 def speedup(sequential_s: float, computation_s: float, communication_s: float) -> float:
-    """Return the speed-up of one step (Equation 3), without a unit.
+    """Return how many times faster one step is with replicated layers (Equation 3).
 
     Args:
         sequential_s: seconds of the step if no layer is replicated.
@@ -61,20 +62,23 @@ def speedup(sequential_s: float, computation_s: float, communication_s: float) -
 
 
 def even_speedup(parallelism: Sequence[int], transitions: int, transition_cost: float) -> float:
-    """Return the speed-up of one step on equal devices with an evenly divided batch (Equation 4), without a unit.
+    """Return how many times faster one step is with replicated layers, on equal devices (Equation 4).
 
-    This is `n / (sum of 1 / p_i + transition_cost * transitions)` for `n` layers.
+    Each device of a layer computes an equal share of the batch. For `n` layers, the result is `n / (sum of 1 / p_i +
+    transition_cost * transitions)`.
 
     Args:
-        parallelism: number of homes `p_i` of each layer: the vector P.
+        parallelism: number of devices `p_i` that compute each layer (the vector P).
         transitions: result of `count_transitions`.
-        transition_cost: result of `transition_cost`: the constant of Equation 4.
+        transition_cost: constant of Equation 4, the result of the function `transition_cost`.
     """
     return len(parallelism) / (sum(1 / p for p in parallelism) + transition_cost * transitions)
 
 
 def transition_cost(num_bytes: float, bandwidth: float, latency_s: float, layer_s: float) -> float:
-    """Return the cost of one transition relative to one layer: the constant of Equation 4, without a unit.
+    """Return the time of one transition divided by the time of one layer: the constant of Equation 4.
+
+    In a transition, hidden states move between devices.
 
     Args:
         num_bytes: bytes of hidden states that one transition moves.

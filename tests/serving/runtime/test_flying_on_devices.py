@@ -105,7 +105,7 @@ def test_urgent_requests_move_or_wait(llm: LLM, preemption: str):
     assert tokens(llm.generate(urgent, greedy(16, priority=-1))) == urgent_expected
     assert tokens(background.result()) == expected
     assert scheduling.counters.scale_ups >= 1
-    wait_for(lambda: not engine_of(llm).transformations.busy and len(llm.instances) == 4)
+    wait_for(lambda: not engine_of(llm).changes.busy and len(llm.instances) == 4)
     scheduling.close()
 
 
@@ -117,7 +117,7 @@ def test_an_idle_cluster_binds_and_a_burst_releases_it(llm: LLM):
     outputs = Background(llm, many, greedy(230))
     wait_for(lambda: len(llm.instances) == 4)
     found = tokens(outputs.result())
-    wait_for(lambda: not engine_of(llm).transformations.busy)
+    wait_for(lambda: not engine_of(llm).changes.busy)
     scheduling.close()
     if len(llm.instances) < 4:
         llm.transform(1)

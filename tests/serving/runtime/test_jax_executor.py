@@ -8,7 +8,6 @@ import pytest
 
 from amoeba_jax import SamplingParams
 from amoeba_jax.engine.engine import Engine
-from amoeba_jax.instances.queue import Deadlines
 from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.sampling.rows import SamplingRow
 from serving.runtime.jax_executor import JaxExecutor, _running_request
@@ -73,9 +72,11 @@ def executor(*degrees: int) -> JaxExecutor:
         device += tp
     engine = SimpleNamespace(
         cluster=SimpleNamespace(
-            plan=SimpleNamespace(degrees=[1, 2, 4]),
-            buckets=lambda tp: SimpleNamespace(max_num_seqs=8),
-            capacity_tokens=lambda tp, released: 100 * tp,
+            plan=SimpleNamespace(
+                degrees=[1, 2, 4],
+                buckets=lambda tp: SimpleNamespace(max_num_seqs=8),
+                capacity_tokens=lambda tp, released: 100 * tp,
+            ),
             sub_meshes=SimpleNamespace(devices=()),
         ),
         config=SimpleNamespace(tensor_parallel_size=1),
@@ -107,26 +108,3 @@ def test_what_cannot_be_carried_out_is_refused_and_ends_nothing(action):
     outcome = executor(1, 1).apply(action)
     assert not outcome.accepted
     assert outcome.detail
-
-
-def test_deadlines_are_found_anywhere_in_the_queue_and_once():
-    deadlines, late = Deadlines(), [sequence(4, deadline=float(n)) for n in (9, 3, 5, 7)]
-    for one in [*late, sequence(4), late[1]]:  # one has no deadline, and one came twice
-        deadlines.add(one)
-    late[2].slot = 0  # it runs
-    assert deadlines.expired(3.0) == []
-    assert deadlines.expired(8.0) == [late[1], late[3]]
-    assert deadlines.expired(8.0) == []
-    late[2].slot = -1
-    deadlines.add(late[2])
-    late[0].finish("abort")
-    assert deadlines.expired(10.0) == [late[2]]
-
-
-def test_deadlines_let_go_of_requests_that_have_ended():
-    deadlines = Deadlines()
-    for _ in range(2_000):
-        one = sequence(1, deadline=1e9)
-        deadlines.add(one)
-        one.finish("length")
-    assert len(deadlines._heap) <= 512

@@ -16,7 +16,7 @@ from transform_cases import Background
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.errors import ConfigError, DeadlineError, RequestError
 from amoeba_jax.instances.step import StepPlan
-from amoeba_jax.transform.transition import Transition
+from amoeba_jax.transform.relayout import Relayout
 from serving.runtime.jax_executor import EngineScheduler
 from serving.runtime.metrics import ServerMetrics
 from serving.runtime.scheduling import Scheduling
@@ -65,7 +65,7 @@ def schedule(llm: LLM) -> Iterator[Schedule]:
     for scheduling in made:
         scheduling.close()
     # Instances are new a moment before their transformation has ended.
-    wait_for(lambda: not engine_of(llm).transformations.busy)
+    wait_for(lambda: not engine_of(llm).changes.busy)
     assert [(v.running, v.waiting, v.kv_used_pages) for v in llm.instances] == [(0, 0, 0)] * len(llm.instances)
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
@@ -239,15 +239,15 @@ def test_a_transformation_that_fails_is_tried_again_later(
     llm: LLM, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ):
     scheduling = schedule()
-    real, calls = Transition.switch_layers, []
+    real, calls = Relayout.switch_layers, []
 
-    def fail_once(self: Transition, step: StepPlan | None = None) -> None:
+    def fail_once(self: Relayout, step: StepPlan | None = None) -> None:
         calls.append(self)
         if len(calls) == 1:
             raise RuntimeError("injected")
         real(self, step)
 
-    monkeypatch.setattr(Transition, "switch_layers", fail_once)
+    monkeypatch.setattr(Relayout, "switch_layers", fail_once)
     short, long = prompts(4, 8), prompts(1, 2 * CACHE)
     background = Background(llm, short, greedy(56))
     wait_for(lambda: any(view.running for view in llm.instances))
@@ -268,14 +268,14 @@ def test_short_requests_begin_while_layers_change(
     expected = undisturbed(llm, later, greedy(4), 1)
     caplog.set_level("INFO", "amoeba.scheduler")
     schedule(merge_to=count)
-    real, calls, ended = Transition.switch_layers, [], threading.Event()
+    real, calls, ended = Relayout.switch_layers, [], threading.Event()
 
-    def held(self: Transition, step: StepPlan | None = None) -> None:
+    def held(self: Relayout, step: StepPlan | None = None) -> None:
         calls.append(self)
         if ended.is_set() or len(calls) > 10_000:
             real(self, step)
 
-    monkeypatch.setattr(Transition, "switch_layers", held)
+    monkeypatch.setattr(Relayout, "switch_layers", held)
     background = Background(llm, short, greedy(40))
     wait_for(lambda: all(view.running for view in llm.instances))
     merging = Background(llm, long, greedy(4))

@@ -39,7 +39,8 @@ def test_a_changed_mark_shows_in_the_next_snapshot(waiting: Waiting, view: Waiti
     for one in made:
         waiting.add(one)
     assert shown(view) == {"r00": False, "r01": False, "r02": False}
-    waiting.mark([made[1]], True)
+    made[1].beyond_share = True
+    waiting.sort()
     assert shown(view) == {"r00": False, "r01": True, "r02": False}
 
 

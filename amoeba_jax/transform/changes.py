@@ -1,0 +1,410 @@
+"""All changes of a cluster, from the request to the report.
+
+`TransformState` lists the states of a change. When the reason to wait may have ended, `Changes._proceed` moves a change
+to its next state.
+"""
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from jax.profiler import TraceAnnotation
+
+from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError, TransformError
+from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.instances.instance import Instance, Phase
+from amoeba_jax.instances.step import Row, StepPlan, clear_in_flight
+from amoeba_jax.transform.change import Change
+from amoeba_jax.transform.lanes import Requeue
+from amoeba_jax.transform.merge_split import join, merge, split
+from amoeba_jax.transform.options import PlacementOptions, TransformOptions
+from amoeba_jax.transform.pausing import forget_paused, pause, resume
+from amoeba_jax.transform.relayout_plan import RelayoutPlan, check_options, relayout_plans, reserve_staging
+from amoeba_jax.transform.relocation import Relocation
+from amoeba_jax.transform.relocation_plan import RelocationPlan, plan_relocation
+from amoeba_jax.transform.transition import Transition
+from amoeba_jax.views import PlacementStatus, TransformState, TransformStatus
+from kvcache.allocator import OutOfPagesError
+
+logger = logging.getLogger(__name__)
+
+
+class Changes:
+    """Changes that have not ended. Used by the dispatcher thread only.
+
+    Args:
+        requeue: function that takes a sequence off its instance and queues it, to be computed again.
+    """
+
+    def __init__(self, cluster: Cluster, requeue: Requeue):
+        self._cluster, self._requeue = cluster, requeue
+        self._present: list[Change] = []
+
+    # Questions
+
+    @property
+    def busy(self) -> bool:
+        """Whether any change has not ended."""
+        return bool(self._present)
+
+    @property
+    def awaits_programs(self) -> bool:
+        """Whether any change waits for programs."""
+        return any(one.awaits_programs for one in self._present)
+
+    @property
+    def statuses(self) -> tuple[TransformStatus | PlacementStatus, ...]:
+        """Progress of the changes that have not ended."""
+        return tuple(one.status for one in self._present)
+
+    @property
+    def transitions(self) -> list[Transition]:
+        """Transitions of all groups that are changing now. Groups that only wait for their last step are included."""
+        return [transition for one in self._present for transition in one.transitions]
+
+    def targets(self) -> dict[int, int]:
+        """Return the new degree of each device that is changing its degree or will change it.
+
+        Devices of a transformation that waits for programs are left out. So are groups that have already changed, and
+        groups that will not change because of an error.
+        """
+        targets: dict[int, int] = {}
+        for one, options in [(one, one.options) for one in self._present if not one.awaits_programs]:
+            if not isinstance(options, TransformOptions):
+                continue
+            degree = options.tensor_parallel_size
+            devices = {device for transition in one.transitions for device in transition.devices}
+            if one.error is None:
+                to_come = [i for i in self._cluster.instances if not options.is_reached_by(i.tp, i.attention_degree)]
+                devices |= {device for i in to_come for device in i.group.device_indices}
+            targets |= dict.fromkeys(devices & set(options.devices), degree)
+        return targets
+
+    def request_programs(self, options: TransformOptions) -> bool:
+        """Return whether all programs of a transformation are compiled. If not, compile them in the background."""
+        plans = relayout_plans(self._cluster, options)
+        return self._cluster.executables.request(spec for plan in plans for spec in plan.programs(self._cluster))
+
+    def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
+        """Return the capacity in tokens, and the degree, that an instance will have after all transformations.
+
+        Any thread may call this. The instance may already have been replaced.
+
+        Args:
+            further: options of a transformation that is not requested yet, or None.
+        """
+        requested = [one.options for one in list(self._present) if isinstance(one.options, TransformOptions)]
+        options = next((options for options in requested if instance.id in options.devices), further)
+        attention = instance.attention_degree
+        if options is None or instance.id not in options.devices or options.is_reached_by(instance.tp, attention):
+            return self._cluster.plan.capacity_tokens(attention, instance.released), instance.tp
+        tp, released = options.tensor_parallel_size, instance.released
+        if tp < instance.tp:
+            released = min(released, tp)
+        elif options.release_weights and tp > instance.tp:
+            released = max(released, tp)
+        return self._cluster.plan.capacity_tokens(options.attention, released), tp
+
+    def holds(self, instance: Instance) -> bool:
+        """Return whether an instance must launch no step until its steps in flight have ended."""
+        transition = instance.transition
+        if transition is not None:
+            return transition.must_drain and transition.done and bool(instance.pending)
+        return instance.phase is Phase.DRAINING
+
+    # From the request to the first switch
+
+    def request(self, options: TransformOptions | PlacementOptions) -> "Future[Any]":
+        """Start a change. The result is a `TransformReport` or a `PlacementReport`.
+
+        Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if it is impossible.
+        """
+        one = Change(options)
+        if isinstance(options, TransformOptions):
+            check_options(options, self._cluster, [other.options for other in self._present])
+        else:
+            self._plans(one)
+        self._present.append(one)
+        self._proceed(one)
+        return one.future
+
+    def _plans(self, one: Change) -> list[RelayoutPlan | RelocationPlan]:
+        """Return the plans of all groups of a change that can change now.
+
+        Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible.
+        """
+        if isinstance(one.options, TransformOptions):
+            return [*relayout_plans(self._cluster, one.options)]
+        if one.reports:
+            return []
+        plan = plan_relocation(self._cluster, one.options)
+        for other in [other.options for other in self._present]:
+            if isinstance(other, TransformOptions) and not plan.device_indices.isdisjoint(other.devices):
+                devices = sorted(plan.device_indices)
+                raise RequestError(f"devices {devices} are being transformed: wait until that is done")
+        return [plan]
+
+    def retry(self) -> None:
+        """Continue changes that wait for programs. The engine calls this when programs have been compiled."""
+        self._proceed_with([one for one in self._present if one.awaits_programs])
+
+    def _proceed_with(self, changes: Iterable[Change]) -> None:
+        for one in changes:
+            try:
+                self._proceed(one)
+            except Exception as error:  # it cannot begin, and nothing has changed
+                one.future.set_exception(error)
+
+    def _proceed(self, one: Change) -> None:
+        """Start all changes of groups that can start now. If no group is left, end the change.
+
+        Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails before
+        anything has changed.
+        """
+        one.let_go()
+        try:
+            while not one.transitions and one.error is None and (plans := self._plans(one)):
+                if self._must_wait(one, plans):
+                    return
+                for plan in plans:
+                    self._begin(one, plan)
+        except Exception as error:
+            self._stop(one, error)
+        if not one.transitions:
+            self._end(one)
+
+    def _must_wait(self, one: Change, plans: list[RelayoutPlan | RelocationPlan]) -> bool:
+        """Return whether a change must wait for requests, programs or steps. If so, enter the state of waiting."""
+        old = [instance for plan in plans for instance in plan.old]
+        count = sum(len(instance.running) for instance in old)
+        if count and one.options.running == "wait":
+            one.hold(old)
+            one.await_requests(count)
+            return True
+        executables, specs = self._cluster.executables, [s for plan in plans for s in plan.programs(self._cluster)]
+        missing = 0 if executables.request(specs) else executables.num_missing(specs)
+        one.update_programs(missing, executables.estimate_compile_s(missing))
+        if missing:
+            return True
+        for spec in [spec for spec in specs if executables.has_failed([spec])]:
+            executables.get(spec)  # raises the error of its compilation
+        # All wait together: an instance that launched steps meanwhile would make the others wait again.
+        draining = [instance for plan in plans for instance in plan.draining]
+        if not any(instance.pending for instance in draining):
+            return False
+        one.enter(TransformState.DRAINING)
+        one.hold(old, draining)
+        return True
+
+    def _begin(self, one: Change, plan: RelayoutPlan | RelocationPlan) -> None:
+        """Begin the change of a group. Pausing and resuming need no switches, so they end at once."""
+        cluster = self._cluster
+        if isinstance(plan, RelocationPlan):
+            transition = Relocation(cluster, plan)
+            transition.begin(self._requeue)
+        else:
+            forget_paused(plan)
+            if plan.kind in ("pause", "resume"):
+                one.reports.append(pause(cluster, plan) if plan.kind == "pause" else resume(cluster, plan))
+                return
+            if plan.kind == "merge":
+                transition = merge(cluster, plan, self._requeue)
+            else:
+                transition = join(cluster, plan) if plan.kind == "join" else split(cluster, plan)
+        one.prepare_s += transition.prepare_s
+        one.transitions.append(transition)
+        transition.instance.transition = transition
+        cluster.link_lanes()
+        transition.instance.enter(Phase.CHANGING)
+        one.enter(TransformState.SWITCHING)
+
+    def _stop(self, one: Change, error: Exception) -> None:
+        """Stop a change after an error. Raise the error if nothing has changed.
+
+        Transitions that have not started are aborted. Transitions that have started continue.
+        """
+        for transition in [t for t in one.transitions if not t.started]:
+            transition.fail(self._requeue)
+            self._remove(one, transition)
+        if one.reports or one.transitions:
+            one.fail(error, "what had not begun is as it was")
+            return
+        self._present.remove(one)
+        one.enter(TransformState.ABORTED)
+        refused = RequestError if isinstance(error, OutOfPagesError) else type(error)
+        relocates = isinstance(one.options, PlacementOptions)
+        if issubclass(refused, RequestError) or (relocates and issubclass(refused, LayoutError | MemoryBudgetError)):
+            raise refused(f"{one.name} is refused: {error}") from error
+        drop_frames(error)
+        raise TransformError(f"{one.name} failed: {error} (it had not begun; all is as it was)") from error
+
+    # Switches, around the steps of an instance
+
+    def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
+        """Launch the switch of the next layers before the next step, or leave it to the programs of this step.
+
+        Return whether the instance is still in transition. If the switch fails, it is not.
+
+        Args:
+            num_preempted: number of sequences that have just lost their pages because no page was free.
+            step: next step, if it is known.
+        """
+        transition = instance.transition
+        transition.recomputed += num_preempted
+        try:
+            self._switch(transition, step)
+        except Exception as error:
+            self._fail(transition, error)
+        return instance.transition is transition
+
+    def _switch(self, transition: Transition, step: StepPlan | None = None) -> None:
+        with TraceAnnotation("amoeba.switch", instance=transition.instance.id, switched=transition.num_switched):
+            transition.switch_layers(step)
+
+    def switch_alone(self, instance: Instance) -> bool:
+        """Launch a switch that was left to a step, because the step cannot be launched.
+
+        Return the same as `switch_layers`.
+        """
+        transition = instance.transition
+        try:
+            transition.switch_alone()
+        except Exception as error:
+            self._fail(transition, error)
+        return instance.transition is transition
+
+    def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
+        """Record a launched step of an instance in transition. `plan` is None if there was nothing to compute.
+
+        If there was nothing to compute, a merge or split switches all remaining layers at once. A relocation waits for
+        its weights.
+        """
+        if (transition := instance.transition) is None:
+            return  # the step failed, and the transition with it
+        try:
+            if plan is not None:
+                transition.steps += 1
+                transition.tokens += len(instance.pending[-1].sampled)
+            while plan is None and transition.changes_degree and not transition.done:
+                self._switch(transition)
+            if transition.done:
+                self._settle(transition)
+        except Exception as error:
+            self._fail(transition, error)
+        transition.drop_spent()
+
+    # From the last switch to the end
+
+    def _settle(self, transition: Transition) -> None:
+        """End a transition after its last switch: the new instances take over."""
+        if transition.must_drain and transition.instance.pending:
+            return  # until `collect` finds that the steps have run
+        transition.last_result = transition.settle(self._requeue)
+        one = self._owner(transition)
+        if transition.last_result is None:
+            self._end_transition(transition)
+        elif all(t.last_result is not None for t in one.transitions):
+            one.enter(TransformState.SETTLING)
+
+    def wait(self) -> None:
+        """Wait for transitions whose layers have all switched, and end them."""
+        for transition in self.transitions:
+            if transition.last_result is not None:
+                transition.last_result.exception()
+        self.collect()
+
+    def collect(self) -> None:
+        """End transitions whose last result has arrived.
+
+        Continue changes that waited for requests or steps, if these ended.
+        """
+        for transition in [t for t in self.transitions if t.instance.transition is t]:
+            if transition.done and not transition.instance.pending:
+                try:
+                    self._settle(transition)
+                except Exception as error:
+                    self._fail(transition, error)
+        for transition in [t for t in self.transitions if t.last_result is not None and t.last_result.done()]:
+            assert transition.last_result is not None
+            error = transition.last_result.exception()
+            if error is None:
+                self._end_transition(transition)
+            else:
+                self._end_failed(transition, error, transition.fail_settled(self._requeue))
+        self._proceed_with([one for one in self._present if one.can_resume])
+
+    def _end_transition(self, transition: Transition) -> None:
+        one = self._owner(transition)
+        self._remove(one, transition)
+        one.reports.append(transition.report())
+        self._proceed(one)
+
+    def _end(self, one: Change) -> None:
+        """End a change and give the caller the report.
+
+        If devices went out of service during a transformation, the report is an error.
+        """
+        self._present.remove(one)
+        if isinstance(one.options, TransformOptions) and one.error is None:
+            kept = {device for instance in self._cluster.instances for device in instance.group.device_indices}
+            if lost := sorted(set(one.options.devices) - kept):
+                error = RuntimeError("devices went out of service while steps or requests were waited for")
+                how = "their requests are computed again elsewhere; the others of their groups go on"
+                one.fail(error, f"devices {lost}: {how}")
+                one.recovered = True
+        one.end()
+
+    def _owner(self, transition: Transition) -> Change:
+        return next(one for one in self._present if transition in one.transitions)
+
+    def _remove(self, one: Change, transition: Transition) -> None:
+        one.transitions.remove(transition)
+        if transition.changes_degree:
+            reserve_staging(self._cluster, transition.devices, 0)
+
+    # Failures
+
+    def lost(self, instance: Instance, error: Exception, sampled: Iterable[Row] = ()) -> None:
+        """Recover a group that merges or splits after a step or another program has failed on its devices.
+
+        The group gets the higher degree and an empty cache. This is done even if no layer has switched, because pages
+        may be lost.
+
+        Args:
+            sampled: rows of the failed step whose tokens were in flight.
+        """
+        transition = instance.transition
+        clear_in_flight(sampled)
+        logger.error("a step failed during a transformation of devices %s", transition.devices, exc_info=error)
+        transition.started = True
+        self._fail(transition, error)
+
+    def forget(self, instance: Instance) -> None:
+        """End the relocation of an instance whose cache is lost. The instance keeps its present placement."""
+        transition = instance.transition
+        if isinstance(transition, Relocation):
+            self._end_failed(transition, RuntimeError("a step failed"), transition.forget())
+
+    def _fail(self, transition: Transition, error: Exception) -> None:
+        """End a transition after an error."""
+        drop_frames(error)  # they may hold buffers, and memory is short
+        how = transition.fail(self._requeue)
+        transition.drop_spent()
+        self._end_failed(transition, error, how)
+
+    def _end_failed(self, transition: Transition, error: BaseException, how: str) -> None:
+        one = self._owner(transition)
+        drop_frames(error)
+        self._remove(one, transition)
+        one.fail(error, f"devices {list(transition.devices)}: {how}")
+        one.recovered |= transition.started
+        self._proceed(one)
+
+    def fail(self, error: BaseException) -> None:
+        """End all changes, because the engine has failed."""
+        for one in self._present:
+            failure = TransformError(f"the engine failed: {error}")
+            failure.__cause__ = error
+            one.future.set_exception(failure)
+        self._present.clear()

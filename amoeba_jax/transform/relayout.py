@@ -1,0 +1,581 @@
+"""A group between two degrees: some layers have the lower layout, and some have the higher layout.
+
+Layers switch one segment after another, from the last to the first, between two steps. During the transition, the
+instance of the higher degree serves. It has a lane for each instance of the lower degree, and its placement tells the
+home of every layer. `instances/runner.py` runs the steps.
+
+With `order="memory_first"`, the FFNs change separately. In a merge, the FFNs of all layers get the higher degree
+before any page moves. In a split, they get the lower degree after all pages have moved. In between, the extents of
+released FFN weights are KV cache of the lower degree.
+
+Every page has ids in both layouts (see `Lane`). A layer holds the page at the id of the layer's own layout. New pages
+get ids in both layouts.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.lane import Lane
+from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.site import ExchangePart, Site
+from amoeba_jax.instances.step import StepPlan
+from amoeba_jax.models.decoder import SegmentPlan
+from amoeba_jax.programs.batch import BatchShape
+from amoeba_jax.transform.lanes import Requeue, adopt_prefixes, move_sequences
+from amoeba_jax.transform.movers import MovePlan, PlacedExchange
+from amoeba_jax.transform.pausing import KeptPages
+from amoeba_jax.transform.relayout_plan import Prepared, RelayoutPlan
+from amoeba_jax.transform.report import GroupTransform, LayerSwitch, TransformVariant
+from amoeba_jax.transform.transition import Transition
+from kvcache.allocator import BuddyAllocator
+from kvcache.pages import SequencePages
+from sharding.mesh import assemble, disassemble, replaced_if_lost
+from sharding.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+RECOMPUTED = "its requests are computed again"
+
+
+class Relayout(Transition):
+    """Transition of a group between two degrees.
+
+    Args:
+        instance: instance at the higher degree, with a lane for each of `members`. Its site has the layers in the
+            higher layout.
+        members: sites of the lower degree, by their first device, with the other layers.
+        allocators: page allocators of the new layout, one for each device.
+        cached: two numbers of cached pages: before the relayout, and still cached after it.
+        kept: pages of paused requests in the new layout. None in a merge.
+
+    Attributes:
+        restored: restored weights of the layer that switched last. They are ready last.
+    """
+
+    changes_degree = True
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        plan: RelayoutPlan,
+        instance: Instance,
+        members: list[Site],
+        prepared: Prepared,
+        allocators: list[BuddyAllocator],
+        *,
+        cached: tuple[int, int],
+        kept: KeptPages | None = None,
+    ):
+        self.programs = programs = prepared.programs
+        super().__init__(cluster, instance, plan.group.device_indices, programs.num_layers)
+        self.plan, self.high, self.members = plan, instance.site, members
+        self.prepared, self.allocators, self.kept = prepared, allocators, kept
+        self.prepare_s = prepared.seconds
+        self.up = plan.up
+        self._low_homes = tuple(site.group.home for site in members)
+        self._high_homes = (self.high.group.home,) * len(members)
+        self.restored: list[jax.Array] = []
+        self._switches: list[LayerSwitch] = []
+        options = plan.options
+        self._layers_per_step = 1 if options.layers_per_step == "auto" else options.layers_per_step
+        self._overlapped = options.variant is TransformVariant.IN_PLACE_OVERLAPPED
+        self._mover, self._weights = prepared.mover, cluster.weights
+        self._step_s = max((s for old in plan.old if (s := old.pace.step_s) is not None), default=None)
+        self._cached = cached
+        self._left: list[SegmentPlan] = list(programs.plan.segments)
+        self._moves = MovePlan(0, 0)
+        self._moves_of: list[np.ndarray] | None = None
+        self._in_step: SwitchInStep | None = None
+        self._ffn_first, self._ffn_last = plan.memory_first and self.up, plan.memory_first and not self.up
+        self._num_released = 0
+        if self._ffn_last:  # until then, layers keep all extents
+            for site in members:
+                site.extent_pages = programs.high_extents
+
+    @property
+    def boundary(self) -> int:
+        """Index of the first layer in the new layout. All earlier layers have the old layout."""
+        return self.num_layers - self.num_switched
+
+    @property
+    def done(self) -> bool:
+        return not self._left and not self._ffn_last
+
+    @property
+    def overlaps(self) -> bool:
+        return self._overlapped and self.programs.plan.overlaps_exchanges and not self.programs.memory_first
+
+    @property
+    def must_drain(self) -> bool:
+        return not self.up
+
+    def report(self) -> GroupTransform:
+        before, kept = self._cached
+        lower, higher = self.plan.lower, self.plan.group.tp
+        return GroupTransform(
+            self.devices,
+            lower if self.up else higher,
+            higher if self.up else lower,
+            time.perf_counter() - self._start,
+            tuple(self._switches),
+            self.steps,
+            self.tokens,
+            self.prepared.staging_bytes,
+            len(self._switches) * self.programs.restored_bytes,
+            self.recomputed,
+            self._step_s,
+            prefix_pages_kept=kept,
+            prefix_pages_dropped=before - kept,
+        )
+
+    # Switches
+
+    def switch_layers(self, step: StepPlan | None = None) -> None:
+        self.switch_alone()
+        if self._ffn_first:
+            self._release_ffns()
+        start = time.perf_counter()
+        self._plan_moves()
+        plan_s = time.perf_counter() - start
+        wanted = self._layers_per_step if self.instance.running else self.boundary
+        before, first, in_step = self.num_switched, len(self._left), False
+        try:
+            while self._left and self.num_switched - before < wanted:
+                segment = self._left[-1]
+                is_last = self.num_switched - before + len(segment.layers) >= wanted
+                if is_last and step is not None and self._leave_to(step, segment):
+                    in_step = True
+                    break
+                self._switch(segment, plan_s)
+                plan_s = 0.0
+        finally:
+            # In a split, the next step computes the segment at its new home.
+            last = len(self._left) - (1 if in_step and not self.up else 0)
+            self._place(self.programs.plan.segments[last:first])
+        if self._ffn_last and not self._left:
+            self._restore_ffns()
+
+    def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
+        """Leave the switch of a segment to the programs of the next step.
+
+        Return False if there are no programs for it.
+        """
+        segments, index = self.programs.plan.segments, len(self._left) - 1
+        beside = segments[index + 1 :] if self.up else segments[:index]  # the step computes them at the higher degree
+        if not self.overlaps or step.lane is not None or not step.decodes or not beside:
+            return False
+        first, last = self._mover.divided(len(beside))
+        parts: dict[SegmentPlan, ExchangePart] = {}
+        for other, (kind, send, receive) in zip(beside, last, strict=False):
+            program = self.programs.step_with_exchange(other, step.shape, len(segment.layers), kind.distance)
+            if program is None:
+                return False
+            parts[other] = ExchangePart(program, segment.layers, send, receive)
+        if not parts:
+            return False
+        self._in_step = self.instance.runner.switch = SwitchInStep(self, segment, step.shape, first, parts)
+        self.started = True
+        return True
+
+    def switch_alone(self) -> None:
+        if self._in_step is not None:
+            self.instance.runner.switch = None
+            self._in_step.run_alone()
+
+    def _switch(self, segment: SegmentPlan, plan_s: float) -> None:
+        self.started = True
+        for layer in reversed(segment.layers):
+            self._switch_layer(layer, plan_s)
+            plan_s = 0.0
+        self._left.pop()
+
+    def _switch_layer(self, layer: int, plan_s: float) -> None:
+        # Wait for the steps before, so that they do not count as time of the switch.
+        self._wait([site.kv[layer] for site in self.members] if self.up else self.high.kv[layer])
+        start = time.perf_counter()
+        kv = self.take_extents(layer)
+        taken = time.perf_counter()
+        kv = self._mover.move(kv)
+        self._wait(kv)
+        moved = time.perf_counter()
+        self._wait(self.hand_over(layer, kv))
+        if not self._overlapped:
+            self.drop_spent()  # if extents were not written in place, only these arrays hold the old extents
+        self._record(layer, plan_s, moved - taken, taken - start + time.perf_counter() - moved)
+
+    def _record(self, layer: int, plan_s: float, move_s: float, weights_s: float) -> None:
+        moved_bytes = self._moves.num_pieces * self.programs.piece_bytes
+        self.num_switched += 1
+        self._switches.append(LayerSwitch(layer, plan_s, move_s, weights_s, self._moves.num_phases, moved_bytes))
+
+    def _place(self, switched: SequenceOf[SegmentPlan]) -> None:
+        """Change the placement: later steps compute the switched segments at their new homes."""
+        if switched:
+            layers = range(switched[0].layers.start, switched[-1].layers.stop)
+            runner, homes = self.instance.runner, self._high_homes if self.up else self._low_homes
+            module = "attention" if self.programs.memory_first else "layer"
+            runner.place(runner.placement.with_modules(layers, module, homes))
+
+    def _wait(self, arrays: list[Any]) -> None:
+        if not self._overlapped:
+            jax.block_until_ready(arrays)
+
+    def _plan_moves(self) -> None:
+        """Plan the moves of all live pages. The plan serves every layer until a page is allocated or freed."""
+        high, low = [], []
+        for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
+            pages = lane.live_pages()
+            high.append(pages[lane.ranks[self.high.group.home]])
+            low.append(pages[lane.ranks[home]])
+        tables = [*high, *low]
+        if self._moves_of is None or not all(map(np.array_equal, tables, self._moves_of)):
+            self._moves = self._mover.plan(*((low, high) if self.up else (high, low)))
+            self._moves_of = tables
+
+    # FFNs of all layers
+
+    def _release_ffns(self) -> None:
+        """Switch the FFNs of all layers to the higher degree.
+
+        Their released weights become KV cache of the lower degree.
+        """
+        self.started = True
+        group, programs, runner = self.high.group, self.programs, self.instance.runner
+        layers = range(self.num_layers)
+        for layer in layers:
+            self.high.kv[layer] = self._weights.release(group, layer, *programs.released, self._spent)
+            self._num_released += 1
+            self._append_low(layer, self.high.kv[layer])
+            self.high.kv[layer] = []
+        new = programs.high_extents[len(programs.low_extents) :]
+        lanes = zip(self.instance.lanes, self._low_homes, strict=True)
+        allocators = {allocator for lane, home in lanes for allocator in lane.pages.allocators[lane.ranks[home]]}
+        for allocator in allocators:
+            for num_pages in new:
+                allocator.add_extent(num_pages)
+        for site in self.members:
+            site.extent_pages = programs.high_extents
+        runner.place(runner.placement.with_modules(layers, "ffn", self._high_homes))
+        self._ffn_first = False
+
+    def _restore_ffns(self) -> None:
+        """Switch the FFNs of all layers to the lower degree. All pages must have left the extents of their weights."""
+        group, programs, runner = self.high.group, self.programs, self.instance.runner
+        num_kept, layers = len(programs.low_extents), range(self.num_layers)
+        for layer in layers:
+            buffers = zip(*self._take_low_buffers(layer), strict=True)
+            kv = self.high.kv[layer] = [assemble(group, extents) for extents in buffers]
+            self._restore(layer, kv[num_kept:])
+            self.high.kv[layer] = kv[:num_kept]
+            self._append_low(layer, kv[:num_kept])
+            self.high.kv[layer] = []
+        for site in self.members:
+            site.extent_pages = programs.low_extents
+        runner.place(runner.placement.with_modules(layers, "ffn", self._low_homes))
+        self._ffn_last = False
+
+    # Extents
+
+    def take_extents(self, layer: int) -> list[jax.Array]:
+        """Return all extents of a layer as arrays over the ranks of the group.
+
+        In a merge, the extents move from the lower to the higher layout, and released weights are added to them.
+        """
+        if not self.up:
+            return self.high.kv[layer]
+        group, released = self.high.group, list[jax.Array]()
+        if self.programs.changes_weights and layer >= self._num_released:
+            # First: if it fails, the layer still has the lower layout.
+            released = self._weights.release(group, layer, *self.programs.released, self._spent)
+        base = [assemble(group, extents) for extents in zip(*self._take_low_buffers(layer), strict=True)]
+        self.high.kv[layer] = base + released
+        return self.high.kv[layer]
+
+    def _take_low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
+        """Remove the extents of a layer from the lower layout. Return the buffers of each rank of the group."""
+        buffers: list[tuple[jax.Array, ...]] = []
+        for site in self.members:
+            buffers += zip(*(disassemble(site.group, extent) for extent in site.kv[layer]), strict=True)
+            self._spent.append(site.kv[layer])
+            site.kv[layer] = []
+        return buffers
+
+    def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
+        """Give the extents of a layer to the new layout after its pages have moved. Return the extents.
+
+        In a split, the last extents become weights again.
+        """
+        self.high.kv[layer] = kv
+        if self.up:
+            return kv
+        num_kept = len(kv) if self._ffn_last else len(self.programs.new_extents)
+        kept = kv[:num_kept]
+        restored = self._restore(layer, kv[num_kept:]) if num_kept < len(kv) else []
+        self.high.kv[layer] = kept
+        self._append_low(layer, kept)
+        self.high.kv[layer] = []
+        self._spent.append(kept)
+        return kept + restored
+
+    def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
+        """Turn the extents of a layer's released shards into weights again. Return the weights. Donates `extents`."""
+        restored = self._mover.restore(self.programs.restored(layer), extents)
+        self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
+        self.restored = restored
+        return restored
+
+    def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
+        """Append extents, given as arrays over the group, to the extents of a layer in the lower layout."""
+        buffers = [disassemble(self.high.group, extent) for extent in extents]
+        new: list[list[jax.Array]] = []
+        for index, site in enumerate(self.members):
+            ranks = slice(index * self.programs.lower, (index + 1) * self.programs.lower)
+            new.append([assemble(site.group, extent[ranks]) for extent in buffers])
+        for site, own in zip(self.members, new, strict=True):
+            site.kv[layer] = site.kv[layer] + own
+
+    def drop_buffers(self) -> None:
+        """Drop all device buffers, before new ones are allocated."""
+        for site in (self.high, *self.members):
+            site.kv.clear()
+        self.restored, self._in_step = [], None
+        self.drop_spent()
+
+    # The end
+
+    def settle(self, requeue: Requeue) -> "Future[Any] | None":
+        instance = self.instance
+        if self.steps and not instance.pending:  # nothing else tells when the last switch has run
+            jax.block_until_ready([self.high.kv, *(site.kv for site in self.members)])
+        if self.up:
+            self.cluster.factory.settle_allocators(instance.group, self.allocators)
+            self._serve_high()
+            return instance.pending[-1].result if instance.pending else None
+        if self.plan.kind == "divide":
+            self.cluster.factory.settle_allocators(instance.group, self.allocators)
+            self._serve_parallel()
+            return None
+        first = self._settle_low(requeue)
+        return first.reader.when_ready(self.restored) if self.restored else None
+
+    def _serve_high(self) -> None:
+        """Let the instance serve at the higher degree: its lanes become one lane."""
+        instance, home = self.instance, self.instance.group.home
+        instance.allocators = {home: self.cluster.factory.allocators_of(instance.group)}
+        self.serve(instance.lanes, *instance.runner.placement.joined(), {})
+        instance.runner.sites = {home: instance.site}
+        if instance.paused:
+            instance.take_the_place_of(instance.paused)
+
+    def _serve_parallel(self) -> None:
+        """Let the instance serve with data-parallel attention: every lane keeps its pages in the lower layout."""
+        instance, factory, home = self.instance, self.cluster.factory, self.instance.group.home
+        placement = Placement.parallel_attention(home, self.plan.lower, self.num_layers)
+        instance.allocators = {site.group.home: factory.allocators_of(site.group) for site in self.members}
+        self.serve(instance.lanes, placement, range(len(instance.lanes)), {})
+        instance.runner.sites = {home: instance.site, **{site.group.home: site for site in self.members}}
+
+    def _settle_low(self, requeue: Requeue) -> Instance:
+        """Let instances of the lower degree take over sequences and pages. Return the first instance.
+
+        If the group has paused instances, they resume and take over. Otherwise new instances are created.
+        """
+        instance, factory = self.instance, self.cluster.factory
+        new = list(instance.paused) or self._low_instances([self.programs.released[1]] * len(self.members))
+        move_sequences([instance], self._views(new), requeue)  # may fail: nothing has changed before
+        if self.kept is not None:
+            self.kept.settle()
+        factory.settle_allocators(instance.group, self.allocators)
+        for own, lane in zip(new, instance.lanes, strict=True):
+            adopt_prefixes(own.lane, [lane], own.group.home)
+        for member, site in zip(instance.drop_paused(), self.members, strict=False):
+            member.site.kv[:] = site.kv
+        self.cluster.replace([instance], new)
+        return new[0]
+
+    def _low_instances(self, released: list[int]) -> list[Instance]:
+        """Return instances of the lower degree without sequences, over the buffers of `members`.
+
+        Args:
+            released: degree for which the weights are released, for each instance.
+        """
+        factory, tp = self.cluster.factory, self.plan.lower
+        tokens = factory.last_tokens_of(self.instance)
+        return [
+            factory.new_instance(
+                site.group, factory.allocators_of(site.group), site.kv, degree, tokens[index * tp : (index + 1) * tp]
+            )
+            for index, (site, degree) in enumerate(zip(self.members, released, strict=True))
+        ]
+
+    def _views(self, new: list[Instance]) -> list[tuple[Instance, Lane, Sequence, SequencePages]]:
+        """Return a tuple for each sequence: its new instance, the lane there, the sequence, and its pages there."""
+        return [
+            (own, own.lane, sequence, SequencePages(own.lane.pages, sequence.pages.table[lane.ranks[own.group.home]]))
+            for own, lane in zip(new, self.instance.lanes, strict=True)
+            for sequence in lane.running
+            if sequence.pages is not None
+        ]
+
+    # Failures
+
+    def fail(self, requeue: Requeue) -> str:
+        if not self.started:
+            self._abort()
+            return "its instances are as they were"
+        self.instance.transition = None
+        self.restored = []  # a kept error would keep the buffers
+        for _ in range(2):
+            try:
+                self._recover(requeue)
+                return RECOMPUTED
+            except Exception as error:
+                logger.exception("the cache of devices %s cannot be made again", self.devices)
+                drop_frames(error)
+            gc.collect()
+        self.drop_buffers()
+        self.cluster.take_back([self.instance])
+        return RECOMPUTED
+
+    def _abort(self) -> None:
+        """Restore the old instances. No page has moved, and no step has run."""
+        instance = self.instance
+        if not self.up:
+            self._serve_high()
+            return
+        if self.plan.kind == "join":
+            self._serve_parallel()
+            return
+        instance.transition = None
+        instance.sampler.state.replace_lost()  # the old instances write the rows of their sequences again
+        old = self._low_instances([before.released for before in self.plan.old])
+        views = self._views(old)
+        for own, lane in zip(old, instance.lanes, strict=True):
+            adopt_prefixes(own.lane, [lane], own.group.home)
+            lane.running = []
+        for new, lane, sequence, pages in views:
+            sequence.pages = pages
+            new.add(sequence, lane)
+        self.cluster.replace([instance], old)
+
+    def _recover(self, requeue: Requeue) -> None:
+        """Let the group serve at the higher degree, because its devices always keep the weights of that degree.
+
+        All other extents become an empty cache, and the requests are computed again from their tokens.
+        """
+        instance, factory = self.instance, self.cluster.factory
+        instance.requeue_all(requeue)
+        instance.sampler.state.replace_lost()
+        kv, released = self._undo(), max(self.programs.released)
+        empty = [factory.new_allocator(released) for _ in instance.group.devices]
+        allocators = factory.settle_allocators(instance.group, empty)
+        factory.hidden.replace_lost(instance.group.device_indices)
+        tokens = factory.last_tokens_of(instance)
+        self.cluster.replace([instance], [factory.new_instance(instance.group, allocators, kv, released, tokens)])
+
+    def fail_settled(self, requeue: Requeue) -> str:
+        """Recover a group whose last result cannot be read.
+
+        After a merge, the last result is a step. `Steps.recover` has already handled its failure. After a split, the
+        last result is the restored weights. They are marked as released, and loaded again.
+        """
+        if self.up:
+            return RECOMPUTED
+        instances = [i for i in self.cluster.instances if i.id in self.devices]
+        for instance in instances:
+            instance.requeue_all(requeue)
+            instance.site.kv.clear()
+        self.drop_buffers()
+        before, after = self.programs.released
+        for layer in range(self.num_layers):
+            self._weights.release(self.high.group, layer, after, before)
+        self.cluster.take_back(instances)
+        return f"its weights are loaded again, and {RECOMPUTED}"
+
+    def _undo(self) -> list[list[jax.Array]]:
+        """Collect all extents in the higher layout after a failure. Return the extents of each layer.
+
+        The contents of their pages are invalid. Lost buffers are replaced by zeros.
+        """
+        group, programs = self.high.group, self.programs
+        before, after = programs.released
+        self.instance.runner.switch = self._in_step = None
+        for site in self.members:
+            site.replace_lost()
+        for layer in range(self.num_layers):
+            low = zip(*self._take_low_buffers(layer), strict=True)
+            kv = [assemble(group, extents) for extents in low] + self.high.kv[layer]
+            if len(kv) < len(programs.high_extents):
+                kv += self._weights.release(group, layer, min(before, after), max(before, after))
+            self.high.kv[layer] = kv
+        for extents in self.high.kv:
+            extents[:] = replaced_if_lost(extents, group)
+        return self.high.kv
+
+
+@dataclass(eq=False)
+class SwitchInStep:
+    """Switch of a segment that runs inside the next step. The step's programs run the last phases of its page exchange.
+
+        merge   layers 8-11 at 4 x TP1 | their first phases | layers 12-15 and phase n-1, layers 16-19 and phase n
+        split   their first phases | layers 0-3 and phase n-1, layers 4-7 and phase n | layers 8-11 at 4 x TP1
+
+    In a merge, the layers of `segment` have computed the step at the lower degree before `begin`. In a split, they
+    compute it at the lower degree after `end`. A backend with asynchronous collectives exchanges pages while it
+    computes. The CPU backend does not.
+
+    Attributes:
+        shape: shape of the step for which `parts` was made.
+        first: exchanges that run as separate programs, before `parts`.
+        parts: exchanges inside the programs of other segments, by segment.
+    """
+
+    relayout: Relayout
+    segment: SegmentPlan
+    shape: BatchShape
+    first: list[PlacedExchange]
+    parts: dict[SegmentPlan, ExchangePart]
+    _begin_s: float = field(default=0.0, init=False)
+
+    def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
+        """Launch the first exchanges, or all exchanges if the step has another shape.
+
+        Return the exchanges that must run inside the programs of segments.
+
+        Args:
+            shape: shape of a step of all lanes; None for a step of one lane.
+        """
+        start, fits, relayout = time.perf_counter(), shape == self.shape, self.relayout
+        relayout._in_step = None
+        exchanges = self.first if fits else relayout._mover.exchanges
+        for layer in reversed(self.segment.layers):
+            relayout.high.kv[layer] = relayout._mover.run(exchanges, relayout.take_extents(layer))
+        self._begin_s = time.perf_counter() - start
+        return self.parts if fits else {}
+
+    def end(self) -> None:
+        """Give the segment's extents to the new layout, and change the placement."""
+        relayout, layers = self.relayout, self.segment.layers
+        for layer in reversed(layers):
+            start = time.perf_counter()
+            relayout.hand_over(layer, relayout.high.kv[layer])
+            relayout._record(layer, 0.0, self._begin_s / len(layers), time.perf_counter() - start)
+        relayout._left.pop()
+        if relayout.up:
+            relayout._place([self.segment])
+
+    def run_alone(self) -> None:
+        """Run the whole switch without a step."""
+        self.begin(None)
+        self.end()

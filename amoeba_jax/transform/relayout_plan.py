@@ -1,0 +1,362 @@
+"""Plans of merges and splits: checks of the options, the groups that change, and the programs that they need.
+
+All programs are compiled before a change begins, so that no request waits for a compiler during it.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from amoeba_jax.errors import LayoutError, MemoryBudgetError, RequestError
+from amoeba_jax.instances.cluster import Cluster
+from amoeba_jax.instances.instance import Instance
+from amoeba_jax.programs.enumeration import relocation_specs
+from amoeba_jax.programs.program_specs import ProgramSpec
+from amoeba_jax.programs.transition_programs import TransitionPrograms
+from amoeba_jax.sampling.rows import SamplerKind, packed_size
+from amoeba_jax.transform.lanes import LanePages
+from amoeba_jax.transform.movers import InPlaceMover
+from amoeba_jax.transform.options import PlacementOptions, TransformOptions
+from sharding.mesh import SubMesh
+from sharding.placement import Home, Placement
+
+
+def check_options(
+    options: TransformOptions, cluster: Cluster, present: Iterable[TransformOptions | PlacementOptions]
+) -> None:
+    """Check the arguments of `LLM.transform`.
+
+    Raises `LayoutError` if the devices cannot form instances of the degree. Raises `RequestError` if options exclude
+    each other, if the devices are changing (`present` has the options of changes that have not ended) or out of
+    service, or if paused requests ran at another degree.
+    """
+    tp, devices, chosen = options.tensor_parallel_size, options.devices, set(options.devices)
+    meshes = cluster.sub_meshes
+    meshes.check_degree(tp)
+    if not devices or sorted(set(devices)) != list(devices) or devices[0] < 0 or devices[-1] >= len(meshes.devices):
+        raise LayoutError(
+            f"devices={list(devices)} must be different indices, in order, of the {len(meshes.devices)} devices"
+        )
+    if options.running == "pause" and options.release_weights and tp > 1:
+        raise RequestError(
+            "running='pause' needs release_weights=False: pages of paused requests stay where they are, and released "
+            "weights would have to come back while they do"
+        )
+    if options.attention_degree is not None:
+        _check_attention(options, cluster)
+    if options.order == "memory_first" and cluster.dims.transform_attention:
+        raise RequestError(
+            "order='memory_first' needs transform_attention=False: attention weights change together with their pages"
+        )
+    for instance in cluster.instances:
+        placement = instance.runner.placement
+        if chosen.isdisjoint(instance.devices):
+            continue
+        if instance.transition is not None and not instance.transition.changes_degree:
+            raise RequestError(f"instance {instance.id} is changing its placement: wait until it is done")
+        if cluster.plan.placement is not None and cluster.plan.placement.attention_degree is not None:
+            raise LayoutError(
+                f"instance {instance.id} ({placement}) has data-parallel attention, and its devices do not hold all "
+                "weights: it merges and splits only if the model fits on each device and transform_attention is off"
+            )
+        if instance.has_parallel_attention and options.running == "pause":
+            raise RequestError(
+                f"running='pause' is not possible for instance {instance.id}, which has data-parallel attention: its "
+                "requests cannot resume there. Use running='migrate'"
+            )
+        if cluster.plan.placement is not None or (instance.is_spread and not instance.has_parallel_attention):
+            raise LayoutError(
+                f"instance {instance.id} has a placement of its own ({placement}): only instances whose layers are all "
+                "on the same devices merge and split. Evict its replicas and migrate its layers back first"
+            )
+    if empty := chosen.intersection(cluster.empty_devices):
+        raise LayoutError(f"devices {sorted(empty)} are empty: they need an instance first (LLM.scale_out)")
+    for other in present:
+        if isinstance(other, TransformOptions) and not chosen.isdisjoint(other.devices):
+            raise RequestError(f"devices {list(other.devices)} are being transformed: wait until they are done")
+    for instance in cluster.instances:
+        group = set(instance.group.device_indices)
+        if not group.isdisjoint(devices) and not group <= set(devices):
+            raise LayoutError(
+                f"devices={list(devices)} cut instance {instance.group} in two: name all of its devices, or none"
+            )
+    for group in meshes.groups(tp) if options.running == "pause" else ():
+        found = {i.tp for i in cluster.instances if i.id in group.device_indices and i.id in devices}
+        if len(found) > 1:
+            raise RequestError(
+                f"devices {list(group.device_indices)} have instances of degrees {sorted(found)}: those of one degree "
+                "can pause together; transform them to one first"
+            )
+    for start in range(0, len(meshes.devices), tp):
+        named = set(range(start, start + tp)) & set(devices)
+        if named and len(named) < tp:
+            raise LayoutError(
+                f"devices={list(devices)} do not make up TP{tp} instances: devices {start} to {start + tp - 1} "
+                "belong together"
+            )
+    cluster.check_in_service(devices)
+    for instance in [i for i in cluster.instances if i.id in devices and i.paused_sequences]:
+        if (degree := instance.paused[0].tp) != tp:
+            count, group = len(instance.paused_sequences), list(instance.group.device_indices)
+            raise RequestError(
+                f"{count} requests are paused on devices {group}: transform them to TP{degree} first, which lets them "
+                "go on"
+            )
+
+
+def _check_attention(options: TransformOptions, cluster: Cluster) -> None:
+    tp, degree = options.tensor_parallel_size, options.attention
+    if type(degree) is not int or degree < 1 or degree > tp or degree & (degree - 1):
+        raise LayoutError(f"attention_degree={degree} must be a power of two, and at most tensor_parallel_size={tp}")
+    if degree < tp and options.running == "pause":
+        raise RequestError("running='pause' does not fit attention_degree: paused requests resume at their old degree")
+    if degree < tp and cluster.dims.transform_attention:
+        raise RequestError(
+            "attention_degree needs transform_attention=False: attention of a lower degree needs all attention weights"
+        )
+
+
+ChangeKind = Literal["merge", "split", "join", "divide", "pause", "resume"]
+
+
+@dataclass(frozen=True)
+class RelayoutPlan:
+    """Plan of the change of a group of devices from one degree to another. The change has not begun.
+
+    Attributes:
+        old: instances that change: several instances that merge, or one instance that splits.
+        group: the devices, as a group of the higher degree.
+        lower: lower degree.
+        released: degrees for which weights are released before and after the change.
+        kind: `divide` and `join`: only attention changes its degree, to data-parallel attention and back. FFN weights
+            stay where they are. `pause`: a merge that lets the running requests wait. `resume`: the end of a pause if
+            no other requests run. These two move no pages.
+        memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
+            (split).
+    """
+
+    options: TransformOptions
+    old: list[Instance]
+    group: SubMesh
+    lower: int
+    released: tuple[int, int]
+    kind: ChangeKind
+    memory_first: bool = False
+
+    @classmethod
+    def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "RelayoutPlan":
+        """Return the plan of a merge of several instances, or of a change of one instance."""
+        tp, first = options.tensor_parallel_size, old[0]
+        group = cluster.sub_meshes.group(first.id, sum(instance.tp for instance in old))
+        before = after = max(instance.released for instance in old)
+        kind: ChangeKind
+        if len(old) > 1:
+            lower, kind = first.tp, "pause" if options.running == "pause" else "merge"
+            if options.release_weights:
+                after = max(group.tp, before)
+        elif first.has_parallel_attention:
+            lower, kind = first.attention_degree, "join"
+        elif group.tp == tp:
+            lower, kind = options.attention, "divide"
+        else:
+            lower, after = tp, min(before, tp)
+            resumes = bool(first.paused) and first.paused[0].tp == tp and not first.running
+            kind = "resume" if resumes else "split"
+        memory_first = options.order == "memory_first" and before != after
+        return cls(options, old, group, lower, (before, after), kind, memory_first)
+
+    @property
+    def up(self) -> bool:
+        """Whether the degree increases."""
+        return self.kind in ("merge", "join", "pause")
+
+    @property
+    def attention_only(self) -> bool:
+        """Whether only attention changes its degree."""
+        return self.kind in ("join", "divide")
+
+    @property
+    def target(self) -> int:
+        """Degree after the change."""
+        return self.group.tp if self.up else self.lower
+
+    @property
+    def draining(self) -> list[Instance]:
+        """Instances whose steps in flight must end before the change begins.
+
+        If requests only pause, these are the instances that must first release weights.
+        """
+        if self.kind != "pause":
+            return self.old
+        return [instance for instance in self.old if instance.released < self.released[0]]
+
+    def programs(self, cluster: Cluster) -> list[ProgramSpec]:
+        """Return the programs that the change needs.
+
+        These are the programs of steps during the change (if any sequence runs), the programs that move pages and
+        weights, and the fewest programs with which the new instances can serve.
+        """
+        old, group, buckets = self.old, self.group, cluster.plan.buckets(self.lower)
+        kinds = sampler_kinds(old)
+        lanes = [lane for instance in old for lane in instance.lanes]
+        most = max(len(lane.running) for lane in lanes)
+        rows = min(most, buckets.max_num_seqs)  # a new instance of a split runs no more than this
+        needed: list[ProgramSpec] = []
+        moves = self.kind not in ("pause", "resume")
+        programs = _compiled_for_steps(cluster, self, rows, kinds) if moves else None
+        if moves and programs is None:
+            # Compile the largest steps. They serve any number of sequences, also if more start before the change.
+            programs = _programs(cluster, self, buckets.max_num_seqs)
+            needed += _step_specs(cluster, programs, kinds)
+        if programs is not None:
+            needed += programs.restore_specs()
+            if most or any(lane.cache.num_cached_pages for lane in lanes):
+                needed += programs.exchange_specs()
+        num_layers, extents = cluster.dims.config.num_layers, cluster.plan.extent_pages(self.released[1])
+        if self.kind == "divide":
+            placements = [Placement.parallel_attention(group.home, self.lower, num_layers)]
+        else:
+            firsts = range(group.start, group.start + group.tp, self.target)
+            placements = [Placement.uniform(Home(first, self.target), num_layers) for first in firsts]
+        for placement in placements:
+            pages = dict.fromkeys((placement.head, *placement.attention[0]), extents)
+            width = placement.head.degree
+            needed += relocation_specs(cluster.plan, cluster.executables, placement, width, pages, kinds)
+        return needed
+
+
+def relayout_plans(cluster: Cluster, options: TransformOptions) -> list[RelayoutPlan]:
+    """Return the plans of all groups that can change next: merges of instances of one degree, and splits.
+
+    An instance with data-parallel attention first gets attention of its own degree. An instance gets data-parallel
+    attention when it has the right degree.
+    """
+    tp, devices = options.tensor_parallel_size, set(options.devices)
+    mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
+    mine = [i for i in mine if not options.is_reached_by(i.tp, i.attention_degree)]
+    groups = [[i] for i in mine if i.has_parallel_attention or i.tp > tp or (i.tp == tp and options.attention < tp)]
+    size = tp
+    while size > 1:
+        for start in range(0, len(cluster.sub_meshes.devices), size):
+            inside = [i for i in mine if start <= i.id < start + size and i.tp < size]
+            if sum(i.tp for i in inside) != size or len({i.tp for i in inside}) != 1:
+                continue
+            if not any(i in group for group in groups for i in inside):
+                groups.append(inside)
+        size //= 2
+    return [RelayoutPlan.of(cluster, options, old) for old in groups]
+
+
+class Prepared(NamedTuple):
+    """Compiled programs and reserved memory of a relayout.
+
+    Attributes:
+        staging_bytes: maximum temporary bytes on a device.
+        seconds: time to compile the programs.
+    """
+
+    programs: TransitionPrograms
+    mover: InPlaceMover
+    staging_bytes: int
+    seconds: float
+
+
+def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Prepared:
+    """Compile the programs of a merge or split, and reserve memory for its temporaries.
+
+    Raises `RequestError` if the memory exceeds the budget, and `NotCompiledError` if a program is missing.
+
+    Args:
+        parts: sequences and cached pages of the instances of the lower degree.
+    """
+    start = time.perf_counter()
+    if not plan.attention_only:
+        cluster.check_compiled(plan.group, plan.target, plan.released[1])
+    most = max(len(part.sequences) for part in parts)
+    programs = _transition_programs(cluster, plan, most, sampler_kinds(plan.old))
+    if most:
+        programs.prepare_steps(prompts=any(s.num_uncomputed_tokens > 1 for part in parts for s in part.sequences))
+    max_pieces = 0
+    if any(part.num_pages for part in parts):
+        num_layers, pace = cluster.dims.config.num_layers, plan.options.layers_per_step
+        steps = num_layers if pace == "auto" else -(-num_layers // pace)
+        new_pages = cluster.plan.buckets(plan.lower).max_num_seqs * (1 + steps // cluster.dims.page_size)
+        max_pieces = max(part.num_pages for part in parts) + new_pages
+    mover = InPlaceMover(programs, cluster.weights)
+    staging_bytes = mover.prepare(max_pieces)
+    try:
+        reserve_staging(cluster, plan.group.device_indices, staging_bytes)
+    except MemoryBudgetError as error:
+        raise RequestError(f"{error}, or kv_cache_tokens") from error
+    return Prepared(programs, mover, staging_bytes, time.perf_counter() - start)
+
+
+def _transition_programs(
+    cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
+) -> TransitionPrograms:
+    """Return the programs of a transition during which each lower-degree instance decodes up to `rows` sequences.
+
+    The decode step is the smallest step whose programs are compiled. If there is none, it is the smallest step.
+    """
+    found = _compiled_for_steps(cluster, plan, rows, kinds)
+    return found or _programs(cluster, plan, cluster.plan.buckets(plan.lower).step(rows).num_rows)
+
+
+def _compiled_for_steps(
+    cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
+) -> TransitionPrograms | None:
+    """Return the transition programs with the fewest rows for which all step programs are compiled.
+
+    Return None if none are.
+    """
+    for bucket in cluster.plan.buckets(plan.lower).decode_sizes:
+        if bucket >= rows:
+            programs = _programs(cluster, plan, bucket)
+            if not rows or cluster.executables.available(_step_specs(cluster, programs, kinds)):
+                return programs
+    return None
+
+
+def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int) -> TransitionPrograms:
+    return TransitionPrograms(
+        cluster.plan,
+        cluster.executables,
+        plan.group,
+        plan.lower,
+        up=plan.up,
+        released=plan.released,
+        rows=rows,
+        memory_first=plan.memory_first or plan.attention_only,
+    )
+
+
+def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramSpec]:
+    """Return the programs of all steps that can run during a transition, with their samplers."""
+    specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
+    needed = programs.step_specs() + programs.prompt_specs()
+    for count in (rows, cluster.plan.buckets(programs.lower).few_rows):
+        if kinds - {"greedy"}:
+            # Sequences that need the full sampler may end before the others.
+            needed.append(specs.sample(programs.group, count, slots, packed_size(count)))
+        if "full" in kinds:
+            needed.append(specs.sample_full(programs.group, count, slots, packed_size(count, full=True)))
+    if "full" in kinds:
+        needed.append(specs.set_state(programs.group, slots))
+    return needed
+
+
+def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
+    """Return the kinds of samplers that the running sequences of instances need."""
+    return {sequence.sampling.kind for instance in instances for sequence in instance.running}
+
+
+def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
+    """Reserve memory for temporaries of a transition on each device.
+
+    If `num_bytes` is 0, reserve the planned staging bytes.
+
+    Raises `MemoryBudgetError`.
+    """
+    for device in devices:
+        cluster.ledgers[device].reserve("staging", max(num_bytes, cluster.memory_plan.staging_bytes))
