@@ -104,6 +104,11 @@ class EngineConfig:
 
     Transfers then overlap with computation. This option needs more compiled programs.
     """
+    expert_loads: str | None = None
+    """JSON file with measured loads of experts (`ExpertLoadReport.save`), by which ranks get experts of equal load.
+
+    Default: ranks get experts in the order of their index.
+    """
     offload_memory: str | int = "4GiB"
     """Host memory for the KV cache of offloaded requests (policy `cocoserve`). 0: no request is offloaded."""
     compile_cache: str | None = None
@@ -198,7 +203,7 @@ class EngineConfig:
 
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> "EngineConfig":
-        """Build a config from keyword arguments. `model` may be a `Path`, and `placement` a mapping.
+        """Build a config from keyword arguments. `model` and `expert_loads` may be a `Path`, `placement` a mapping.
 
         Raises `ConfigError` if a name is not a setting. The message lists all settings.
         """
@@ -206,8 +211,9 @@ class EngineConfig:
         for name in values:
             if name not in known:
                 raise ConfigError(f"{name!r} is not an EngineConfig field: known are {', '.join(sorted(known))}")
-        if isinstance(values.get("model"), Path):
-            values = values | {"model": str(values["model"])}
+        for name in ("model", "expert_loads"):
+            if isinstance(values.get(name), Path):
+                values = values | {name: str(values[name])}
         if isinstance(values.get("placement"), Mapping):
             values = values | {"placement": json.dumps(values["placement"])}
         return cls(**values)

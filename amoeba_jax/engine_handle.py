@@ -14,9 +14,10 @@ from amoeba_jax.compile_cache import enable_compile_cache
 from amoeba_jax.config import EngineConfig
 from amoeba_jax.engine.dispatcher import Dispatcher
 from amoeba_jax.engine.engine import Engine, SchedulerHook
-from amoeba_jax.engine.reports import engine_stats, executable_infos, instance_views, memory_report
+from amoeba_jax.engine.reports import engine_stats, executable_infos, expert_load_report, instance_views, memory_report
 from amoeba_jax.engine.warmup import count_programs, warm_up
 from amoeba_jax.errors import RequestError
+from amoeba_jax.expert_loads import ExpertLoadReport, read_order
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.model_source import ModelSource
 from amoeba_jax.models.config import ModelConfig
@@ -39,6 +40,7 @@ from amoeba_jax.transform.options import (
 from amoeba_jax.transform.report import PlacementReport, TransformReport, TransformVariant
 from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryReport
 from amoeba_jax.weights.saving import save
+from sharding.mesh import is_lost
 from sharding.placement import Placement
 
 P = TypeVar("P", bound=SchedulerHook)
@@ -70,6 +72,7 @@ class EngineHandle:
                 page_size=self.config.page_size,
                 dtype=resolve_dtype(self.config.dtype, model_config.dtype, devices[0].platform),
                 transform_attention=self.config.transform_attention,
+                expert_order=read_order(self.config.expert_loads, model_config, self.config.max_tp),
             )
             self.tokenizer = _load_tokenizer(self._directory)
             ends = model_eos_ids(self._directory, source.hf_config)
@@ -159,6 +162,20 @@ class EngineHandle:
 
         instances, memory, stats = self._dispatcher.call(read).result()
         return instances, memory, self._with_outputs(stats)
+
+    def expert_loads(self) -> ExpertLoadReport:
+        """Return the number of tokens that each expert has computed, and the imbalance between ranks.
+
+        Waits for the steps in flight. Raises `RequestError` if the model has no experts.
+        """
+        loads = self._engine.cluster.factory.hidden.loads
+        if loads is None:
+            raise RequestError(f"{self.name} has no experts")
+        for _ in range(2):  # the first round may find buffers that an earlier call has replaced
+            while waiting := self._dispatcher.call(loads.collect).result():
+                for array in waiting:
+                    is_lost(array)  # waits for its step
+        return self._dispatcher.call(expert_load_report, self._engine).result()
 
     def transform(
         self,

@@ -56,6 +56,8 @@ class InstanceStatus:
     """Devices that compute each layer, for each microbatch."""
     phase: str = "serving"
     """State: `serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
+    expert_load_imbalance: float | None = None
+    """Largest load of a rank over the mean load (`expert_loads.load_imbalance`). None: the model has no experts."""
 
 
 class TransformState(StrEnum):

@@ -1,6 +1,7 @@
 """Measurements of kernels, steps, the server and changes of degree on GPUs, in one run of at most 8 minutes.
 
-    python benchmarks/gpu.py [--parts kernels,decode,server,changes] [--model DIRECTORY] [--minutes 8] [--json gpu.json]
+    python benchmarks/gpu.py [--parts kernels,experts,decode,server,changes] [--model DIRECTORY] [--minutes 8]
+        [--json gpu.json]
     python benchmarks/gpu.py --tiny      # a tiny model on virtual CPU devices, to check that everything runs
 
 Weights are random. By default, the model has the shape of Llama-3.1-8B, or of Llama-3.2-3B if the GPU has less than 54
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from decode import kv_elements, read_elements
+from expert_layers import ExpertWork
 from gpu_report import ChangeRow, KernelRow, LoadRow, PartSkipped, Row, StepRow, run_parts, show
 from overhead import alone_s, serving_s
 from rich.console import Console
@@ -87,7 +89,7 @@ LARGE_GPU_BYTES = 40e9
 
 By default, JAX allocates three quarters of the GPU's memory.
 """
-PART_SHARES = {"kernels": 2, "decode": 3, "server": 2, "changes": 5}
+PART_SHARES = {"kernels": 2, "experts": 1, "decode": 3, "server": 2, "changes": 5}
 """Parts in their order, and their shares of the time."""
 ATTENTION_MEMORY_SHARE = 8
 """Attention is measured with a cache of at most this fraction of the GPU's memory."""
@@ -101,6 +103,7 @@ class Sizes:
     Attributes:
         decodes: (batch size, context) of each measured call of decode attention.
         chunks: (new tokens, earlier tokens) of each measured call of prefill attention.
+        experts: measured layers of experts.
         batches: batch sizes of the measured decode steps on one device.
         prompt: prompt tokens of each request before the measured decode steps.
         steps: number of measured decode steps.
@@ -115,6 +118,7 @@ class Sizes:
 
     decodes: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int], ...]
+    experts: tuple[ExpertWork, ...]
     batches: tuple[int, ...]
     prompt: int
     steps: int
@@ -163,6 +167,12 @@ def loads(num_prompts: int, tokens: int, long_tokens: int, output: int, per_minu
 FULL = Sizes(
     decodes=tuple((batch, n) for n in (1024, 4096, 32768) for batch in (1, 8, 64, 256)),
     chunks=((2048, 0), (2048, 8192), (2048, 30720)),
+    # A rank of Qwen3-30B-A3B at TP4EP4, and a rank of gpt-oss-20b.
+    experts=tuple(
+        ExpertWork(tokens, *sizes)
+        for sizes in ((32, 2, 2048, 768), (8, 1, 2880, 2880))
+        for tokens in (1, 8, 64, 512, 2048)
+    ),
     batches=(1, 8, 32, 64, 128, 256),
     prompt=128,
     steps=48,
@@ -178,6 +188,7 @@ _TINY_ENGINE = {"max_model_len": 1024, "device_memory": "256MiB", "kv_cache_toke
 TINY = Sizes(
     decodes=((1, 64), (4, 64)),
     chunks=((16, 0), (16, 32)),
+    experts=(ExpertWork(8, 4, 2, 32, 16),),
     batches=(1, 4),
     prompt=16,
     steps=16,
@@ -324,6 +335,18 @@ def kernels(run: Bench) -> Iterator[Row]:
         yield KernelRow(name, time_s, moved, moved / run.bandwidth, done, done / machine.flop_rate)
 
 
+def experts(run: Bench) -> Iterator[Row]:
+    """Measure the experts of one layer, in each way that the device supports. The results of all ways must agree."""
+    machine, itemsize = run.machine, jnp.dtype(run.machine.dtype).itemsize
+    for work in run.sizes.experts:
+        calls = work.ways(machine.dtype, gpu=machine.gpu)
+        for name, time_s in compare(calls, machine.budget_s / 8).items():
+            moved, done = work.elements * itemsize / time_s, work.flops / time_s
+            yield KernelRow(
+                f"{name}: {work.name}", time_s, moved, moved / run.bandwidth, done, done / machine.flop_rate
+            )
+
+
 def decode_steps(run: Bench, llm: LLM, batch: int) -> Iterator[StepRow]:
     """Measure decode steps with `batch` requests on each instance, if the requests fit into the cache."""
     sizes, instances = run.sizes, llm.instances
@@ -431,7 +454,7 @@ def change_row(name: str, report: TransformReport) -> ChangeRow:
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    part.__name__: part for part in (kernels, decode, server, changes)
+    part.__name__: part for part in (kernels, experts, decode, server, changes)
 }
 
 

@@ -23,9 +23,9 @@ class PartSkipped(Exception):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """Time of a call of paged attention, and the shares of the device's rates that the call reaches."""
+    """Time of a call of paged attention or of experts, and the shares of the device's rates that the call reaches."""
 
-    TITLE: ClassVar[str] = "paged attention"
+    TITLE: ClassVar[str] = "kernels"
     COLUMNS: ClassVar[tuple[str, ...]] = ("work", "us", "GB/s", "of bandwidth", "TFLOP/s", "of matmul")
     work: str
     time_s: float

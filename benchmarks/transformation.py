@@ -100,7 +100,7 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
 
     def launch(runner: Runner, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         group = runner.group
-        transition = next((it for it in turns if it.instance.runner is runner and not it.done), None)
+        transition = next((it for it in turns if not it.done and it.instance.runner is runner), None)
         boundary = None if transition is None else transition.boundary
         did = transition is not None and switched.get(transition, False)
         step = launch_step(runner, plan, lanes)

@@ -52,7 +52,7 @@ _SPELLINGS = {
 # Settings of the engine that do not change its programs.
 _NOT_COMPILED_FOR = (
     *("load_format", "load_threads", "tensor_parallel_size", "prefix_caching"),
-    *("compile_beside", "strict_compile", "compile_jobs", "seed"),
+    *("compile_beside", "strict_compile", "compile_jobs", "seed", "expert_loads"),
 )
 
 

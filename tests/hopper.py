@@ -2,6 +2,8 @@
 
 import pytest
 
+from amoeba_jax.models import experts
+from pallas_kernels import grouped_matmul
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.mosaic_gpu import launch
 
@@ -13,8 +15,8 @@ class Hopper:
 
 
 def use_device(monkeypatch: pytest.MonkeyPatch, device: Hopper | None) -> None:
-    """Let paged attention find this device as JAX's default GPU."""
-    for module in (api, launch):
+    """Let paged attention and experts find this device as JAX's default GPU."""
+    for module in (api, launch, grouped_matmul, experts):
         monkeypatch.setattr(module, "gpu_device", lambda: device)
 
 

@@ -146,6 +146,12 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "norm_topk_prob": True,
     },
+    "gemma": {
+        "model_type": "gemma",
+        "num_key_value_heads": 1,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+    },
     "gemma2": {
         "model_type": "gemma2",
         "head_dim": 16,
@@ -243,7 +249,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head,)
         shapes |= {f"{prefix}.{name}": shape for name, shape in ffn_shapes(config, layer).items()}
-        norms = ("pre_feedforward", "post_feedforward") if family.startswith("gemma") else ()
+        norms = ("pre_feedforward", "post_feedforward") if family in ("gemma2", "gemma3_text") else ()
         for name in ("input", "post_attention", *norms):
             shapes[f"{prefix}.{name}_layernorm.weight"] = (hidden,)
     return shapes

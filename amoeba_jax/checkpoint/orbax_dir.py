@@ -51,6 +51,7 @@ class OrbaxCheckpoint:
                 f"{directory}: config.json is not the config of the saved shards: {', '.join(differing)} differ"
             )
         try:
+            layout["expert_order"] = tuple(tuple(row) for row in layout.get("expert_order", ()))
             self.saved_dims = ModelDims(config, **layout)
         except TypeError as error:
             raise CheckpointError(f"{directory / ORBAX_MARKER} is damaged: {error}") from error

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from amoeba_jax.engine.engine import Engine
+from amoeba_jax.expert_loads import ExpertLoadReport, load_imbalance, model_order
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.views import ExecutableInfo, InstanceStatus, MemoryEntry, MemoryReport, PlacementStatus, TransformStatus
 from kvcache.allocator import BuddyAllocator
@@ -12,6 +15,8 @@ from sharding.owners import Owner
 def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
     """Return a snapshot of each instance."""
     counts = {instance: instance.page_counts() for instance in engine.instances}
+    if (loads := engine.cluster.factory.hidden.loads) is not None:
+        loads.collect()
     return tuple(
         InstanceStatus(
             id=instance.id,
@@ -26,9 +31,22 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
             paused_degree=instance.paused[0].tp if paused else 0,
             placement=instance.runner.placement,
             phase=instance.phase,
+            expert_load_imbalance=(
+                None if loads is None else load_imbalance(engine.dims, instance.runner.placement, loads.totals)
+            ),
         )
         for instance in engine.instances
     )
+
+
+def expert_load_report(engine: Engine) -> ExpertLoadReport:
+    """Return the loads that `ExpertLoads.collect` has collected. The model must have experts."""
+    loads, dims = engine.cluster.factory.hidden.loads, engine.dims
+    assert loads is not None, "the model has experts"
+    tokens = sum(loads.totals.values(), start=np.zeros(dims.load_shape, np.int64))
+    placements = {instance.id: instance.runner.placement for instance in engine.instances}
+    imbalance = {id: load_imbalance(dims, placement, loads.totals) for id, placement in placements.items()}
+    return ExpertLoadReport(model_order(dims, tokens), imbalance)
 
 
 def memory_report(engine: Engine) -> MemoryReport:

@@ -192,9 +192,9 @@ def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: ja
         start, stop = spec.plan.layers.start, spec.plan.layers.stop
         first = start - exchange.num_layers if start >= exchange.num_layers else stop
         others = range(first, first + exchange.num_layers)
-        exchanges[spec.plan] = ExchangePart(program, others, *(_filled(program, index, PADDING) for index in (7, 8)))
-    states = site.run([spec.plan], [program], hidden.take(site.group), packed, tokens, exchanges)
-    hidden.put(site.group, states)
+        exchanges[spec.plan] = ExchangePart(program, others, *(_filled(program, index, PADDING) for index in (-2, -1)))
+    states = site.run([spec.plan], [program], hidden.take_states(site.group), packed, tokens, exchanges)
+    hidden.put_states(site.group, states)
     return states, [site.kv[layer] for layer in spec.plan.layers]
 
 

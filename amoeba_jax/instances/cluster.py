@@ -204,6 +204,7 @@ class Cluster:
         factory.hidden.add(device, at)
         if device not in factory.begins:
             factory.begins[device] = jax.device_put((np.bool_(False), np.bool_(True)), at)
+            factory.layer_numbers[device] = jax.device_put([np.int32(i) for i in range(self.dims.load_shape[0])], at)
         if samples and device not in factory.sampling_states:
             state = SamplingState.zeros(self.plan.num_slots, self.dims.config.vocab_size, at)
             jax.block_until_ready((state.flags, state.bias))
@@ -221,6 +222,7 @@ class Cluster:
             factory.allocators[device].become(factory.empty_allocator(()))
         factory.hidden.drop(device)
         factory.begins.pop(device, None)
+        factory.layer_numbers.pop(device, None)
         factory.sampling_states.pop(device, None)
         for owner in (Owner.HIDDEN, Owner.SAMPLING):
             ledger.remove(owner, ledger.entries[(None, owner)])
@@ -435,6 +437,7 @@ class Cluster:
         self.lost = {}
         self.factory.sampling_states.clear()
         self.factory.begins.clear()
+        self.factory.layer_numbers.clear()
         self.factory.hidden.clear()
         self.weights.release_all()
 

@@ -30,18 +30,22 @@ class InstanceFactory:
 
     Attributes:
         allocators: page allocator of each device. It stays when instances change. Empty with a start placement.
-        hidden: buffers of hidden states of all devices that hold modules.
+        hidden: buffers of hidden states, and of the loads of experts, of all devices that hold modules.
         sampling_states: state of the sampler of each device that samples.
         begins: the values False and True of a flag (`Site`), on each device that holds modules.
+        layer_numbers: the numbers of the layers whose loads of experts are counted, on each device that holds modules.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
     def __init__(self, plan: EnginePlan, weights: WeightStore, executables: Executables):
         self._plan, self._weights, self._executables, self._dims = plan, weights, executables, plan.dims
         self.on_result: Callable[[], None] = lambda: None
-        self.hidden = HiddenStates((self._dims.config.hidden_size, plan.hidden_tokens), self._dims.dtype)
+        self.hidden = HiddenStates(
+            (self._dims.config.hidden_size, plan.hidden_tokens), self._dims.dtype, self._dims.load_shape
+        )
         self.sampling_states: dict[int, SamplingState] = {}
         self.begins: dict[int, tuple[jax.Array, jax.Array]] = {}
+        self.layer_numbers: dict[int, list[jax.Array]] = {}
         count = len(plan.sub_meshes.devices) if plan.placement is None else 0
         self.allocators = [self.empty_allocator(()) for _ in range(count)]
 
@@ -92,7 +96,8 @@ class InstanceFactory:
     def _site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
         flags = [[self.begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
         begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
-        return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins)
+        numbers = [self.layer_numbers[device] for device in group.device_indices]
+        return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins, numbers)
 
     def empty_site(self, home: Home, extent_pages: tuple[int, ...]) -> Site:
         """Return a site without layers.

@@ -1,15 +1,29 @@
-"""Buffers of hidden states, one on each device. Each program of a step reads the result of the program before."""
+"""Buffers that the programs of a step update in turn, one on each device: hidden states, and loads of experts."""
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sharding.mesh import SubMesh, assemble, disassemble, is_lost
 
 
-class HiddenStates:
-    """One buffer `[D, hidden_tokens]` for each device. Its first columns are the tokens of a step.
+class StepStates(NamedTuple):
+    """Buffers of a group that a segment of a step updates.
+
+    Attributes:
+        hidden: hidden states, `[D, hidden_tokens]`.
+        loads: number of tokens of each expert in each layer, `[layers, E]`. None: the model has no experts.
+    """
+
+    hidden: jax.Array
+    loads: jax.Array | None
+
+
+class DeviceBuffers:
+    """One buffer for each device.
 
     All instances with modules on a device use its buffer in turn. This is possible because the programs of a step are
     launched one right after another. Programs get buffers donated: `take` removes a buffer, and `put` stores the buffer
@@ -41,9 +55,9 @@ class HiddenStates:
             del self._devices[index]
 
     def take(self, group: SubMesh, *, replicated: bool = True) -> jax.Array:
-        """Remove the buffers of a group, and return them as one array `[D, hidden_tokens]`.
+        """Remove the buffers of a group, and return them as one array of the shape of a buffer.
 
-        If `replicated` is False, the array has the shape `[tp * D, hidden_tokens]`.
+        If `replicated` is False, the buffers are concatenated along the first axis.
         """
         indices = group.device_indices
         if replicated and (whole := self._arrays.pop(indices, None)) is not None:
@@ -91,3 +105,85 @@ class HiddenStates:
                 del self._arrays[indices]
                 shards = {shard.device: shard.data for shard in array.addressable_shards}
                 self._arrays.update(((index,), shards[self._devices[index]]) for index in indices)
+
+
+class ExpertLoads(DeviceBuffers):
+    """Numbers of tokens of each expert in each layer, `[layers, E]`, that the first ranks of the homes have counted.
+
+    Experts are in the order of their shards (`ModelDims.expert_order`). The buffers count modulo 2**32, from one
+    `collect` to the next. Used by the dispatcher thread only.
+
+    Attributes:
+        totals: sums of all collected buffers of each device, as int64 `[layers, E]`.
+    """
+
+    def __init__(self, shape: tuple[int, int]):
+        super().__init__(shape, "uint32")
+        self.totals: dict[int, np.ndarray] = {}
+        self._pending: list[tuple[int, Any]] = []
+
+    def collect(self) -> list[jax.Array]:
+        """Add all buffers whose steps have ended to the totals, and replace the others by zeros.
+
+        Return the buffers whose steps have not ended. The next call after their end adds them.
+        """
+        if not self._pending:
+            self._take_apart(tuple(self._devices))
+            self._pending = [(index, self._arrays[(index,)]) for index in self._devices if (index,) in self._arrays]
+            for index, array in self._pending:
+                self._arrays[(index,)] = jax.device_put(np.zeros(array.shape, array.dtype), self._devices[index])
+        waiting = []
+        for index, array in self._pending:
+            if not array.is_deleted() and not array.is_ready():
+                waiting.append((index, array))
+            elif not is_lost(array):
+                self.totals[index] = self.totals.get(index, 0) + np.asarray(array).astype(np.int64)
+        self._pending = waiting
+        return [array for _, array in waiting]
+
+
+class HiddenStates(DeviceBuffers):
+    """Buffers `[D, hidden_tokens]`. Their first columns are the tokens of a step.
+
+    Attributes:
+        loads: loads of experts on the same devices. None: the model has no experts.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: str, load_shape: tuple[int, int] = (0, 0)):
+        super().__init__(shape, dtype)
+        self.loads = ExpertLoads(load_shape) if load_shape[1] else None
+
+    def take_states(self, group: SubMesh) -> StepStates:
+        """Remove the buffers of a group, and return them."""
+        return StepStates(self.take(group), None if self.loads is None else self.loads.take(group))
+
+    def put_states(self, group: SubMesh, states: StepStates) -> None:
+        """Store the buffers of a group."""
+        self.put(group, states.hidden)
+        if self.loads is not None and states.loads is not None:
+            self.loads.put(group, states.loads)
+
+    def add(self, index: int, device: jax.Device) -> None:
+        super().add(index, device)
+        if self.loads is not None:
+            self.loads.add(index, device)
+
+    def drop(self, index: int) -> None:
+        super().drop(index)
+        if self.loads is not None:
+            self.loads.drop(index)
+
+    def replace_lost(self, devices: Iterable[int]) -> None:
+        devices = tuple(devices)
+        super().replace_lost(devices)
+        if self.loads is not None:
+            self.loads.replace_lost(devices)
+
+    def are_lost(self, devices: Iterable[int]) -> bool:
+        devices = tuple(devices)
+        return super().are_lost(devices) or (self.loads is not None and self.loads.are_lost(devices))
+
+    def clear(self) -> None:
+        super().clear()
+        if self.loads is not None:
+            self.loads.clear()

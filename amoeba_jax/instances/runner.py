@@ -254,7 +254,7 @@ class Runner:
             if isinstance(work, Compute):
                 at = work.shape(shape, count)
                 programs = self.sites[work.home].programs(work.segments, at)
-                needs_batch = work.segments[0].module != "ffn"
+                needs_batch = any(segment.takes_batch for segment in work.segments)
                 packed = put(work.home, work.blocks, at)[0] if needs_batch else None
                 prepared.append(_Prepared(work, programs, packed))
                 continue
@@ -283,9 +283,9 @@ class Runner:
             within = switch if site.group is self.group else None
             exchanges = None if within is None else within.begin(inputs.shape)
             tokens = self._tokens_at(site.group) if work.segments[0].embeds else None
-            states = self.hidden.take(site.group)
+            states = self.hidden.take_states(site.group)
             states = site.run(work.segments, programs, states, packed, tokens, exchanges, begins=work.begins)
-            self.hidden.put(site.group, states)
+            self.hidden.put_states(site.group, states)
             if within is not None:
                 within.end()
         states = self.hidden.take(self.group)

@@ -1,16 +1,17 @@
 """KV cache of one home, and launches of the segments that the home computes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
+from amoeba_jax.instances.hidden_states import StepStates
 from amoeba_jax.models.decoder import SegmentPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.weights.store import WeightStore
-from sharding.mesh import SubMesh, replaced_if_lost
+from sharding.mesh import SubMesh, assemble, replaced_if_lost
 
 KvBuffers = list[list[jax.Array]]
 """KV extents of each layer, each `[tp * pages, page_elems]`. The list of a layer at another home is empty."""
@@ -41,6 +42,7 @@ class Site:
         kv: extents of every layer.
         extent_pages: number of pages of each extent on a rank, the same for all layers.
         begins: the values False and True of a flag, on all ranks. The flag is True for the segment that begins a step.
+        layer_numbers: index of each layer on each rank, as an int32 scalar. Empty for models without experts.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Site:
         weights: WeightStore,
         executables: Executables,
         begins: tuple[jax.Array, jax.Array],
+        layer_numbers: Sequence[Sequence[jax.Array]],
     ):
         self.group, self.kv, self.extent_pages = group, kv, extent_pages
         self._plan, self._store, self._executables = plan, weights, executables
         self._begins = begins
+        self._layer_numbers, self._assembled = layer_numbers, dict[int, jax.Array]()
 
     def programs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[jax.stages.Compiled]:
         """Return the program of each segment for steps of one shape. Raises the errors of `Executables.get`."""
@@ -73,42 +77,53 @@ class Site:
         self,
         segments: Iterable[SegmentPlan],
         programs: Iterable[jax.stages.Compiled],
-        hidden: jax.Array,
+        states: StepStates,
         packed: jax.Array | None,
         last_tokens: jax.Array | None,
         exchanges: Mapping[SegmentPlan, ExchangePart] | None = None,
         *,
         begins: bool = True,
-    ) -> jax.Array:
-        """Launch segments of a step. Return the new buffer of hidden states.
+    ) -> StepStates:
+        """Launch segments of a step. Return the new buffers of hidden states and loads of experts.
 
-        Donates the cache of their layers and `hidden`. If a program fails, some of these buffers are lost.
+        Donates the cache of their layers and `states`. If a program fails, some of these buffers are lost.
 
         Args:
-            packed: batch of the step; None for FFNs.
+            packed: batch of the step; None for dense FFNs.
             last_tokens: `[num_slots]` on all ranks; None if no segment embeds.
             exchanges: exchanges inside segment programs, by segment. They move pages of other layers of this site.
             begins: whether the segment of the first layer, or of the embedding, begins the step.
         """
-        kv = self.kv
+        kv, hidden, loads = self.kv, states.hidden, states.loads
         no, yes = self._begins
         for segment, program in zip(segments, programs, strict=True):
-            start, stop = segment.layers.start, segment.layers.stop
-            weights = self.weights(segment)
-            if segment.module == "ffn":
-                _, hidden = program(weights, [], hidden)
-                continue
-            if not segment.embeds:
-                kv[start:stop], hidden = program(weights, kv[start:stop], hidden, packed)
-                continue
-            arguments = weights, kv[start:stop], hidden, packed, last_tokens, yes if begins and not start else no
+            layers = slice(segment.layers.start, segment.layers.stop)
+            attends = segment.module != "ffn"
+            arguments = [self.weights(segment), kv[layers] if attends else []]
+            arguments.append((hidden, loads) if segment.has_experts else hidden)
+            if segment.takes_batch:
+                arguments.append(packed)
+            if segment.embeds:
+                arguments += [last_tokens, yes if begins and not segment.start else no]
+            if segment.has_experts:
+                arguments.append(self._layer_number(segment.start))
             if (part := exchanges.get(segment) if exchanges else None) is None:
-                kv[start:stop], hidden = program(*arguments)
+                extents, hidden = program(*arguments)
             else:
-                first, last = part.layers.start, part.layers.stop
-                found = part.program(*arguments, kv[first:last], part.send, part.receive)
-                kv[start:stop], hidden, kv[first:last] = found
-        return hidden
+                others = slice(part.layers.start, part.layers.stop)
+                extents, hidden, kv[others] = part.program(*arguments, kv[others], part.send, part.receive)
+            if attends:
+                kv[layers] = extents
+            if segment.has_experts:
+                hidden, loads = hidden
+        return StepStates(hidden, loads)
+
+    def _layer_number(self, layer: int) -> jax.Array:
+        """Return the index of a layer on all ranks, as a program takes it."""
+        if layer not in self._assembled:
+            parts = [numbers[layer] for numbers in self._layer_numbers]
+            self._assembled[layer] = assemble(self.group, parts, replicated=True)
+        return self._assembled[layer]
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
         """Return the weight arguments of a segment's programs, in order."""

@@ -58,16 +58,24 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext | None
-    ) -> tuple[Float[Array, "D N"], LayerKV]:
+    ) -> tuple[Float[Array, "D N"], LayerKV, Int32[Array, "k N"] | None]:
+        """Return hidden states, extents with the new tokens, and the experts of each token (`MixtureOfExperts`).
+
+        A layer without experts returns None for the last result.
+        """
+        chosen = None
         if self.attention is not None:
             assert context is not None, "attention needs the step's tables"
             attended, extents = self.attention(self._normed(x, self.attention_norm), extents, context)
             x = x + self._normed(attended, self.attention_post_norm)
         if self.mlp is not None:
             normed = self._normed(x, self.mlp_norm)
-            result = self.mlp(normed, context) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
+            if isinstance(self.mlp, MixtureOfExperts):
+                result, chosen = self.mlp(normed, context)
+            else:
+                result = self.mlp(normed)
             x = x + self._normed(result, self.mlp_post_norm)
-        return x, extents
+        return x, extents, chosen
 
     def _normed(self, x: Float[Array, "D N"], scale: nnx.Param | None) -> Float[Array, "D N"]:
         return x if scale is None else hidden_norm(x, scale[...], self.eps, self.offset)
@@ -182,6 +190,16 @@ class SegmentPlan:
     @property
     def is_head(self) -> bool:
         return self.module == "head"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the program computes experts, and counts their tokens."""
+        return self.module in ("layer", "ffn") and any(kind.has_experts for kind in self.kinds)
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the program takes `StepBatch.packed`. A dense FFN does not need it."""
+        return self.module != "ffn" or self.has_experts
 
 
 class Segment(nnx.Module):

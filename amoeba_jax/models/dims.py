@@ -44,6 +44,8 @@ class ModelDims:
     page_size: int
     dtype: str
     transform_attention: bool = False
+    expert_order: tuple[tuple[int, ...], ...] = ()
+    """Experts of each layer in the order in which the shards hold them. Empty: in the order of their index."""
 
     @cached_property
     def heads(self) -> HeadLayout:
@@ -90,6 +92,12 @@ class ModelDims:
             rows = count * self.config.hidden_size
             size = round_up_to_pages(size, (2 * rows, rows), self.ffn_page_elems)
         return ExpertShards(whole, count, size)
+
+    @property
+    def load_shape(self) -> tuple[int, int]:
+        """Shape of the numbers of tokens of each expert in each layer; (0, 0) for a model without experts."""
+        experts = self.config.experts
+        return (0, 0) if experts is None else (self.config.num_layers, experts.count)
 
     @cached_property
     def ffn_pages(self) -> int:

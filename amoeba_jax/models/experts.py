@@ -4,20 +4,27 @@ If `max_tp` (largest tensor-parallel degree) divides the number of experts, each
 not, each shard has a part of every expert.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from amoeba_jax.models.dims import ModelDims
 from amoeba_jax.models.layers import ACTIVATIONS, FeedForward, StepContext, matmul, parameter, rank_sum, shards
+from pallas_kernels.grouped_matmul import grouped_matmul, unsupported
+from pallas_kernels.paged_attention.tuning import gpu_device
 from sharding.mesh import TP_AXIS
 from sharding.owners import Owner
 from sharding.params import ParamSpec, Source, deal_rows
+
+logger = logging.getLogger(__name__)
 
 MOST_BLOCK_TOKENS = 64
 _FEW_BLOCK_TOKENS = 4
@@ -43,10 +50,14 @@ class MixtureOfExperts(nnx.Module):
         sharded = {"num_shards": dims.max_tp, "placement": "sharded", "strided": True, **owned}
         paged = {"page_elems": dims.ffn_page_elems, **sharded}
 
+        order = dims.expert_order[layer] if dims.expert_order else tuple(range(experts.count))
+        places = {expert: place for place, expert in enumerate(order)}
+
         def blocks(expert: int) -> tuple[int | None, ...]:
+            place = places[expert]
             if not whole:
-                return (expert,) * dims.max_tp
-            return tuple(expert % count if expert // count == shard else None for shard in range(dims.max_tp))
+                return (place,) * dims.max_tp
+            return tuple(place % count if place // count == shard else None for shard in range(dims.max_tp))
 
         parts = 1 if whole else dims.max_tp
         rows = deal_rows(experts.ffn_size, parts, size).repeat(dims.max_tp // parts, axis=0)
@@ -66,9 +77,10 @@ class MixtureOfExperts(nnx.Module):
         self.gate_up = shards(dims, ParamSpec("experts.gate_up", gate_up, shape, **paged, min_pages=2 * pages), tp)
         shape = (count, hidden, size)
         self.down = shards(dims, ParamSpec("experts.down", down, shape, **paged, min_pages=pages), tp)
-        router = Source(f"{hf}.gate.weight", (experts.count, hidden))
+        routes = np.array(order, np.int32)[None]
+        router = Source(f"{hf}.gate.weight", (experts.count, hidden), routes)
         self.router = parameter(dims, ParamSpec("experts.router", (router,), (experts.count, hidden), **owned))
-        bias = Source(f"{hf}.gate.bias", (experts.count,))
+        bias = Source(f"{hf}.gate.bias", (experts.count,), routes)
         router_bias = ParamSpec("experts.router_bias", (bias,), (experts.count,), **owned)
         biases = tuple(
             Source(f"{name}.{p}_proj.bias", wide[:1], rows, blocks=blocks(e), start=start)
@@ -77,7 +89,7 @@ class MixtureOfExperts(nnx.Module):
         )
         gate_up_bias = ParamSpec("experts.gate_up_bias", biases, (count, 2 * size), **sharded)
         # One shard adds the bias of an expert, also if all shards have a part of the expert.
-        once = [blocks(e) if whole else (e, *[None] * (dims.max_tp - 1)) for e in range(experts.count)]
+        once = [blocks(e) if whole else (places[e], *[None] * (dims.max_tp - 1)) for e in range(experts.count)]
         biases = tuple(Source(f"{name}.down_proj.bias", (hidden,), blocks=once[e], start=0) for e, name in names)
         down_bias = ParamSpec("experts.down_bias", biases, (count, hidden), **sharded)
         self.router_bias = parameter(dims, router_bias) if experts.biased else None
@@ -88,10 +100,13 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = parameter(dims, shared_gate) if size else None
         self.shared = FeedForward(dims, layer, tp, size) if size else None
 
-    def __call__(self, x: Float[Array, "D N"], context: StepContext | None = None) -> Float[Array, "D N"]:
-        """Return, for each token, the weighted sum of the results of its experts.
+    def __call__(
+        self, x: Float[Array, "D N"], context: StepContext | None = None
+    ) -> tuple[Float[Array, "D N"], Int32[Array, "k N"]]:
+        """Return, for each token, the weighted sum of the results of its experts, and the indices of these experts.
 
-        If `context` is given, tokens that are padding are skipped.
+        All ranks return the same. If `context` is given, tokens that are padding are skipped: their experts have the
+        number of experts as index.
         """
         ids, weights = self.route(x)
         if context is not None:
@@ -106,7 +121,7 @@ class MixtureOfExperts(nnx.Module):
             total = total + self._compute(x, local, weights, index)
         if self.shared is not None and self.shared_gate is not None:
             total = total + nnx.sigmoid(matmul(self.shared_gate[...], x)) * self.shared.partial(x)
-        return rank_sum(total, self.tp).astype(x.dtype)
+        return rank_sum(total, self.tp).astype(x.dtype), ids
 
     def route(self, x: Float[Array, "D N"]) -> tuple[Int32[Array, "k N"], Float[Array, "k N"]]:
         """Return the indices of the `k` experts that compute each token, and the weights of their results."""
@@ -135,10 +150,30 @@ class MixtureOfExperts(nnx.Module):
             return _expert(x, parameters, activation=self.dims.config.activation)
 
         arguments = (expert, x, ids, weights, self.dims.experts.num_experts)
-        return lax.platform_dependent(
-            cpu=lambda: used_experts(*arguments, model_experts=self.experts.count),
-            default=lambda: all_experts(*arguments),
-        )
+        ways = {
+            "cpu": lambda: used_experts(*arguments, model_experts=self.experts.count),
+            "default": lambda: all_experts(*arguments),
+        }
+        if (reason := self._ungrouped(x.dtype, stacks, shapes)) is None:
+            parameters = [stack[...] for stack in stacks]
+            ways["cuda"] = lambda: grouped_experts(x, ids, weights, parameters, activation=self.dims.config.activation)
+        elif gpu_device() is not None:
+            _log_once(reason)
+        return lax.platform_dependent(**ways)
+
+    @staticmethod
+    def _ungrouped(
+        dtype: jax.typing.DTypeLike, stacks: Sequence[nnx.Variable], shapes: Sequence[tuple[int, ...]]
+    ) -> str | None:
+        """Return the reason why a GPU computes all experts with all tokens, or None if it groups the tokens."""
+        if any(stack.shape != shape for stack, shape in zip(stacks, shapes, strict=True)):
+            return "shards with padding (models with dense and expert layers) would have to be copied"
+        return unsupported(dtype, tuple(shape[1:] for shape in shapes if len(shape) == 3))
+
+
+@cache
+def _log_once(reason: str) -> None:
+    logger.info("every expert computes all tokens on this GPU, without grouped products: %s", reason)
 
 
 def _one(stack: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -222,9 +257,9 @@ def block_tokens(pairs: int, experts: int, tokens: int) -> int:
 def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
     """Return the same sum as `used_experts`. Used on GPUs and TPUs.
 
-    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. On GPUs,
-    XLA's `lax.ragged_dot` computes all experts too. The length of the loop does not depend on data, so the host does
-    not wait for the device.
+    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. This is
+    used on GPUs without the kernel of `grouped_experts`. There, XLA's `lax.ragged_dot` computes all experts too. The
+    length of the loop does not depend on data, so the host does not wait for the device.
     """
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:
@@ -234,3 +269,36 @@ def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array
         return total + jnp.where(chosen, y * weight, 0)
 
     return lax.fori_loop(0, count, step, jnp.zeros(x.shape, jnp.float32))
+
+
+def grouped_experts(
+    x: Float[Array, "D N"],
+    ids: Int32[Array, "k N"],
+    weights: Float[Array, "k N"],
+    parameters: Sequence[Float[Array, "E ..."]],
+    *,
+    activation: str,
+) -> Float[Array, "D N"]:
+    """Compute each expert with its own tokens, all experts in two grouped products. Used on Hopper GPUs.
+
+    Pairs of a token and one of its experts are sorted by expert. Other arguments are as in `used_experts`; `parameters`
+    are as in `_expert`, for all experts of a shard. Features and results of a pair are rounded to the dtype of `x`.
+    """
+    gate_up, down, *biases = parameters
+    (top_k, tokens), count = ids.shape, gate_up.shape[0]
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    chosen, token = flat[order], order % tokens
+    sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
+    mine, expert = (chosen < count)[:, None], jnp.minimum(chosen, count - 1)
+    # Pairs of other shards come last, where the kernel writes nothing.
+    features = jnp.where(mine, grouped_matmul(x.T[token], gate_up, sizes).astype(jnp.float32), 0)
+    if biases:
+        features = features + biases[0][expert]
+    gate, up = jnp.split(features, 2, axis=1)
+    y = grouped_matmul(ACTIVATIONS[activation](gate, up).astype(x.dtype), down, sizes).astype(jnp.float32)
+    if biases:
+        y = y + biases[1][expert]
+    y = jnp.where(mine, y * weights.reshape(-1)[order][:, None], 0)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+    return y[inverse].reshape(top_k, tokens, -1).sum(axis=0).T

@@ -1,5 +1,6 @@
 """Division of the memory of a device between weights, KV cache and temporaries."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -125,9 +126,10 @@ def sampling_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
 def hidden_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
     """Return the bytes of the hidden states on a device.
 
-    Two flags that mark the first segment of a step are included.
+    Two flags that mark the first segment of a step are included, and the loads of experts with the numbers of layers.
     """
-    return dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize + 2
+    hidden = dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize
+    return hidden + 2 + 4 * (math.prod(dims.load_shape) + dims.load_shape[0])
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:

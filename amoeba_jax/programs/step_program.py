@@ -135,10 +135,15 @@ class StepProgram:
         weights: weights of the segment, in the order of `leaf_variables`.
         kv: one list of extents for each layer, donated. Empty for FFNs.
         hidden: hidden states, `[D, hidden_tokens]`, donated. The first columns are the tokens of the step.
-        packed: `StepBatch.packed`. FFNs do not take it.
+        packed: `StepBatch.packed`. Dense FFNs do not take it.
         last_tokens: token sampled last in each slot, `[num_slots]`.
         first: bool scalar. If true, the segment begins the step, with the embeddings of the tokens. Segments that do
             not embed take neither `last_tokens` nor `first`.
+
+    If layers have experts, `hidden` is a tuple `(hidden, loads)`, as argument and as result, and `layer` follows:
+        loads: number of tokens of each expert of each layer of the model, `[layers, E]`, donated. The first rank adds
+            the tokens of the step, without padding; the other ranks add nothing.
+        layer: int32 scalar: the first layer of the segment.
 
     With an exchange, the function also takes `(others, send, receive)` and returns `others`. `others` are the extents
     of the layers whose pages move, donated. `send` and `receive` are the ids of the phase, `[tp, 1, *pieces]`. Step and
@@ -150,14 +155,16 @@ class StepProgram:
     Attributes:
         function: the function, under `shard_map` over a mesh without devices, so that one trace serves all groups.
         arguments: shapes and dtypes of the arguments.
-        sharded_weights: flag of each weight: True if ranks hold different shards.
-        is_head: whether this is the program of the head.
+        specs: partition of each argument over the ranks; of the weights, a list.
+        outputs: partition of each result over the ranks.
+        donated: indices of the donated arguments.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    sharded_weights: tuple[bool, ...]
-    is_head: bool = False
+    specs: tuple[Any, ...]
+    outputs: Any
+    donated: tuple[int, ...]
 
     def compile(self, group: SubMesh, options: Options | None = None) -> jax.stages.Compiled:
         """Compile the program for the devices of a group. `options` are compile options of XLA."""
@@ -168,17 +175,12 @@ class StepProgram:
 
         `platforms` has the names of the platforms to lower for. None: the platform of the group.
         """
-        weights = [group.sharded if sharded else group.replicated for sharded in self.sharded_weights]
-        replicated = group.replicated
-        if self.is_head:
-            inputs, outputs, donated = (weights, replicated, group.sharded, replicated), replicated, ()
-        else:
-            inputs = (weights, group.sharded, replicated, group.sharded, replicated, replicated)[: len(self.arguments)]
-            outputs, donated = (group.sharded, replicated), (1, 2)
-            if len(self.arguments) > 6:  # others, send, receive
-                inputs, outputs, donated = (*inputs, *[group.sharded] * 3), (*outputs, group.sharded), (*donated, 6)
+        shardings = {P(TP_AXIS): group.sharded, P(): group.replicated}
+        weights = [shardings[spec] for spec in self.specs[0]]
+        inputs = weights, *(shardings[spec] for spec in self.specs[1:])
+        outputs = jax.tree.map(shardings.__getitem__, self.outputs, is_leaf=lambda leaf: isinstance(leaf, P))
         jitted = jax.jit(
-            self.function, donate_argnums=donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
+            self.function, donate_argnums=self.donated, keep_unused=True, in_shardings=inputs, out_shardings=outputs
         )
         return jitted.trace(*self.arguments).lower(lowering_platforms=platforms)
 
@@ -195,25 +197,29 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
     # Layers of the same kind share a function, which is traced and lowered once and inlined by XLA.
     calls = {kind: _layer_call(layer) for kind, layer in zip(plan.kinds, segment.layers, strict=True)}
 
-    def step(
-        weights: list[jax.Array],
-        kv: list[list[jax.Array]],
-        hidden: jax.Array,
-        packed: jax.Array | None = None,
-        last_tokens: jax.Array | None = None,
-        first: jax.Array | None = None,
-    ):
+    def step(weights: list[jax.Array], kv: list[list[jax.Array]], states: Any, *rest: jax.Array):
+        inputs = dict(zip(names, rest, strict=True))
         model = nnx.merge(graph, jax.tree.unflatten(treedef, _matrices(weights, variables)))
+        loads: Any = None
+        hidden, loads = states if plan.has_experts else (states, loads)
         x, context, new_kv = hidden[:, : shape.num_tokens], None, []
-        if packed is not None:
-            fields = unpack(packed[0], shape.fields)
-            if last_tokens is not None and first is not None:
-                x = _embedded(model, fields, last_tokens, x, first)
-            context = _context(dims, shape, tp, key.extent_pages, fields) if plan.layers else None
-        for kind, layer, extents in zip(plan.kinds, model.layers, kv or [[]] * len(plan.layers), strict=True):
-            x, extents = calls[kind](jax.tree.leaves(nnx.state(layer)), x, extents, context)
+        if plan.takes_batch:
+            fields = unpack(inputs["packed"][0], shape.fields)
+            if plan.embeds:
+                x = _embedded(model, fields, inputs["last_tokens"], x, inputs["first"])
+            if plan.module == "ffn":  # experts only need to know the padding
+                context = StepContext((), fields["positions"], fields["positions"], ())
+            elif plan.layers:
+                context = _context(dims, shape, tp, key.extent_pages, fields)
+        for index, (kind, layer) in enumerate(zip(plan.kinds, model.layers, strict=True)):
+            leaves, extents = jax.tree.leaves(nnx.state(layer)), kv[index] if kv else []
+            x, extents, chosen = calls[kind](leaves, x, extents, context)
             new_kv.append(extents)
-        return new_kv if kv else [], jax.lax.dynamic_update_slice(hidden, x, (0, 0))
+            if chosen is not None:
+                one = (jax.lax.axis_index(TP_AXIS) == 0).astype(loads.dtype) if tp > 1 else 1
+                loads = loads.at[inputs["layer"] + index, chosen.reshape(-1)].add(one, mode="drop")
+        hidden = jax.lax.dynamic_update_slice(hidden, x, (0, 0))
+        return new_kv if kv else [], (hidden, loads) if plan.has_experts else hidden
 
     dtype = jnp.dtype(dims.dtype)
     kv = [
@@ -221,20 +227,23 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
         for _ in (plan.layers if plan.module != "ffn" else ())
     ]
     sharded = tuple(is_sharded(variable) for variable in variables)
-    arguments = (
-        _abstract_weights(variables, sharded, tp, dtype),
-        kv,
-        jax.ShapeDtypeStruct((dims.config.hidden_size, key.hidden_tokens), dtype),
-        jax.ShapeDtypeStruct((tp, shape.packed_size), jnp.int32),
-        jax.ShapeDtypeStruct((key.num_slots,), jnp.int32),
-        jax.ShapeDtypeStruct((), jnp.bool_),
-    )
-    specs = (_specs(sharded), P(TP_AXIS), P(), P(TP_AXIS), P(), P())
-    if not plan.embeds:
-        count = 3 if plan.module == "ffn" else 4
-        arguments, specs = arguments[:count], specs[:count]
+    states: Any = jax.ShapeDtypeStruct((dims.config.hidden_size, key.hidden_tokens), dtype)
+    if plan.has_experts:
+        states = states, jax.ShapeDtypeStruct(dims.load_shape, jnp.uint32)
+    further: dict[str, tuple[jax.ShapeDtypeStruct, P]] = {}
+    if plan.takes_batch:
+        further["packed"] = jax.ShapeDtypeStruct((tp, shape.packed_size), jnp.int32), P(TP_AXIS)
+    if plan.embeds:
+        further["last_tokens"] = jax.ShapeDtypeStruct((key.num_slots,), jnp.int32), P()
+        further["first"] = jax.ShapeDtypeStruct((), jnp.bool_), P()
+    if plan.has_experts:
+        further["layer"] = jax.ShapeDtypeStruct((), jnp.int32), P()
+    names = tuple(further)
+    arguments = (_abstract_weights(variables, sharded, tp, dtype), kv, states, *(it for it, _ in further.values()))
+    specs: tuple[Any, ...] = (_specs(sharded), P(TP_AXIS), P(), *(spec for _, spec in further.values()))
+    outputs, donated = (P(TP_AXIS), P()), (1, 2)
     if (exchange := key.exchange) is None:
-        return StepProgram(_mapped(step, tp, specs, (P(TP_AXIS), P())), arguments, sharded)
+        return StepProgram(_mapped(step, tp, specs, outputs), arguments, specs, outputs, donated)
     count, distance = len(exchange.extent_pages), exchange.distance
 
     def step_and_exchange(*arguments: Any):
@@ -245,8 +254,9 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
     ids = jax.ShapeDtypeStruct((tp, 1, *phase_shape(tp, exchange.phase_pieces, distance)), jnp.int32)
     shapes = [(tp * pages, dims.pages.page_elems) for pages in exchange.extent_pages]
     others = [[jax.ShapeDtypeStruct(it, dtype) for it in shapes] for _ in range(exchange.num_layers)]
-    specs, outputs = (*specs, *[P(TP_AXIS)] * 3), (P(TP_AXIS), P(), P(TP_AXIS))
-    return StepProgram(_mapped(step_and_exchange, tp, specs, outputs), (*arguments, others, ids, ids), sharded)
+    specs, outputs, donated = (*specs, *[P(TP_AXIS)] * 3), (P(TP_AXIS), P(), P(TP_AXIS)), (1, 2, len(arguments))
+    mapped = _mapped(step_and_exchange, tp, specs, outputs)
+    return StepProgram(mapped, (*arguments, others, ids, ids), specs, outputs, donated)
 
 
 def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
@@ -276,8 +286,8 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
         jax.ShapeDtypeStruct((tp, 2 * key.num_rows), jnp.int32),
         jax.ShapeDtypeStruct((key.num_slots,), jnp.int32),
     )
-    mapped = _mapped(head, tp, (_specs(sharded), P(), P(TP_AXIS), P()), P())
-    return StepProgram(mapped, arguments, sharded, is_head=True)
+    specs = _specs(sharded), P(), P(TP_AXIS), P()
+    return StepProgram(_mapped(head, tp, specs, P()), arguments, specs, P(), ())
 
 
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
@@ -336,16 +346,18 @@ def _embedded(
 
 
 def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
-    """Return the bytes of extents and hidden states that a step program updates in place on each rank."""
+    """Return the bytes of extents, hidden states and expert loads that a step program updates in place on each rank."""
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
+    if key.module in ("layer", "ffn") and any(kind.has_experts for kind in key.kinds):
+        hidden += 4 * math.prod(dims.load_shape)
     num_pages = 0 if key.module == "ffn" else sum(key.extent_pages) * len(key.kinds)
     if key.exchange is not None:
         num_pages += sum(key.exchange.extent_pages) * key.exchange.num_layers
     return hidden + num_pages * dims.pages.page_elems * itemsize
 
 
-def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
+def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array], jax.Array | None]]:
     """Return a function `(leaves, x, extents, context)` that computes any layer of the same kind as `layer`.
 
     `leaves` are the weights of the layer.

@@ -29,7 +29,7 @@ from amoeba_jax.programs.plan import EnginePlan, segment_layers
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.views import ExecutableInfo
 from amoeba_jax.weights.layout import WeightLayout
-from serving.commands.warmup_report import layouts, print_layouts, print_plan, print_requests
+from serving.commands.warmup_report import layouts, print_layouts, print_plan, print_requests, weight_padding
 
 EXIT_WOULD_COMPILE = 1
 # Compiled programs are in reference cycles and occupy memory mappings until they are collected.
@@ -175,6 +175,7 @@ def _print_dry_run(
         "fits": short_bytes == 0,
         "short_bytes": short_bytes,
         "memory": asdict(plan.memory),
+        "weight_padding": weight_padding(plan),
         "capacity_tokens": {tp: plan.capacity_tokens(tp, tp) for tp in plan.sub_meshes.degrees()},
         "max_model_len": plan.max_model_len,
         "total": len(requests),

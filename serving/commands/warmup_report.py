@@ -54,6 +54,18 @@ def print_layouts(infos: Sequence[ExecutableInfo]) -> None:
     console.print("Seconds are the sum over all threads and include tracing.")
 
 
+def weight_padding(plan: EnginePlan) -> float:
+    """Return the padding and copied heads of all weights, as a fraction of the model's weights."""
+    kinds = plan.weights.padding().values()
+    return sum(kind.stored for kind in kinds) / sum(kind.model for kind in kinds) - 1
+
+
+def degree_name(plan: EnginePlan, tp: int) -> str:
+    """Return the name of a degree: `TP4`, or `TP4EP4` if the ranks divide the experts of a model among them."""
+    experts = plan.dims.config.experts is not None and plan.dims.experts.whole
+    return f"TP{tp}EP{tp}" if experts else f"TP{tp}"
+
+
 def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None:
     """Print the parts of a device's memory, and the tokens that an instance of each tensor-parallel degree can hold."""
     memory, console = plan.memory, Console(highlight=False, soft_wrap=True)
@@ -69,6 +81,7 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
     ):
         table.add_row(name, format_bytes(size))
     console.print(table)
+    console.print(f"padding of weights: {weight_padding(plan):.2%}")
     if short_bytes:
         needed = format_bytes(memory.budget_bytes)
         console.print(
@@ -77,7 +90,9 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
         )
     for tp in plan.sub_meshes.degrees():
         num_instances = len(plan.sub_meshes.groups(tp))
-        console.print(f"{num_instances} x TP{tp}: {plan.capacity_tokens(tp, tp):,} tokens of KV cache each")
+        console.print(
+            f"{num_instances} x {degree_name(plan, tp)}: {plan.capacity_tokens(tp, tp):,} tokens of KV cache each"
+        )
     console.print(f"longest prompt plus output: {plan.max_model_len:,} tokens")
 
 

@@ -295,6 +295,15 @@ class _EngineMetrics(Collector):
         for instance, ratio in snapshot.placement_speedups().items():
             speedup.add_metric([str(instance)], ratio)
         yield speedup
+        imbalance = GaugeMetricFamily(
+            "amoeba:expert_load_imbalance",
+            "Largest load of a rank over the mean load, in tokens of its experts, over all layers; 1 if equal.",
+            labels=["instance"],
+        )
+        for view in snapshot.instances:
+            if view.expert_load_imbalance is not None:
+                imbalance.add_metric([str(view.id)], view.expert_load_imbalance)
+        yield imbalance
         if (monitor := self._metrics.monitor) is not None:
             vacancy = GaugeMetricFamily(
                 "amoeba:device_vacancy_ratio",

@@ -20,12 +20,14 @@ from hopper import Hopper, is_kernel, use_device
 from amoeba_jax import EngineConfig
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.models.experts import grouped_experts
 from amoeba_jax.programs.executables import Executables
 from amoeba_jax.programs.plan import EnginePlan, segment_layers
 from amoeba_jax.programs.program_specs import ProgramSpec
 from amoeba_jax.programs.step_program import HeadKey, StepKey, head_program, step_program
 from amoeba_jax.programs.transition_programs import TransitionPrograms
 from amoeba_jax.weights.layout import WeightLayout
+from pallas_kernels.grouped_matmul import unsupported
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.measure import Workload
 
@@ -46,14 +48,15 @@ def run_tiny(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_tiny_run_measures_steps_and_attention(tmp_path: Path):
-    printed, report = run_tiny(tmp_path, "--parts=decode,kernels")
-    assert list(report["parts"]) == ["kernels", "decode"]
+    printed, report = run_tiny(tmp_path, "--parts=decode,kernels,experts")
+    assert list(report["parts"]) == ["kernels", "experts", "decode"]
     assert {part["status"] for part in report["parts"].values()} == {"ok"}
     assert "kernels: ok" in printed
-    kernels, steps = (part["rows"] for part in report["parts"].values())
+    kernels, experts, steps = (part["rows"] for part in report["parts"].values())
     assert len(kernels) == len(gpu.TINY.decodes) + len(gpu.TINY.chunks)
+    assert [row["work"].split(":")[0] for row in experts] == ["loop over all experts", "blocks of used experts"]
     assert len(steps) == len(gpu.TINY.batches) + len(gpu.TINY.prompts)
-    for row in kernels:
+    for row in kernels + experts:
         assert 0 < row["time_s"] < 1
         assert row["bandwidth_share"] > 0
         assert row["flops_share"] > 0
@@ -66,7 +69,7 @@ def test_tiny_run_measures_steps_and_attention(tmp_path: Path):
 def test_tiny_run_measures_every_part(tmp_path: Path):
     printed, report = run_tiny(tmp_path)
     parts = report["parts"]
-    assert list(parts) == ["kernels", "decode", "server", "changes"]
+    assert list(parts) == ["kernels", "experts", "decode", "server", "changes"]
     assert {part["status"] for part in parts.values()} == {"ok"}
     assert all(f"{name}: ok" in printed for name in parts)
     for row in parts["server"]["rows"]:
@@ -94,7 +97,7 @@ def test_without_a_gpu_only_the_tiny_run_starts():
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         gpu.main(["--parts=decode,fast"])
-    assert "fast: parts are kernels, decode, server, changes" in capsys.readouterr().err
+    assert "fast: parts are kernels, experts, decode, server, changes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_parts_that_fail_or_take_too_long_leave_the_others_alone(capsys: pytest.
     printed = capsys.readouterr().out
     assert "slow: out of time: its 0 s are used" in printed
     assert "absent: skipped: it needs two GPUs" in printed
-    assert printed.count("paged attention") == 3
+    assert printed.count("kernels") == 3
 
 
 # --- programs for GPUs, lowered without a GPU -----------------------------------------------------------------
@@ -212,6 +215,18 @@ def test_measured_attention_lowers_for_cuda_as_the_kernel(workload: Workload):
     arguments = jax.eval_shape(partial(workload.make, jnp.bfloat16))
     call = jax.jit(partial(paged_attention, scale=0.1, implementation="mosaic_gpu"))
     assert is_kernel(call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
+
+
+@pytest.mark.parametrize("work", [gpu.FULL.experts[0], gpu.FULL.experts[-1]], ids=lambda work: work.name)
+def test_measured_experts_lower_for_cuda_as_grouped_products(work: gpu.ExpertWork):
+    shapes = (work.experts, 2 * work.features, work.hidden), (work.experts, work.hidden, work.features)
+    assert unsupported(jnp.bfloat16, (shapes[0][1:], shapes[1][1:])) is None
+    parameters = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    x = jax.ShapeDtypeStruct((work.hidden, work.tokens), jnp.bfloat16)
+    ids, weights = (jax.ShapeDtypeStruct((work.top_k, work.tokens), kind) for kind in (jnp.int32, jnp.float32))
+    call = jax.jit(partial(grouped_experts, activation="silu"))
+    text = call.trace(x, ids, weights, parameters).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu_v2" in text
 
 
 def check_steps(model: dict[str, Any], degree: int, shapes: slice) -> None:

@@ -1,11 +1,14 @@
-"""Buffers of hidden states: taken and put back as one array or rank by rank, and recreated when they are lost."""
+"""Buffers of hidden states: taken and put back as one array or rank by rank, and recreated when they are lost.
+
+Loads of experts: collected from all devices, which then count from zero.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from amoeba_jax.instances.hidden_states import HiddenStates
+from amoeba_jax.instances.hidden_states import ExpertLoads, HiddenStates
 from sharding.mesh import SubMesh, SubMeshPool, assemble, disassemble
 
 SHAPE = (3, 5)
@@ -96,3 +99,43 @@ def test_a_dropped_buffer_is_gone_and_the_others_stay(pool: SubMeshPool):
     hidden.drop(1)
     assert not hidden.are_lost(range(2))
     assert ranks(hidden, pool.group(0, 1)) == [7]
+
+
+def test_loads_are_collected_from_each_device_once(pool: SubMeshPool):
+    loads, group = ExpertLoads((2, 3)), pool.group(0, 2)
+    for index, device in zip(group.device_indices, group.devices, strict=True):
+        loads.add(index, device)
+    first = np.array([[2**32 - 1, 0, 5], [0, 0, 7]], np.uint32)  # the largest count
+
+    def count(values: np.ndarray) -> None:
+        """The first rank adds the tokens of a step, as a program does."""
+        array = loads.take(group)
+        counted = [b + jnp.asarray(v) for b, v in zip(disassemble(group, array), (values, 0 * values), strict=True)]
+        placed = [jax.device_put(it, device) for it, device in zip(counted, group.devices, strict=True)]
+        loads.put(group, assemble(group, jax.block_until_ready(placed), replicated=True))
+
+    count(first)
+    assert loads.collect() == []
+    count(np.ones_like(first))
+    assert loads.collect() == loads.collect() == []
+    np.testing.assert_array_equal(loads.totals[0], first.astype(np.int64) + 1)
+    assert not loads.totals[1].any()
+
+
+def test_loads_that_a_failed_step_has_lost_start_from_zero(pool: SubMeshPool):
+    hidden = HiddenStates(SHAPE, "float32", (2, 3))
+    hidden.add(0, pool.devices[0])
+    states = hidden.take_states(pool.group(0, 1))
+    assert states.loads is not None
+    states.loads.delete()
+    hidden.put_states(pool.group(0, 1), states)
+    assert hidden.are_lost([0])
+    hidden.replace_lost([0])
+    assert not hidden.are_lost([0])
+    assert hidden.loads is not None
+    assert hidden.loads.collect() == []
+    lost = hidden.loads.take(pool.group(0, 1))
+    lost.delete()
+    hidden.loads.put(pool.group(0, 1), lost)
+    assert hidden.loads.collect() == []
+    assert not hidden.loads.totals[0].any()

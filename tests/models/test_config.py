@@ -106,6 +106,7 @@ def test_unsupported_families_are_refused_by_name(family, reason):
         ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the 8 experts"),
         ("qwen3-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be a positive integer"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive integer"),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act='relu' is not supported for gemma"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 must be a positive number"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for gemma3_text"),

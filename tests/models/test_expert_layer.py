@@ -9,13 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hopper import Hopper, use_device
 from tiny_models import tiny_config
 
 from amoeba_jax.models import experts as experts_module
 from amoeba_jax.models.config import ModelConfig
 from amoeba_jax.models.decoder import module_plan
 from amoeba_jax.models.dims import ModelDims
-from amoeba_jax.models.experts import Expert, MixtureOfExperts, all_experts, block_tokens, used_experts
+from amoeba_jax.models.experts import (
+    Expert,
+    MixtureOfExperts,
+    all_experts,
+    block_tokens,
+    grouped_experts,
+    used_experts,
+)
 from amoeba_jax.models.layers import StepContext
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.step_program import StepKey, step_program
@@ -97,11 +105,14 @@ def specs_of(module: nnx.Module) -> list[ParamSpec]:
     return [leaf.get_metadata()["spec"] for leaf in leaves]
 
 
-def function_of(module: nnx.Module) -> Callable[..., jax.Array]:
-    """Return a function of weights, hidden states and, if wanted, the context of a step."""
+def function_of(module: nnx.Module, result: int = 0) -> Callable[..., jax.Array]:
+    """Return a function of weights, hidden states and, if wanted, the context of a step.
+
+    Its result is the new hidden states (`result` 0), or the experts of each token (1).
+    """
     graph, state = nnx.split(module)
     treedef = jax.tree.structure(state)
-    return jax.jit(lambda weights, *inputs: nnx.merge(graph, jax.tree.unflatten(treedef, weights))(*inputs))
+    return jax.jit(lambda weights, *inputs: nnx.merge(graph, jax.tree.unflatten(treedef, weights))(*inputs)[result])
 
 
 def random_weights(module: nnx.Module, *, stored: bool = False) -> list[jax.Array]:
@@ -140,6 +151,92 @@ def test_no_expert_computes_padding(name: str):
     np.testing.assert_allclose(found[:, used], expected[:, used], rtol=1e-5)
     assert not found[:, ~used].any()
     assert expected[:, ~used].all()
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_experts_of_each_token_are_returned(name: str):
+    module = MixtureOfExperts(tiny_dims(name, 2), 0, tp=1)
+    weights, x = random_weights(module), hidden_states()
+    page_ids = np.array([5, -1, 0, -1, -1, 2, 9])
+    context = StepContext((), jnp.asarray(page_ids), jnp.zeros(7, jnp.int32), ())
+    named = {spec.kind: np.asarray(it, np.float64) for spec, it in zip(specs_of(module), weights, strict=True)}
+    logits = named["experts.router"] @ np.asarray(x, np.float64)
+    if "experts.router_bias" in named:
+        logits += named["experts.router_bias"][:, None]
+    chosen = np.argsort(-logits, axis=0)[: module.experts.top_k]
+    experts_of = function_of(module, result=1)
+    np.testing.assert_array_equal(experts_of(weights, x), chosen)
+    padded = np.where(page_ids < 0, module.experts.count, chosen)
+    np.testing.assert_array_equal(experts_of(weights, x, context), padded)
+
+
+# Grouped products. JAX's kernel needs a Hopper GPU: a product of the same meaning takes its place here, and the test
+# below lowers the kernel.
+
+
+def grouped_product(rows: jax.Array, matrices: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Compute the result of `grouped_matmul`, with NaN in the rows after the last group."""
+    ends = jnp.cumsum(group_sizes)
+    group = jnp.searchsorted(ends, jnp.arange(len(rows)), side="right")
+    product = jnp.einsum("moi,mi->mo", matrices[jnp.minimum(group, len(matrices) - 1)], rows)
+    return jnp.where((group < len(matrices))[:, None], product, jnp.nan).astype(rows.dtype)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_grouped_experts_compute_what_a_loop_computes(name: str, tp: int, monkeypatch: pytest.MonkeyPatch):
+    """One shard of two, or all experts; the ids of the other shard are one past the last expert."""
+    monkeypatch.setattr(experts_module, "grouped_matmul", grouped_product)
+    random, dims = np.random.default_rng(4), tiny_dims(name, tp)
+    module = MixtureOfExperts(dims, 0, tp=1)
+    count, shards = dims.experts.num_experts, [it for it in specs_of(module) if it.kind.startswith("experts.")]
+    one = {spec.kind: jnp.asarray(random.standard_normal(spec.shard_shape), jnp.float32) for spec in shards}
+    kinds = ["experts.gate_up", "experts.down", "experts.gate_up_bias", "experts.down_bias"]
+    parameters = [one[kind] for kind in kinds if kind in one]
+    ids = jnp.asarray(random.integers(0, count + 1, (3, 21)), jnp.int32)
+    x, weights = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((48, 21), (3, 21)))
+    activation = dims.config.activation
+
+    def expert(x: jax.Array, index: jax.Array) -> jax.Array:
+        return experts_module._expert(x, [it[index] for it in parameters], activation=activation)
+
+    found = grouped_experts(x, ids, weights, parameters, activation=activation)
+    # `ids` may name an expert twice for a token.
+    expected = sum(all_experts(expert, x, ids[i : i + 1], weights[i : i + 1], count) for i in range(3))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "changes", "grouped"),
+    [
+        pytest.param("9.0", "bfloat16", WIDE, True, marks=pytest.mark.slow, id="Hopper"),
+        pytest.param("9.0", "float32", WIDE, False, id="f32"),
+        pytest.param("9.0", "bfloat16", WIDE | {"hidden_size": 96}, False, id="96 features"),
+        pytest.param("8.0", "bfloat16", WIDE, False, id="A100"),
+    ],
+)
+def test_hopper_gpus_group_tokens_by_expert(
+    capability: str,
+    dtype: str,
+    changes: dict[str, int],
+    grouped: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    use_device(monkeypatch, Hopper())
+    monkeypatch.setattr(Hopper, "compute_capability", capability)
+    experts_module._log_once.cache_clear()
+    dims = ModelDims(ModelConfig.from_hf(tiny_config("qwen3-moe") | changes), 2, 8, dtype)
+    module = MixtureOfExperts(dims, 0, tp=1)
+    weights = [jax.ShapeDtypeStruct(spec.shard_shape, jnp.dtype(dtype)) for spec in specs_of(module)]
+    x = jax.ShapeDtypeStruct((changes["hidden_size"], 24), jnp.dtype(dtype))
+    with caplog.at_level("INFO", logger=experts_module.__name__):
+        text = function_of(module).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu_v2" in text) == grouped
+    assert len(caplog.messages) == (not grouped)
 
 
 # Models with dense and expert layers. Layer 0 is dense, layer 1 has experts.

@@ -127,7 +127,7 @@ def computed(module: MixtureOfExperts, tp: int, tensors: dict[str, np.ndarray], 
 
     def compute(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         local = jax.tree.unflatten(treedef, [weight[0] for weight in weights])
-        return nnx.merge(graph, local)(x)[None]
+        return nnx.merge(graph, local)(x)[0][None]
 
     run = jax.shard_map(compute, mesh=group.mesh, in_specs=(P(TP_AXIS), P()), out_specs=P(TP_AXIS), check_vma=False)
     return list(np.asarray(jax.jit(run)(weights, jnp.asarray(x))))

@@ -16,6 +16,7 @@ import pytest
 from attention_cases import Shape, check_output, make_case
 from hopper_shapes import BASE, CHUNK, CONFIGS, SHAPES
 
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 from pallas_kernels.paged_attention.tuning import KernelConfig
@@ -95,3 +96,17 @@ def test_auto_takes_the_kernel_here():
     call = jax.jit(partial(paged_attention, scale=BASE.h**-0.5))
     assert "paged_attention_kernel" in call.lower(*case.arguments).as_text()
     check_output(BASE, case, call(*case.arguments))
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 100, 2000])
+@pytest.mark.parametrize("groups", [4, 32])
+def test_grouped_products(num_rows: int, groups: int):
+    """Some groups are empty, and some rows come after the last group."""
+    random = np.random.default_rng(num_rows)
+    sizes = np.floor(random.dirichlet(np.full(groups, 0.3)) * num_rows).astype(np.int32)
+    rows = jnp.asarray(random.standard_normal((num_rows, 192)), jnp.bfloat16)
+    matrices = jnp.asarray(random.standard_normal((groups, 320, 192)), jnp.bfloat16)
+    found = np.asarray(jax.jit(grouped_matmul)(rows, matrices, jnp.asarray(sizes)), np.float64)
+    group = np.repeat(np.arange(groups), sizes)
+    used, wide = np.asarray(rows, np.float64)[: len(group)], np.asarray(matrices, np.float64)[group]
+    np.testing.assert_allclose(found[: len(group)], np.einsum("moi,mi->mo", wide, used), rtol=1e-2, atol=0.2)

@@ -23,15 +23,23 @@ from amoeba_jax.transform.options import TransformOptions
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "llama2.npz"
+GOLDEN = Path(__file__).parent.parent / "golden"
 NEW_TOKENS = 12
 TOLERANCE, NLL_DRIFT = 1e-4, 1e-6
 PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5, prompt_logprobs=5)
 
 
+CASES = [("llama2", seed) for seed in range(24)] + [("qwen3-moe", 0), ("qwen3-moe", 1), ("qwen3-moe-mixed", 0)]
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama2", tmp_path_factory.mktemp("models"))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(name, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +56,10 @@ def undisturbed(llm: LLM) -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module")
-def expected(directory: Path) -> list[tuple[list[int], np.ndarray]]:
+def expected(name: str, directory: Path) -> list[tuple[list[int], np.ndarray]]:
     """Tokens of each prompt with its greedy continuation, and logits before each but the first, NaN where not known:
     recorded ones of the last 16, and those of all where torch is there."""
-    golden, found = np.load(GOLDEN), []
+    golden, found = np.load(GOLDEN / f"{name}.npz"), []
     for index in range(sum(name.startswith("tokens_") for name in golden)):
         tokens, recorded = golden[f"tokens_{index}"].tolist(), golden[f"logits_{index}"]
         logits = np.full((len(tokens) - 1, recorded.shape[1]), np.nan, np.float32)
@@ -62,7 +70,7 @@ def expected(directory: Path) -> list[tuple[list[int], np.ndarray]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         return [(tokens, model(torch.tensor([tokens[:-1]])).logits[0].numpy()) for tokens, _ in found]
 
@@ -122,7 +130,8 @@ def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
     return [{token: it.logprob for token, it in entries.items()} for entries in every if entries is not None]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 24))])
+@pytest.mark.first_by_default
+@pytest.mark.parametrize(("name", "seed"), CASES, indirect=["name"])
 def test_logits_in_the_middle_of_chains(
     llm: LLM, undisturbed: list[RequestOutput], expected: list[tuple[list[int], np.ndarray]], seed: int
 ):

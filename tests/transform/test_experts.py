@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,31 @@ def test_chain_of_degrees(llm: LLM):
         assert report.extra_bytes <= llm._engine.cluster.memory_plan.staging_bytes
     assert tokens(running.result()) == expected
     check_idle(llm)
+
+
+@pytest.mark.slow
+def test_chain_with_replicated_layers_and_a_pause(name: str, tmp_path: Path, compile_cache: str):
+    """An instance cannot merge while it has replicas, so they come before and after the chain of degrees.
+
+    In the first round, programs are compiled and requests may end before the last change.
+    """
+    replicas: dict[str, Any] = {"layers": range(1, 2), "device": 1}
+    pause: dict[str, Any] = {"release_weights": False, "running": "pause"}
+    with make(tiny_model(name, tmp_path), compile_cache, **SHARED | {"device_memory": "16MiB"}) as llm:
+        staging = llm._engine.cluster.memory_plan.staging_bytes
+        for _ in range(2):
+            running, expected = decoding(llm, 4, requests(8, max_tokens=80))
+            llm.replicate(**replicas)
+            llm.evict(**replicas)
+            for tp, how in ((4, {}), (2, pause), (4, {}), (1, {})):
+                assert llm.transform(tp, **how).extra_bytes <= staging
+            llm.replicate(**replicas)
+            llm.evict(**replicas)
+            unfinished = sum(view.running for view in llm.instances)
+            assert tokens(running.result()) == expected
+            assert all(request.metrics.num_preemptions == 0 for request in running.outputs)
+        assert unfinished > 0, "the requests had ended before"
+        check_idle(llm)
 
 
 def test_paused_requests_go_on(llm: LLM):

@@ -1,6 +1,7 @@
 """Model families by `model_type`, with one file for each family. See docs/adding_a_model.md."""
 
 from amoeba_jax.models.families.fields import Family
+from amoeba_jax.models.families.gemma import GEMMA
 from amoeba_jax.models.families.gemma2 import GEMMA2
 from amoeba_jax.models.families.gemma3 import GEMMA3
 from amoeba_jax.models.families.gpt_oss import GPT_OSS
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "gpt_oss": GPT_OSS,
@@ -31,7 +33,6 @@ _REASONS = {
     "deepseek_v2": "its multi-head latent attention is not implemented",
     "deepseek_v3": "its multi-head latent attention is not implemented",
     "gemma3": "its vision tower is not implemented; gemma3_text is",
-    "gemma": "its normalization is not implemented",
     "llama4": "its chunked attention is not implemented",
     "qwen3_next": "its linear attention is not implemented",
 }

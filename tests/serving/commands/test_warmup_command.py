@@ -99,6 +99,33 @@ def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
     assert int(done.stderr.split()[-1]) < 1 << 20  # KiB
 
 
+@pytest.mark.slow
+def test_dry_run_of_qwen3_30b_has_the_weights_of_the_paper(shared_data: Path):
+    """AMOEBA's Table 3: 56.87 GB (in GiB) on H20 of 96 GB. KV of a token: 4 heads x 2 x 128 x 2 bytes x 48 layers."""
+    model = str(shared_data / "configs" / "Qwen3-30B-A3B")
+    flags = ["--num-devices", "4", "--device-memory", "96GB", "--platform", "cuda", "--dry-run", "--json"]
+    code, out, _ = run("-m", model, *flags)
+    found = json.loads(out)
+    assert code == 0
+    assert round(found["memory"]["weight_bytes"] / 2**30, 2) == 56.87
+    assert abs(found["weight_padding"]) < 0.005
+    token, released = 4 * 2 * 128 * 2 * 48, 3 * 48 * 3 * 2048 * 768 * 128 * 2
+    tokens = {int(tp): count for tp, count in found["capacity_tokens"].items()}
+    kv_bytes = found["memory"]["num_pages"] * found["memory"]["page_bytes"] * 48
+    assert tokens[1] * token == kv_bytes
+    assert tokens[4] * token == 4 * kv_bytes + released  # three quarters of the experts of 4 devices
+    assert 3.1e6 < tokens[4] < 3.2e6
+
+
+def test_dry_run_names_degrees_of_experts(tmp_path: Path):
+    model = config_only(tmp_path / "experts", tiny_config("qwen3-moe"))
+    flags = ["--num-devices", "2", "--device-memory", "8MiB", "--dry-run"]
+    code, out, _ = run("-m", model, *flags, "--max-num-seqs", "1", "--max-num-batched-tokens", "16")
+    assert code == 0
+    assert "1 x TP2EP2: " in out
+    assert "padding of weights: " in out
+
+
 def test_dry_run_says_what_is_missing(tmp_path: Path):
     model = config_only(tmp_path / "large", LLAMA_70B)
     flags = ["--num-devices", "4", "--device-memory", "96GB", "--platform", "cuda", "--dry-run"]

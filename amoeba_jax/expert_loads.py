@@ -1,0 +1,125 @@
+"""Loads of experts: their file, their distribution over shards, and the imbalance between ranks."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from amoeba_jax.errors import ConfigError
+from amoeba_jax.models.config import ModelConfig
+from amoeba_jax.models.dims import ModelDims
+from amoeba_jax.shorten import shorten
+from sharding.placement import Placement
+
+MAX_FILE_BYTES = 64 << 20
+_FIELD = "expert_loads"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLoadReport:
+    """Tokens that experts have computed since the start of the engine. `LLM.expert_loads` returns it.
+
+    Attributes:
+        tokens: number of tokens of each expert in each layer, by the index of the expert in the model.
+        imbalance: imbalance of the load between the ranks of each instance, by the id of the instance
+            (`load_imbalance`).
+    """
+
+    tokens: Int64[np.ndarray, "layers E"]
+    imbalance: dict[int, float]
+
+    def save(self, path: str | Path) -> None:
+        """Write the file that `LLM(..., expert_loads=path)` reads."""
+        Path(path).write_text(json.dumps({_FIELD: self.tokens.tolist()}) + "\n")
+
+
+def read_order(path: str | None, model: ModelConfig, max_tp: int) -> tuple[tuple[int, ...], ...]:
+    """Read a file of `ExpertLoadReport.save`, and return `ModelDims.expert_order` for equal loads of the shards.
+
+    None: no file, and the result is empty. It is also empty if `max_tp` does not divide the number of experts, because
+    each rank then has a part of every expert.
+
+    Raises `ConfigError` if the file cannot be read, or does not fit the model.
+    """
+    if path is None:
+        return ()
+    if model.experts is None:
+        raise ConfigError(f"expert_loads={path!r}: {model.family} has no experts")
+    try:
+        if (size := Path(path).stat().st_size) > MAX_FILE_BYTES:
+            raise ConfigError(f"expert_loads={path!r} has {size} bytes; the limit is {MAX_FILE_BYTES}")
+        loads = json.loads(Path(path).read_text())[_FIELD]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"expert_loads={path!r} cannot be read: {type(error).__name__}: {error}") from error
+    expected = model.num_layers, model.experts.count
+    rows = [row for row in loads if isinstance(row, list)] if isinstance(loads, list) else []
+    if len(rows) != expected[0] or any(len(row) != expected[1] for row in rows) or len(loads) != len(rows):
+        raise ConfigError(
+            f"expert_loads={path!r} must have {expected[0]} lists (layers) of {expected[1]} numbers (experts)"
+        )
+    for value in (value for row in rows for value in row):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
+            raise ConfigError(f"expert_loads={path!r}: {shorten(value)} must be an integer from 0 to 2**53 - 1")
+    if model.experts.count % max_tp:
+        return ()
+    return tuple(deal(np.array(row, np.int64), max_tp) for row in rows)
+
+
+def deal(loads: Int64[np.ndarray, " E"], num_shards: int) -> tuple[int, ...]:
+    """Return the experts in the order of `num_shards` shards with equally many experts and about equal loads.
+
+    The expert with the largest load goes first, to the shard with the smallest load that is not full. Within a shard,
+    experts are in the order of their index.
+    """
+    size = len(loads) // num_shards
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    totals = [0] * num_shards
+    for expert in np.argsort(-loads, kind="stable").tolist():
+        shard = min((s for s in range(num_shards) if len(shards[s]) < size), key=lambda s: (totals[s], len(shards[s])))
+        shards[shard].append(expert)
+        totals[shard] += int(loads[expert])
+    return tuple(expert for shard in shards for expert in sorted(shard))
+
+
+def model_order(dims: ModelDims, tokens: Int64[np.ndarray, "layers E"]) -> Int64[np.ndarray, "layers E"]:
+    """Return numbers of tokens by the index of the expert in the model, given in the order of the shards."""
+    if not dims.expert_order:
+        return tokens
+    result = np.zeros_like(tokens)
+    np.put_along_axis(result, np.array(dims.expert_order), tokens, axis=1)
+    return result
+
+
+def load_imbalance(dims: ModelDims, placement: Placement, totals: Mapping[int, Any]) -> float:
+    """Return the imbalance of the load between the ranks of an instance.
+
+    The load of a rank in a layer is the number of pairs of a token and one of its experts that this rank computes.
+    Every layer waits for its slowest rank. So the result is the sum over all layers of the largest load of a rank,
+    divided by the sum over all layers of the mean load of the ranks: 1 if all ranks have equal loads, and p if one of p
+    ranks has all tokens. It is 1 before the first token, and if ranks have parts of all experts.
+
+    Args:
+        dims: sizes of the model.
+        placement: placement of the instance.
+        totals: numbers of tokens that the devices of the instance have routed since the start of the engine, also as
+            parts of other instances: int64 `[layers, E]` by device, in the order of the shards.
+    """
+    if not dims.experts.whole:
+        return 1.0
+    largest = mean = 0.0
+    for layer, homes in enumerate(placement.ffn):
+        for home in sorted(set(homes)):
+            loads = rank_loads(dims, home.degree, [totals[d][layer] for d in home.devices if d in totals])
+            largest, mean = largest + loads.max(), mean + loads.mean()
+    return float(largest / mean) if mean else 1.0
+
+
+def rank_loads(dims: ModelDims, tp: int, rows: Sequence[Int64[np.ndarray, " E"]]) -> Int64[np.ndarray, " tp"]:
+    """Return the load of each rank at degree `tp`. `rows` are added; experts are in the order of the shards."""
+    experts = sum(rows, start=np.zeros(dims.load_shape[1], np.int64))
+    shards = experts.reshape(dims.max_tp, -1).sum(axis=1)
+    return shards.reshape(-1, tp).sum(axis=0)  # rank r computes the shards r, r + tp, ...
