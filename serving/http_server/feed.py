@@ -18,14 +18,14 @@ MAX_WRITE_S = 30.0
 
 
 class Feed:
-    """Latest message of a producer, for any number of viewers. All methods run in one event loop.
+    """Sender of the same messages to all viewers, at intervals. All methods run in one event loop.
 
     Args:
-        produce: returns the next message.
+        produce: function that returns the next message.
         interval_s: seconds between two messages, if there are few viewers (`MAX_MESSAGES_PER_S`).
-        max_viewers: see `MAX_VIEWERS`.
-        max_messages_per_s: see `MAX_MESSAGES_PER_S`.
-        max_write_s: see `MAX_WRITE_S`.
+        max_viewers: largest number of viewers.
+        max_messages_per_s: largest number of messages a second to all viewers together.
+        max_write_s: seconds after which a viewer that does not read is cut off.
     """
 
     def __init__(

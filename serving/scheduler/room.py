@@ -23,19 +23,19 @@ class MergeGroup(NamedTuple):
 
 
 class Room:
-    """Free tokens and slots of each instance, less the assignments of the current decision.
+    """Free tokens and slots of each instance, reduced by the requests that the current decision has assigned.
 
-    An instance is open if it may get more requests in this decision. It is not open if it is in transformation, is
-    draining, or was closed by `close`.
+    An instance is open if it may get more requests in this decision. An instance is not open while it merges, splits or
+    drains, or after a call of `close`.
 
     Args:
-        reserved_growth: KV cache to keep free for running requests, as a share of the tokens that they may still
-            generate. 0: requests are admitted as in vLLM, and preempted if pages run out. 1: no request is ever
-            preempted for pages.
+        reserved_growth: part of the KV cache to keep free for running requests, as a share of the tokens that they may
+            still generate. 0: as in vLLM, at most one page is kept free for each request, and requests are preempted if
+            pages run out. 1: pages never run out.
 
     Attributes:
-        merged: instances above the base degree.
-        unsteady: instances that are being transformed or drained.
+        merged: instances whose degree is above the base degree.
+        unsteady: instances that are merging, splitting or draining.
     """
 
     def __init__(self, view: ClusterView, reserved_growth: float):

@@ -41,9 +41,9 @@ class SimTimings:
         )
 
     def _take_throughput(self, degree: int, instances: Collection[SimInstance]) -> None:
-        """Record the throughput of the host, whose instances have one degree, if it is the highest so far.
+        """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
 
-        Nothing is recorded if an instance does not decode or is in transformation.
+        Record nothing if an instance does not decode, or if an instance merges or splits.
         """
         if any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return

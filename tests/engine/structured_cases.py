@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 import jsonschema
@@ -63,9 +64,23 @@ SCHEMAS: list[Any] = [
 ]
 
 
-FORMATS = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
-"""Formats of JSON schema 2020-12. The `time` of `FormatChecker` is that of draft 3, without fractions and offsets."""
+FORMATS = jsonschema.FormatChecker(["ipv4", "uuid"])
+"""Formats of JSON schema 2020-12. The `time` of `FormatChecker` is from draft 3, without fractions and offsets."""
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+
+
+@FORMATS.checks("date")
+def is_date(value: object) -> bool:
+    """Return whether a text is a date of RFC 3339. Python has no year 0, which is a leap year."""
+    if not isinstance(value, str):
+        return True
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", value, re.ASCII) is None:
+        return False
+    try:
+        date.fromisoformat(value.replace("0000-", "2000-", 1))
+    except ValueError:
+        return False
+    return True
 
 
 @FORMATS.checks("time")
@@ -79,7 +94,7 @@ def is_date_time(value: object) -> bool:
     """Return whether a text is a date and a time of RFC 3339."""
     if not isinstance(value, str):
         return True
-    return FORMATS.conforms(value[:10], "date") and value[10:11] in ("T", "t") and is_time(value[11:])
+    return is_date(value[:10]) and value[10:11] in ("T", "t") and is_time(value[11:])
 
 
 def valid_against(schema: Any) -> Check:
