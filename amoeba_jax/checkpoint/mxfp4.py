@@ -15,6 +15,8 @@ from amoeba_jax.errors import CheckpointError
 
 BLOCKS, SCALES, ROWS = "_blocks", "_scales", "_rows"
 _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
+"""`[256, 2]`: the two numbers of each byte."""
 
 
 class Mxfp4Checkpoint:
@@ -88,6 +90,5 @@ def expand(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         blocks: uint8 `[..., 16]`. Each byte has two numbers. The first number is in the lower 4 bits.
         scales: uint8 `[...]`, one scale for each block.
     """
-    values = np.empty((*blocks.shape[:-1], 32), np.float32)
-    values[..., 0::2], values[..., 1::2] = _VALUES[blocks & 15], _VALUES[blocks >> 4]
-    return np.ldexp(values, scales.astype(np.int32)[..., None] - 127).astype(ml_dtypes.bfloat16)
+    values = _PAIRS[blocks].reshape(*blocks.shape[:-1], 32)
+    return np.ldexp(values, scales.astype(np.int32)[..., None] - 127, out=values).astype(ml_dtypes.bfloat16)
