@@ -113,14 +113,14 @@ class EngineHandle:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
         The number is the room that the smallest instance has left after the prompt. An instance with room for fewer
-        than 512 tokens does not count, except the largest instance. A request with a short prompt therefore never needs
-        a merge of instances.
+        than 512 tokens does not count, except the largest instance. For this reason, a request with a short prompt
+        never needs a merge of instances.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 
     @property
     def stats(self) -> EngineStats:
-        """Totals since the start, such as steps, tokens, preemptions and compiled programs."""
+        """Totals since the start, such as numbers of steps, tokens, preemptions and compiled programs."""
         return self._with_outputs(self._dispatcher.call(engine_stats, self._engine).result())
 
     def _with_outputs(self, stats: EngineStats) -> EngineStats:
@@ -132,7 +132,7 @@ class EngineHandle:
         return self._dispatcher.call(instance_views, self._engine).result()
 
     def placement(self, instance: int = 0) -> Placement:
-        """Return the placement of an instance: for each layer, the devices that compute the layer (docs/placement.md).
+        """Return the placement of an instance, which names the devices that compute each layer (docs/placement.md).
 
         `to_dict()` of the result is a valid `EngineConfig.placement`. Raises `RequestError` if the instance does not
         exist.
@@ -164,7 +164,7 @@ class EngineHandle:
         return instances, memory, self._with_outputs(stats)
 
     def expert_loads(self) -> ExpertLoadReport:
-        """Return the number of tokens that each expert has computed, and the imbalance between ranks.
+        """Return the number of tokens that each expert has computed, and how unevenly the ranks are loaded.
 
         Waits for the steps in flight. Raises `RequestError` if the model has no experts.
         """
@@ -204,27 +204,27 @@ class EngineHandle:
             tensor_parallel_size: degree of the instances afterwards.
             devices: indices of the devices to change. The devices must form whole instances, and whole aligned groups
                 of the new degree. Default: all devices.
-            variant: name of a `TransformVariant`.
+            variant: name of the method, a `TransformVariant`.
             release_weights: whether a merge turns FFN weights that a rank does not need into KV cache. If False, all
                 weights stay, and the KV cache of the merged instance holds as many tokens as the caches before the
-                merge. A split always restores the weights. An instance that already has the degree does not change.
-                To release or restore the weights of such an instance, split and merge the instance.
+                merge. A split always restores the weights. An instance that already has the degree does not change. To
+                release or restore the weights of such an instance, split and merge the instance.
             layers_per_step: number of layers to switch between two steps, rounded up to whole segments
                 (`EngineConfig.segment_layers`). `"auto"`: one segment. If no request runs, all layers switch at once.
             wait_for_programs: whether to wait for programs that `warmup(background=True)` is still compiling. Requests
-                run as before in the meantime.
+                run as before in the meantime. If False, `ProgramsNotReadyError` is raised in this case.
             running: treatment of running requests. `"migrate"`: the requests continue on the new instances. `"pause"`:
-                the requests pause until the merged instance splits (see above). Requires `release_weights=False`.
-                `"wait"`: the transformation starts when the requests are finished. Until then, no other request starts
-                on these devices.
+                the requests pause until the merged instance splits, as explained above. `"pause"` requires
+                `release_weights=False`. `"wait"`: the transformation starts when the requests are finished. Until then,
+                no other request starts on these devices.
             order: `"layer"`: each layer changes as a whole. `"memory_first"`: in a merge, the FFN weights of all layers
-                become KV cache before the first page moves, so requests get more pages at once. In a split, the FFN
-                weights return after the last page has moved. Steps during the change take longer, because every layer
-                exchanges hidden states twice. `"memory_first"` has no effect if no weights are released or restored,
-                and it needs programs that a warm-up does not compile.
-            attention_degree: degree of the attention, a power of two. Below `tensor_parallel_size`, the instances get
-                data-parallel attention: each part with this many devices computes the attention of its own requests,
-                and all devices together compute the FFNs or experts. Default: `tensor_parallel_size`.
+                become KV cache before the first page moves. Requests then get more pages at once. In a split, the FFN
+                weights return after the last page has moved. Steps during a `"memory_first"` change take longer,
+                because every layer exchanges hidden states twice. `"memory_first"` has no effect if no weights are
+                released or restored, and it needs programs that a warm-up does not compile.
+            attention_degree: degree of the attention, a power of two. If it is less than `tensor_parallel_size`, the
+                instances get data-parallel attention. Each part with this many devices then computes the attention of
+                its own requests. All devices together compute the FFNs or experts. Default: `tensor_parallel_size`.
 
         Raises:
             LayoutError: the devices cannot form instances of this degree.
@@ -263,11 +263,12 @@ class EngineHandle:
         Return a report when the change is done. The sequences of the instance are divided into microbatches (shares),
         one for each device that computes the replicated layers. No request is lost or computed again.
 
-        If the device has no weights of these layers, it gets a copy. If the device serves another instance, it already
-        has the weights. The KV pages of the replicated layers then come from the pages of that instance.
+        If the device has no weights of these layers, the device gets a copy of the weights. A device that serves
+        another instance already has the weights. That instance then gives up some of its KV pages for the replicated
+        layers.
 
         Only layers at tensor-parallel degree 1 can be replicated. Split an instance of a higher degree first. An
-        instance with replicas cannot merge. `evict` the replicas first. docs/placement.md has examples.
+        instance with replicas cannot merge. Call `evict` before a merge. docs/placement.md has examples.
 
         Args:
             layers: layers to replicate, such as `range(5, 15)`.
@@ -287,10 +288,10 @@ class EngineHandle:
     def evict(
         self, layers: range, device: int, instance: int = 0, modules: PlacementModules = "layer"
     ) -> PlacementReport:
-        """Remove copies of layers from a device while requests run.
+        """Remove copies of layers from a device while requests run. Return a report when the change is done.
 
-        This reverses `replicate`. The errors are the same. Afterwards, the memory of the copies is free, except memory
-        that another instance uses.
+        This is the reverse of `replicate`, and raises the same errors. Afterwards, the memory of the copies is free,
+        except memory that another instance uses.
         """
         return self._change_placement("evict", device, instance, layers, modules)
 
@@ -305,12 +306,12 @@ class EngineHandle:
         """Move layers of an instance to another device while requests run. Return a report when the change is done.
 
         The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of other layers
-        on the old device. The embedding and the output projection stay on the old device. Other arguments and errors
-        are as for `replicate`.
+        on the old device. The embedding and the output projection stay on the old device. `layers`, `device` and
+        `instance` are as for `replicate`. The errors are those of `replicate`.
 
         Args:
-            modules: as for `replicate`, or `"kv"`. `"kv"` moves the same as `"attention"`, but the old device keeps
-                its copy of the attention weights. A later move back then copies no weights.
+            modules: as for `replicate`, or `"kv"`. `"kv"` moves the attention and its KV cache, like `"attention"`, but
+                the old device keeps a copy of the attention weights. A later move back then copies no weights.
             move_kv: whether the KV cache moves. If False, only the FFNs move. The attention stays, because it must run
                 on the device that holds the KV cache.
         """
@@ -319,15 +320,15 @@ class EngineHandle:
     def scale_out(self, device: int, instance: int = 0) -> PlacementReport:
         """Replicate all layers of an instance on an empty device. The copy then becomes a separate instance.
 
-        The device computes a share of the requests in each layer as soon as it has the layer. When it has all layers,
-        the sequences of this share move to the new instance. Errors are as for `replicate`.
+        As soon as the device has a layer, it computes this layer for a share of the requests. When the device has all
+        layers, the sequences of this share move to the new instance. The errors are those of `replicate`.
         """
         return self._change_placement("scale_out", device, instance)
 
     def scale_in(self, device: int, instance: int = 0) -> PlacementReport:
-        """End the instance on a device. Another instance continues its sequences, and the device is empty afterwards.
+        """End the instance on a device. Another instance takes over its sequences, and the device is empty afterwards.
 
-        Errors are as for `replicate`.
+        The errors are those of `replicate`.
 
         Args:
             device: device of the instance that ends.
@@ -358,16 +359,16 @@ class EngineHandle:
     def set_layout(self, tensor_parallel_size: int) -> float:
         """Regroup all devices into instances of one tensor-parallel degree while no request runs.
 
-        Return the duration in seconds. Raises `RequestError` if a request is waiting or running.
+        Return the duration of the change in seconds. Raises `RequestError` if a request is waiting or running.
         """
         return self._dispatcher.call(self._engine.set_layout, tensor_parallel_size).result()
 
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
         """Compile the programs of the given tensor-parallel degrees and of transformations between these degrees.
 
-        Return the number of programs that were compiled or loaded from the cache on disk. Each program also runs once.
-        No instance changes its degree. After a warm-up of all degrees, requests no longer wait for compilations.
-        `stats.late_programs` counts programs that the warm-up missed.
+        Return the number of programs that were missing. They were compiled or loaded from the cache on disk. Each
+        program also runs once. No instance changes its degree. After a warm-up of all degrees, requests no longer wait
+        for compilations. `stats.late_programs` counts programs that the warm-up missed.
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.

@@ -1,4 +1,4 @@
-"""Admission: start waiting sequences on instances, and preempt running sequences for them."""
+"""Admission: start waiting sequences on instances, and preempt running sequences to make room."""
 
 import time
 
@@ -21,9 +21,13 @@ _DECODE_COST = 16
 
 
 class Admission:
-    """Start and preemption of sequences. Without a scheduler, the engine calls `admit`.
+    """Methods that start and preempt sequences. Used by the dispatcher thread only.
 
-    A scheduler calls the other methods. Used by the dispatcher thread only.
+    Without a scheduler, the engine calls `admit` in each turn of its loop. With a scheduler, the engine does not call
+    `admit`. The scheduler then calls methods such as `start`, `preempt` and `offload`.
+
+    A lane is a group of sequences that travel through the layers of an instance together. If a request has several
+    samples (`n > 1`), the first sample is the leader. The further samples can share the prompt pages of the leader.
     """
 
     def __init__(
@@ -39,9 +43,12 @@ class Admission:
         self._geometry = cluster.dims.pages
 
     def admit(self) -> None:
-        """Start waiting sequences in the order of the queue.
+        """Start waiting sequences in the order of the queue, until the next sequence must wait for room.
 
-        No sequence overtakes another of its priority, so none starves.
+        Skip sequences that wait for the compilation of a program. If a sequence does not fit now, preempt sequences of
+        a lower priority. If that does not suffice, stop: no later sequence starts first, so no sequence waits forever.
+
+        Reject sequences whose deadline has passed, and sequences that are too long for every instance.
         """
         for sequence in self._sequences.waiting.expired(time.monotonic()):
             self._sequences.reject(sequence, DeadlineError("deadline exceeded while the request was queued"))
@@ -64,7 +71,10 @@ class Admission:
                 return
 
     def awaits_program(self, sequence: Sequence) -> bool:
-        """Return whether a program must be compiled before a waiting sequence can start. Request the program."""
+        """Return whether a waiting sequence needs a program that is not compiled yet.
+
+        If so, request the compilation of the missing programs in the background.
+        """
         wanted = []
         for instance in self._cluster.instances:
             if sequence.sampling.uses_state:
@@ -77,7 +87,7 @@ class Admission:
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def check_waiting(self, options: TransformOptions) -> None:
-        """Raise `RequestError` if a waiting request would fit on no instance after this transformation."""
+        """Raise `RequestError` if a waiting request would fit on no instance after the transformation `options`."""
         limit, degree = max(self._changes.capacity_to_come(i, options) for i in self._cluster.instances)
         for sequence in self._sequences.waiting:
             if sequence.max_total_tokens > limit:
@@ -87,7 +97,11 @@ class Admission:
                 )
 
     def _never_fits(self, sequence: Sequence) -> bool:
-        """Return whether a sequence fits on no instance, and no instance will become larger."""
+        """Return whether a sequence is too long for every instance.
+
+        Return False while instances may still become larger, because a change is in progress or devices are out of
+        service.
+        """
         if self._changes.busy or self._cluster.lost:
             return False
         return all(i.capacity_tokens < sequence.max_total_tokens for i in self._cluster.instances)
@@ -95,7 +109,10 @@ class Admission:
     # Decisions of a scheduler
 
     def start(self, instance: Instance, sequence: Sequence) -> None:
-        """Start a waiting sequence on an instance. Raise `RequestError`, and change nothing, if that is impossible."""
+        """Start a waiting sequence on an instance.
+
+        Raises `RequestError`, and changes nothing, if the sequence does not wait or does not fit on the instance.
+        """
         most = sequence.max_total_tokens
         if sequence not in self._sequences.waiting or sequence.num_in_flight:
             raise RequestError(f"request {sequence.request_id!r} does not wait")
@@ -107,9 +124,10 @@ class Admission:
         self._start(instance, lane, sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Requeue a running sequence and free its pages. It is computed again from its tokens later.
+        """Free the pages of a running sequence, and return the sequence to the queue.
 
-        Raise `RequestError`, and change nothing, if the sequence does not run or its instance is being transformed.
+        Later, the sequence is computed again from its tokens. Raises `RequestError`, and changes nothing, if the
+        sequence does not run or its instance is being transformed.
         """
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
@@ -118,9 +136,9 @@ class Admission:
     def offload(self, sequence: Sequence) -> None:
         """Copy the KV cache of a running sequence to host memory, and return the sequence to the queue.
 
-        Later, the sequence continues without being computed again. Raises `RequestError`, and changes nothing, in four
-        cases: the sequence does not run, its instance is changing, programs are missing, or the host memory for
-        offloaded requests is used up.
+        Later, the sequence continues without being computed again. Raises `RequestError`, and changes nothing, if the
+        sequence does not run, if its instance is changing, if programs are still being compiled, if the host memory for
+        offloaded requests is used up, or if the copy fails.
         """
         if sequence.slot < 0 or sequence.paused or sequence.pages is None:
             raise RequestError(f"request {sequence.request_id!r} does not run")
@@ -151,7 +169,10 @@ class Admission:
     # Start of one sequence
 
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Remove a sequence from the queue, and give it pages and a slot. If that fails, only this sequence ends."""
+        """Remove a sequence from the queue, and give the sequence pages and a slot.
+
+        If that fails, the sequence ends with an error. Other sequences continue.
+        """
         self._sequences.waiting.remove(sequence)
         try:
             if sequence.host_pages is not None:
@@ -184,9 +205,9 @@ class Admission:
         sequence.start()
 
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Let a further sample (`n > 1`) share the prompt's pages with the first sample, its leader.
+        """Let a further sample of a request use the prompt pages of the first sample, its leader.
 
-        The sequence computes the last token of the prompt again, in its own copy of the last page.
+        The further sample computes the last token of the prompt again, in its own copy of the last prompt page.
         """
         leader = sequence.leader
         assert leader is not None, "only siblings fork"
@@ -205,10 +226,10 @@ class Admission:
     # Search for an instance. These methods change nothing.
 
     def leader_home(self, sequence: Sequence) -> Instance | None:
-        """Return the instance on which a further sample can share the prompt pages of the first sample, its leader.
+        """Return the instance where a further sample of a request can share the prompt pages of its leader.
 
-        Return None if there is no such instance. The further sample needs a slot and one page, for its own copy of the
-        prompt's last page.
+        Return None if there is no such instance. The further sample needs a free slot there, and one available page for
+        its own copy of the last prompt page.
         """
         leader = sequence.leader
         if leader is None or sequence.host_pages is not None or sequence.num_generated:
@@ -222,9 +243,10 @@ class Admission:
         return home if home.num_free_slots and lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
     def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
-        """Choose an instance and lane that can start a sequence now, with the least work. Return None if there is none.
+        """Return the instance and the lane in which to start a sequence now. Return None if no lane has room.
 
-        A further sample that can share the prompt pages of its leader gets the leader's lane.
+        Among the lanes with room, the lane with the least work is chosen. A further sample that can share the prompt
+        pages of its leader gets the leader's lane.
         """
         if (home := self.leader_home(sequence)) is not None:
             assert sequence.leader is not None, "it has a home"
@@ -245,9 +267,10 @@ class Admission:
         return best[1:] if best else None
 
     def _lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
-        """Return the lane of an instance in which to start a sequence. Return None if it fits in no lane.
+        """Return the lane of an instance in which to start a sequence. Return None if the sequence fits in no lane.
 
-        This is the lane of the sequence's leader, or the lane with the most available pages.
+        If the sequence can share the prompt pages of its leader, this is the leader's lane. Otherwise, it is the lane
+        with the most available pages.
         """
         if self.leader_home(sequence) is instance:
             assert sequence.leader is not None, "it has a home"
@@ -264,14 +287,14 @@ class Admission:
         return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
 
     def _victims(self, sequence: Sequence) -> list[Sequence]:
-        """Return sequences of one instance to preempt so that `sequence` can start there. Return [] if there are none.
+        """Return the sequences to preempt so that `sequence` can start. Return [] if preemption does not suffice.
 
-        Running sequences are preempted only if their priority (`Sequence.rank`) is lower than the priority of
-        `sequence`. The last in order is preempted first. Paused sequences of the same or a lower priority are preempted
-        before running ones.
+        All returned sequences are in one lane. Running sequences are returned only if their priority (`Sequence.rank`)
+        is lower than the priority of `sequence`. The last sequence in order is preempted first. Paused sequences of the
+        same or a lower priority are preempted before running sequences.
 
-        If several instances qualify, compare the most important victim of each. The instance whose most important
-        victim is last in order is chosen.
+        If several lanes qualify, compare the most important victim of each lane. The lane whose most important victim
+        is last in order is chosen.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
         for instance, _, lane in self._suitable(sequence):
@@ -289,7 +312,7 @@ class Admission:
         return max(found, key=lambda item: item[0])[1] if found else []
 
     def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
-        """Return the lanes in which a sequence would fit if they were empty, each with its instance and its index."""
+        """Return the lanes that could hold a sequence if they were empty, as `(instance, lane index, lane)`."""
         return [
             (instance, number, lane)
             for instance in self._cluster.instances
@@ -300,7 +323,7 @@ class Admission:
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of the pages that a sequence may take from the prefix cache.
 
-        The page with the last token is left out, because a step must compute this token to sample the next token.
+        The page with the last known token is left out. A step must compute this token to sample the next token.
         """
         if sequence.needs_prompt_logits or sequence.host_pages is not None:
             return []
@@ -309,10 +332,15 @@ class Admission:
         return sequence.page_keys.keys[: (sequence.num_known - 1) // self._geometry.page_size]
 
     def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
-        """Return the number of tokens for which pages must be available before a sequence starts.
+        """Return the number of tokens for which a lane must have available pages before a sequence starts.
 
-        It includes one page for each running sequence. Otherwise, the new sequence could be preempted for their next
-        tokens.
+        The number includes one page for each running sequence, for its next tokens. Without these pages, the new
+        sequence could soon be preempted.
+
+        Args:
+            lane: lane in which the sequence would start.
+            sequence: sequence to start.
+            num_leaving: number of running sequences that leave the lane first. They need no page.
         """
         page_size = self._geometry.page_size
         return min(sequence.num_known + page_size, sequence.max_total_tokens) + page_size * (
@@ -320,7 +348,7 @@ class Admission:
         )
 
     def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
-        """Return whether a sequence could start in a lane if other sequences left."""
+        """Return whether a sequence could start in a lane after the sequences `leaving` have left the lane."""
         if lane.closed or len(lane.running) - len(leaving) >= lane.max_running:
             return False
         needed = self._geometry.pages_for(self._tokens_needed(lane, sequence, len(leaving)))

@@ -12,7 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWarmup:
-    """Latest background warm-up, and its progress for each degree. Used by the dispatcher thread only."""
+    """Compilation of programs by degree while requests run. Used by the dispatcher thread only.
+
+    Keeps the progress of the latest background warm-up. A degree is the number of devices of an instance.
+    """
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
@@ -27,10 +30,10 @@ class BackgroundWarmup:
         )
 
     def begin(self, degrees: list[int]) -> int:
-        """Compile all programs of the degrees, and of transformations between them, while requests run.
+        """Start to compile all programs of some degrees in the background. Return the number of missing programs.
 
-        Programs of the present degree are compiled first. After a warm-up of all degrees, the registry of programs is
-        marked as `complete`. Return the number of missing programs.
+        Programs of transformations between these degrees are included. Programs of the present degree are compiled
+        first. If `degrees` has all degrees of the engine, the registry of programs is marked as `complete` at the end.
         """
         cluster, executables = self._cluster, self._cluster.executables
         for tp in degrees:
@@ -49,7 +52,10 @@ class BackgroundWarmup:
         return len(missing)
 
     def take_arrived(self) -> bool:
-        """Store programs that were compiled in the background. Return whether there were any."""
+        """Store the programs that background threads have compiled since the last call.
+
+        Return False if there are none.
+        """
         arrived = set(self._cluster.executables.take_arrived(self._cluster.reserve_temporaries))
         if not arrived:
             return False
@@ -63,14 +69,14 @@ class BackgroundWarmup:
         return True
 
     def is_ready(self, tp: int) -> bool:
-        """Return whether all programs of degree `tp` are compiled.
+        """Return whether the latest background warm-up has compiled all programs of degree `tp`.
 
-        True if there was no background warm-up of this degree.
+        Also return True if the warm-up did not include this degree, or if there was no warm-up.
         """
         return not self._missing.get(tp)
 
     def check(self, tp: int) -> None:
-        """Raise `ProgramsNotReadyError` if degree `tp` is not ready."""
+        """Raise `ProgramsNotReadyError` if the background warm-up is still compiling programs of degree `tp`."""
         if missing := len(self._missing.get(tp, ())):
             raise ProgramsNotReadyError(
                 f"TP{tp} is not ready: {missing} of its {len(self._wanted[tp])} programs are still being compiled in "

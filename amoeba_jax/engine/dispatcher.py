@@ -1,8 +1,8 @@
 """The thread that launches all programs.
 
-One thread launches everything, on every instance. The reason: two threads that launch collective programs on different
-sub-meshes can deadlock (measured on CPU), and on GPU the order of NCCL launches must agree across ranks. Other threads
-pass calls to this thread and get futures.
+One thread launches the programs of all instances, for two reasons. On CPU, two threads that launch collective programs
+on different sub-meshes can deadlock (measured). On GPU, all ranks must launch NCCL programs in the same order. Other
+threads pass calls to this thread and get futures.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Dispatcher:
 
     Attributes:
         outputs: thread that converts updates of sequences to outputs.
-        num_held: number of times that launches stopped because `outputs` was behind.
+        num_held: number of turns of the loop that launched nothing, because `outputs` had too many updates to convert.
     """
 
     def __init__(self, engine: Engine):
@@ -44,9 +44,9 @@ class Dispatcher:
         self._thread.start()
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """Run `function(*args)` in the dispatcher thread, between launches.
+        """Let the dispatcher thread run `function(*args)` between launches. Return a future of the result.
 
-        Raises `EngineClosedError` if the thread has ended.
+        Raises `EngineClosedError` if the thread has ended. Any thread may call this.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -56,11 +56,14 @@ class Dispatcher:
         return future
 
     def wake(self) -> None:
-        """Wake the loop, so that its next turn starts. Any thread may call this."""
+        """Start the next turn of the loop at once if the loop is waiting. Any thread may call this."""
         self._calls.put(_WAKE)
 
     def close(self) -> None:
-        """End all requests, stop both threads and free the device memory. May be called twice."""
+        """End all requests, stop the dispatcher thread and the output thread, and free the device memory.
+
+        May be called twice.
+        """
         with self._lock:
             if self._closed is None:
                 self._closed = EngineClosedError("close() was called")
@@ -94,9 +97,9 @@ class Dispatcher:
             engine.close()
 
     def _serve_calls(self, timeout_s: float | None) -> bool:
-        """Wait for a call or a wake-up, at most `timeout_s` seconds. Serve all queued calls.
+        """Wait until another thread calls or wakes this thread, at most `timeout_s` seconds. Run all queued calls.
 
-        Return False if the loop must stop.
+        If `timeout_s` is None, wait without limit. Return False if the loop must stop.
         """
         block = True
         while True:
@@ -134,6 +137,9 @@ class Dispatcher:
         return error
 
     def _end_early(self, sequence: Sequence, stop: str | None) -> None:
-        """Ask the engine to finish a sequence at a stop string, or to abort it if `stop` is None. Do not wait."""
+        """Ask the engine to end a sequence early. Return at once.
+
+        `stop` is the stop string at which the sequence finishes. If `stop` is None, the sequence is aborted.
+        """
         with contextlib.suppress(EngineClosedError):
             self.call(self._engine.finish, [sequence], "abort" if stop is None else "stop", stop)

@@ -2,12 +2,12 @@
 
 `Dispatcher` runs the loop in one thread. A turn of the loop:
 
-1. Serve the calls of other threads: `submit`, `finish`, `transform` (`Dispatcher`).
-2. `collect`: take the results of finished steps, and end changes of instances whose last step has run.
-3. `advance`: continue changes whose programs have arrived, start waiting sequences (the scheduler or `Admission`
-   decides), and launch a step on each instance that has fewer than two steps in flight (`Steps.launch`).
+1. `Dispatcher` runs the calls of other threads, such as `submit`, `finish` and `transform`.
+2. `collect`: take the results of finished steps. End each change of degree or placement whose last step has finished.
+3. `advance`: continue changes whose programs are now compiled. Start waiting sequences, as the scheduler or `Admission`
+   decides. Launch a step on each instance that has fewer than two steps in flight (`Steps.launch`).
 
-While a device computes one step, the host takes the results of the step before.
+While a device computes one step, the host takes the results of the previous step.
 """
 
 import itertools
@@ -43,26 +43,27 @@ class SchedulerHook(Protocol):
     interval_s: float
 
     def schedule(self) -> None:
-        """Decide: start, preempt or reject sequences, or change instances.
+        """Start, preempt or reject sequences, or change instances, as the scheduler decides.
 
-        The methods for this are in `Engine.admission`, `Sequences.reject` and `Engine.transform`. All other sequences
-        stay in `Engine.waiting`. If `Sequences.num_changes` has not grown, the decision would be the same as before.
-        Runs in the dispatcher thread between steps, and must not wait for a device.
+        The methods for this are in `Engine.admission`, `Sequences.reject` and `Engine.transform`. Waiting sequences
+        that are not started or rejected stay in `Engine.waiting`. If `Sequences.num_changes` is the same as in the
+        previous call, the decision would be the same too. This method runs in the dispatcher thread between steps, and
+        must not wait for a device.
         """
         ...
 
 
 class Engine:
-    """Instances and requests behind the Python API.
+    """State behind the Python API: the instances and their requests.
 
     All methods run in the dispatcher thread, except `check_request` and `default_max_tokens`.
 
     Attributes:
-        waiting: queued sequences, in the order in which they start.
-        scheduler_hook: scheduler that starts sequences and changes instances. None: `Admission` starts sequences, and
-            instances change only by `transform`.
-        closing: True when `close` will be called soon. Any thread may set it. A warm-up then ends before its next
-            program.
+        waiting: queue of sequences, in the order in which the sequences start.
+        scheduler_hook: scheduler that starts sequences and changes instances. If None, `Admission` starts sequences,
+            and instances change only when a caller asks for it (`transform`, `change_placement`).
+        closing: True when `close` will be called soon. Any thread may set `closing`. A warm-up then ends before its
+            next program.
     """
 
     def __init__(self, cluster: Cluster):
@@ -82,7 +83,10 @@ class Engine:
     # The loop
 
     def collect(self) -> None:
-        """Take the results that have arrived, in the order of their steps. End changes whose last step has run."""
+        """Take the results of finished steps, in the order of the steps.
+
+        Also end each change of degree or placement whose last step has finished.
+        """
         for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
                 self.steps.take(instance, instance.pending.popleft())
@@ -91,8 +95,8 @@ class Engine:
     def advance(self) -> bool:
         """Continue changes, start waiting sequences, and launch one step on each instance that can take one.
 
-        Return whether anything was launched. If so, call this again, because more launches may be possible. Raises
-        `RuntimeError` if there are requests, and nothing can ever serve them.
+        Return whether anything was launched. If True, call `advance` again, because more launches may be possible.
+        Raises `RuntimeError` if requests are left that can never be served.
         """
         if arrived := self.background_warmup.take_arrived():
             self.changes.retry()
@@ -153,9 +157,9 @@ class Engine:
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `ContextLengthError` if no instance can hold a request after the present transformations.
+        """Raise `ContextLengthError` if a request is too long for every instance.
 
-        Any thread may call this.
+        The instances count as they will be after the transformations in progress. Any thread may call this.
         """
         total = num_prompt_tokens + max_tokens
         if not self.instances:
@@ -170,20 +174,20 @@ class Engine:
             )
 
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the number of tokens that a request may generate if its caller sets no limit: the free context of the
-        smallest instances.
+        """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        Instances that would leave less than `ENOUGH_TOKENS` free do not count, except the largest. Any thread may call
-        this.
+        The number is the room that the smallest instance has left after the prompt. An instance with room for fewer
+        than `ENOUGH_TOKENS` tokens does not count, except the largest instance. Any thread may call this.
         """
         free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it, _ in self._capacities()) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
 
     def _capacities(self) -> list[tuple[int, int]]:
-        """Return capacity in tokens and degree of each instance after the present transformations.
+        """Return `(capacity in tokens, degree)` of each instance, as it will be after the transformations in progress.
 
-        With a scheduler, which may change the layout, instances of all degrees count too. Schedulers keep data-parallel
-        attention.
+        A scheduler may form instances of any degree. If there is a scheduler, the capacity at each possible degree is
+        therefore added. Engines with data-parallel attention are an exception, because a scheduler does not change
+        their instances.
         """
         instances = self.instances
         found = [self.changes.capacity_to_come(instance) for instance in instances]
@@ -192,10 +196,10 @@ class Engine:
         return found
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Queue sequences. Skip sequences that have been cancelled.
+        """Add sequences to the queue, except sequences that are already cancelled.
 
-        Each sequence is checked again, because instances may have become smaller since the check in the caller's
-        thread. If a sequence does not fit any more, it ends with an error.
+        Each sequence is checked again (`check_request`), because instances may have become smaller since the check in
+        the caller's thread. A sequence that no longer fits ends with an error.
         """
         for sequence in [sequence for sequence in sequences if not sequence.finished]:
             number = next(self._numbers)
@@ -226,17 +230,21 @@ class Engine:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """Serving replicas, by their first device."""
+        """Instances that serve requests, in the order of their first devices. Paused instances are left out."""
         return self.cluster.instances
 
     def capacity_tokens(self, tp: int) -> int:
-        """Return the tokens in the KV cache of an instance of degree `tp` after it has released unneeded weights."""
+        """Return the number of tokens that fit in the KV cache of an instance of degree `tp`.
+
+        The instance is assumed to have released all weights that it does not need, so that they are KV cache.
+        """
         return self.cluster.plan.capacity_tokens(tp, tp)
 
     def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
-        """Begin to change the degree of instances while requests run. See `LLM.transform`.
+        """Begin to change the degree of instances while requests run. Return a future of the report.
 
-        Raises `LayoutError` or `RequestError`, and changes nothing, if the transformation is impossible.
+        `LLM.transform` explains the options. Raises `LayoutError`, `RequestError` or `ProgramsNotReadyError`, and
+        changes nothing, if the transformation is impossible now.
         """
         degree = options.tensor_parallel_size
         self.cluster.sub_meshes.check_degree(degree)
@@ -247,17 +255,18 @@ class Engine:
         return self.changes.request(options)
 
     def change_placement(self, options: PlacementOptions) -> "Future[PlacementReport]":
-        """Begin to change the placement of an instance while requests run. See `LLM.replicate` and its relatives.
+        """Begin to change the placement of an instance while requests run. Return a future of the report.
 
-        Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if the change is impossible.
+        See `LLM.replicate`, `LLM.evict`, `LLM.migrate`, `LLM.scale_out` and `LLM.scale_in`. Raises `LayoutError`,
+        `RequestError` or `MemoryBudgetError`, and changes nothing, if the change is impossible.
         """
         return self.changes.request(options)
 
     def limit_batch(self, instance_id: int, size: int | None) -> None:
-        """Limit the number of running sequences of an instance. None: only its slots limit it.
+        """Limit the number of running sequences of an instance to `size`.
 
-        Sequences that already run continue. Raises `RequestError` if the instance does not exist, or if `size` is below
-        1.
+        If `size` is None, only the number of slots limits the instance. Sequences that already run continue. Raises
+        `RequestError` if the instance does not exist, or if `size` is below 1.
         """
         instance = next((i for i in self.instances if i.id == instance_id), None)
         if instance is None:
@@ -268,7 +277,7 @@ class Engine:
         self.sequences.num_changes += 1
 
     def end_transformations(self) -> None:
-        """Run the loop until all transformations have ended."""
+        """Run the loop until all transformations and placement changes have ended."""
         while self.changes.busy:
             self.advance()
             self.drain()
@@ -277,7 +286,7 @@ class Engine:
                 self.cluster.executables.background.wait()
 
     def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
-        """Regroup all devices into instances of degree `tp`. Return the duration in seconds.
+        """Regroup all devices into instances of degree `tp`. Return the duration of the change in seconds.
 
         Raises `RequestError` if requests are waiting, running or paused.
         """
@@ -291,9 +300,9 @@ class Engine:
         return time.perf_counter() - start
 
     def check_idle(self, problem: str) -> None:
-        """Raise `RequestError` if there are requests, transformations or other changes.
+        """Raise `RequestError` if there are requests, transformations or placement changes.
 
-        Its message starts with `problem`.
+        First wait for all steps in flight. The message of the error starts with `problem`.
         """
         self.drain()
         if self.has_requests or self.changes.busy:

@@ -12,10 +12,10 @@ from kvcache.pages import SequencePages
 
 
 def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
-    """Compute the f32 logits `[len(tokens), V]` at every position of a sequence.
+    """Return the logits at every position of a sequence, `[len(tokens), V]` in f32. V is the size of the vocabulary.
 
-    Positions before `decode_from` are computed in chunks, and the others one token at a time. Runs in the dispatcher
-    thread. Raises `RequestError` if the sequence is too long, or running requests leave too few pages.
+    Positions before `decode_from` are computed in chunks. Later positions are computed one token at a time. Runs in the
+    dispatcher thread. Raises `RequestError` if the sequence is too long, or if running requests leave too few pages.
     """
     engine.check_request(len(tokens), 0)
     steady = [instance for instance in engine.instances if instance.transition is None]

@@ -40,7 +40,10 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
 
 
 def expert_load_report(engine: Engine) -> ExpertLoadReport:
-    """Return the loads that `ExpertLoads.collect` has collected. The model must have experts."""
+    """Return the number of tokens that each expert has computed, and the imbalance of each instance.
+
+    Only steps that `ExpertLoads.collect` has already counted are included. The model must have experts.
+    """
     loads, dims = engine.cluster.factory.hidden.loads, engine.dims
     assert loads is not None, "the model has experts"
     tokens = sum(loads.totals.values(), start=np.zeros(dims.load_shape, np.int64))
@@ -50,7 +53,7 @@ def expert_load_report(engine: Engine) -> ExpertLoadReport:
 
 
 def memory_report(engine: Engine) -> MemoryReport:
-    """Return the bytes of each owner on each device."""
+    """Return the bytes that each owner, such as weights or KV cache, uses on each device."""
     dims = engine.dims
     cluster = engine.cluster
     padding_bytes = [cluster.weights.padding_bytes(device) for device in range(len(cluster.ledgers))]
@@ -76,7 +79,10 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 
 def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the bytes of pages in use on each device, and the bytes of pages that only the prefix cache holds."""
+    """Return two tuples with the bytes of KV pages on each device: `(used, kept)`.
+
+    `used` counts the pages in use by sequences. `kept` counts the pages that only the prefix cache holds.
+    """
     cluster, dims = engine.cluster, engine.dims
     unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp
     live, kept = [0] * len(cluster.ledgers), [0] * len(cluster.ledgers)
@@ -102,7 +108,7 @@ def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def engine_stats(engine: Engine) -> EngineStats:
-    """Return the engine's totals since the start."""
+    """Return a copy of the engine's statistics since the start."""
     stats, statuses = engine.stats, engine.changes.statuses
     return replace(
         stats,

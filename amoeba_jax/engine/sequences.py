@@ -1,4 +1,4 @@
-"""Queue of waiting sequences, and the end of every sequence."""
+"""Queue of waiting sequences, preemption of sequences, and the end of every sequence."""
 
 import logging
 
@@ -18,10 +18,10 @@ class Sequences:
     """All sequences of an engine. Used by the dispatcher thread only.
 
     Attributes:
-        waiting: queued sequences, in the order in which they start.
-        siblings: further samples of requests with `n > 1` that are not queued yet.
-        num_changes: number of events after which a waiting sequence may be able to start. Examples: a sequence was
-            queued, ended or lost its pages, or the last token of a preempted sequence arrived.
+        waiting: queue of sequences, in the order in which the sequences start.
+        siblings: second and later samples of requests with `n > 1`, until they enter the queue.
+        num_changes: number of events so far after which a waiting sequence may be able to start. Examples: a sequence
+            was queued, ended or lost its pages, or the last token of a preempted sequence arrived.
     """
 
     def __init__(self, cluster: Cluster, stats: EngineStats):
@@ -45,7 +45,11 @@ class Sequences:
         self.num_changes += 1
 
     def share_out(self) -> None:
-        """Sort the queue by the shares of the clients, if anything has changed since the last call."""
+        """Sort the queue again if anything has changed since the last call.
+
+        Each client has an equal share of the engine (`mark_beyond_share`). Sequences beyond the share of their client
+        start after the others.
+        """
         if self._shared_at == self.num_changes:
             return
         running = self.running
@@ -59,10 +63,11 @@ class Sequences:
         self._shared_at = self.num_changes
 
     def preempt(self, instance: Instance, sequence: Sequence) -> None:
-        """Free the pages of a sequence and requeue it as the first of its priority.
+        """Free the pages of a running sequence, and put the sequence back into the queue, first of its priority.
 
-        The sequence is computed again from its tokens. If one of its tokens is in flight, the token is still used. A
-        token whose sampling waits for a matcher is sampled again later.
+        Later, the sequence is computed again from its tokens. If one of its tokens is in flight, this token is still
+        used when it arrives. The exception is a token of structured output whose sampling was put off. This token is
+        sampled again later.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0
@@ -73,7 +78,11 @@ class Sequences:
         self.enqueue(sequence)
 
     def release_siblings(self, leader: Sequence) -> None:
-        """Queue the other samples of a request whose leader has the prompt's pages, up to their share of the slots."""
+        """Let the second and later samples of a request enter the queue. `leader` is the first sample.
+
+        Call this when the prompt of the leader is computed, or when the leader is preempted or ends. If the samples of
+        all requests would use too many slots, some enter the queue later (`Siblings`).
+        """
         self.siblings.release(leader)
         self._admit_siblings()
 
@@ -85,7 +94,8 @@ class Sequences:
     def cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Add the full pages of a sequence to the prefix cache.
 
-        A page is added if the host knows its tokens, and if the steps that compute it are done or in flight.
+        Only pages whose tokens are known on the host are added. The steps that compute these pages must be done or in
+        flight.
         """
         cache = instance.lane_of(sequence).cache
         if sequence.needs_prompt_logits or not cache.enabled:
@@ -104,16 +114,17 @@ class Sequences:
     # The end of sequences
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End sequences early and free their pages. Sequences that have already ended are skipped."""
+        """End sequences early and free their pages. Skip sequences that have already ended."""
         for sequence in sequences:
             if not sequence.finished:
                 sequence.finish(reason, stop_reason)
                 self._end(sequence)
 
     def reject(self, sequence: Sequence, error: Exception) -> None:
-        """End a sequence with an error for the client. Also end the samples of its request that wait for it.
+        """End a sequence, and pass an error to the client.
 
-        A `RequestError` is passed on as it is. An unexpected error becomes a `RequestFailedError`.
+        Later samples of the same request that wait for this sequence end too. A `RequestError` is passed on unchanged.
+        An unexpected error becomes a `RequestFailedError`.
         """
         if not isinstance(error, RequestError | NotANumberError | RequestFailedError):
             logger.error("request %s cannot be served", sequence.request_id, exc_info=error)
@@ -148,7 +159,7 @@ class Sequences:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished sequence from its instance or from the queue.
 
-        Queue the samples of its request that waited for it.
+        Later samples of the same request that waited for this sequence enter the queue.
         """
         if sequence.slot >= 0:
             self._take_off(self._cluster.instance_of(sequence), sequence)
@@ -159,9 +170,9 @@ class Sequences:
         self.release_siblings(sequence)
 
     def report(self, update: Update) -> None:
-        """Pass an update to the function that receives the updates of its sequence.
+        """Pass an update to the function that takes the updates of its sequence.
 
-        If it raises, abort the sequence.
+        If this function raises an error, abort the sequence.
         """
         sequence = update.sequence
         try:

@@ -1,7 +1,8 @@
-"""Life of a step: plan it, launch it, take its results, and recover its instance if it failed.
+"""Life of a step: plan the step, launch it, take its results, and recover the instance if the step failed.
 
-The KV cache is donated to each program, and the program returns it. If a program fails, for example for lack of memory,
-the extents that were donated to it are lost. They are lost for every later step too. Steps never donate weights.
+Each program takes the KV cache as a donated argument and returns it. If a program fails, for example for lack of
+memory, the donated buffers are lost. Later steps cannot use them, so the instance gets new, empty buffers. Weights are
+never donated in a step, so that a failure cannot lose them.
 """
 
 import bisect
@@ -42,7 +43,7 @@ MAX_FAILURES_IN_A_ROW = 16
 
 
 class Steps:
-    """Steps of all instances. Used by the dispatcher thread only."""
+    """Planning, launch, results and failures of the steps of all instances. Used by the dispatcher thread only."""
 
     def __init__(
         self,
@@ -58,10 +59,11 @@ class Steps:
     # Launch
 
     def launch(self, instance: Instance) -> bool:
-        """Launch the next step of an instance. If the instance is changing, switch layers before the step.
+        """Launch the next step of an instance.
 
-        Return False if nothing was done: `MAX_PENDING_STEPS` steps are in flight, or there is nothing to compute. A
-        step that fails counts as launched.
+        If the instance is changing, first switch layers to the new degree or placement. Return False if nothing was
+        done, because `MAX_PENDING_STEPS` steps are in flight, or because there is nothing to compute. Return True for a
+        step that fails at its launch.
         """
         changes, transition = self._changes, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance):
@@ -92,9 +94,9 @@ class Steps:
         return transition is not None or plan is not None
 
     def _reserve_next_tokens(self, instance: Instance) -> int:
-        """Reserve a page for the next token of every sequence. If pages run out, preempt the last sequence in order.
+        """Reserve pages for the next tokens of all running sequences. Return the number of preempted sequences.
 
-        Return the number of preempted sequences.
+        When no page is available, the last sequence in order is preempted.
         """
         num_preempted = 0
         for sequence in sorted((s for s in instance.running if s.num_uncomputed_tokens > 0), key=lambda s: s.order):
@@ -105,10 +107,10 @@ class Steps:
         return num_preempted
 
     def _plan(self, instance: Instance) -> StepPlan | None:
-        """Return the best step whose programs are compiled and have not failed. Return None if there is no such step.
+        """Return the best step that can be launched now, or None. All programs of this step are compiled.
 
-        Also request the missing programs of the best step. Until they are compiled, sequences that do not need them
-        continue.
+        If there is a better step whose programs are missing, request their compilation. Until these programs are
+        compiled, sequences that do not need them continue.
         """
         plans, runner = self._plans(instance), instance.runner
         best = next(plans, None)
@@ -121,7 +123,7 @@ class Steps:
         return other
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
-        """Yield the best step, and then other steps that can run until the programs of the best step are compiled."""
+        """Yield the best step, then further steps to try while programs of the best step are missing."""
         if len(instance.lanes) > 1:
             yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, instance.last_was_prompt)
             return
@@ -134,8 +136,13 @@ class Steps:
     def _request_programs(self, instance: Instance, best: StepPlan, other: StepPlan | None) -> None:
         """Compile the programs of the best step in the background, for all instances of the same degree.
 
-        `other` is the step that runs in the meantime, or None. If it leaves sequences out, first compile programs with
-        which any number of sequences can run.
+        If `other` is None or leaves sequences out, first compile the programs of larger steps that can run any number
+        of sequences.
+
+        Args:
+            instance: instance that runs the step.
+            best: step whose programs are missing.
+            other: step that runs in the meantime. None: no step can run.
         """
         executables = self._cluster.executables
         if len(instance.lanes) > 1:
@@ -157,7 +164,8 @@ class Steps:
     def _launched(self, instance: Instance, plan: StepPlan, step: PendingStep) -> None:
         """Record a launched step.
 
-        Cache the pages of prompts that the step completes, and queue the other samples of these requests.
+        If the step completes a prompt, add the pages of the prompt to the prefix cache, and let further samples of its
+        request enter the queue.
         """
         if instance.transition is not None:
             step.decodes = False
@@ -181,8 +189,9 @@ class Steps:
     def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:
         """Reject the sequence that most likely prevents a step, so that the other sequences can continue.
 
-        Sequences of a step differ in their sampler programs. The rejected sequence is the last one with the rarest
-        sampler.
+        The sequences of a step differ only in the programs that sample for them. Sequences with the sampler `full` are
+        therefore rejected first, then sequences with `sample`, then sequences with `greedy`. Among equals, the last
+        sequence in order is rejected.
         """
         kinds = ("greedy", "sample", "full")
         sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
@@ -194,9 +203,9 @@ class Steps:
     # Results
 
     def take(self, instance: Instance, step: PendingStep) -> None:
-        """Wait for the results of a step, report its tokens, and end sequences that are complete.
+        """Wait for the results of a step, report the new tokens, and end sequences that are complete.
 
-        If the sampling of the next step waits for these tokens, launch it.
+        If the sampling of the next step needs these tokens, launch this sampling now.
         """
         try:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
@@ -236,7 +245,11 @@ class Steps:
         self._sample_late(instance)
 
     def _sample_late(self, instance: Instance) -> None:
-        """Launch the sampling of the next step in flight, if the sampling has waited for its matchers."""
+        """Launch the sampling of the oldest step in flight, if the sampling was put off.
+
+        With structured output, the allowed tokens depend on the previous token. The sampling is then put off until the
+        host knows the previous token.
+        """
         step = next(iter(instance.pending), None)
         if step is None or step.logits is None:
             return
@@ -248,9 +261,14 @@ class Steps:
             self.recover(instance, error, step.rows, step.sampled)
 
     def _report_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
-        """Report the log-probabilities of a chunk of a prompt.
+        """Report the log-probabilities of one chunk of a prompt.
 
-        After a preemption, a prompt is computed again. Its tokens that were already reported are left out.
+        After a preemption, the prompt is computed again. Tokens that were already reported are left out.
+
+        Args:
+            instance: instance that computed the chunk.
+            row: row of the step with the chunk.
+            packed: log-probabilities as the program returns them (`unpack_logprobs`).
         """
         sequence = row.sequence
         logprobs = unpack_logprobs(packed[row.place :])  # earlier rows are padding, with one token each
@@ -268,9 +286,9 @@ class Steps:
         self._sequences.report(Update(sequence, prompt_logprobs=entries))
 
     def _reject_nan(self, instance: Instance, sequence: Sequence) -> None:
-        """Reject a sequence whose logits are not finite, and remove its pages from the prefix cache.
+        """Reject a sequence whose logits are infinite or not numbers, and remove its pages from the prefix cache.
 
-        The pages need no zeroing before reuse, because a sequence writes every position before it attends to it.
+        The freed pages need no zeroing. A later sequence writes each position of a page before it reads the position.
         """
         self._stats.nan_logits += 1
         self._sequences.reject(
@@ -299,18 +317,21 @@ class Steps:
     def recover(
         self, instance: Instance, error: Exception, rows: Iterable[Row] = (), sampled: Iterable[Row] = ()
     ) -> None:
-        """Give an instance an empty cache after a program failed, and requeue its sequences.
+        """Give an instance an empty cache after a program failed, and requeue the sequences of the instance.
 
-        If the instance is changing, its group continues at the higher degree. If the instance is paused, the instance
-        that serves on its devices recovers, because that instance has the cache.
+        If the instance is changing its degree, its devices continue as one instance of the higher degree. If the
+        instance is paused, another instance serves on its devices and has the cache. That instance is recovered
+        instead.
 
         Args:
             instance: instance whose program failed.
             error: error of the program.
-            rows: rows of the failed step. A sequence ends after `MAX_FAILURES` failed steps in a row.
-            sampled: rows of the failed step whose token was in flight.
+            rows: rows of the failed step. The sequence of a row ends with an error after `MAX_FAILURES` failed steps in
+                a row.
+            sampled: rows of the failed step that were to sample a token. These tokens are lost.
 
-        Raises `error` after `MAX_FAILURES_IN_A_ROW` failures without a success: the device does not work.
+        Raises `error` after `MAX_FAILURES_IN_A_ROW` failures without a success between them, because the device then
+        does not work.
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
         if instance.transition is not None and instance.transition.changes_degree:
@@ -337,7 +358,10 @@ class Steps:
                 self._sequences.reject(sequence, failure)
 
     def recover_if_lost(self, instance: Instance, error: Exception) -> None:
-        """Recover an instance after a failed program that is not part of a step, if the instance has lost buffers."""
+        """Recover an instance if a failed program has destroyed buffers of the instance.
+
+        Call this for programs that are not part of a step. `error` is the error of the program.
+        """
         runner, state = instance.runner, instance.sampler.state
         buffers = [extent for site in runner.sites.values() for extent in site.extents()]
         buffers += [state.flags, state.bias, runner.last_tokens]
@@ -346,9 +370,9 @@ class Steps:
             self.recover(instance, error)
 
     def _rebuild(self, instances: list[Instance]) -> None:
-        """Give instances that share buffers new, empty caches.
+        """Requeue all sequences of instances that share buffers, and give the instances new, empty caches.
 
-        If that fails twice, take their devices out of service.
+        If the allocation fails twice, take the devices of the instances out of service.
         """
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)

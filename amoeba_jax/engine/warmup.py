@@ -1,4 +1,4 @@
-"""Warm-up: compile every program that serving can need, and run each once, because first calls are slow."""
+"""Warm-up: compile every program that serving can need, and run each program once, because first runs are slow."""
 
 from collections.abc import Callable, Hashable
 
@@ -40,11 +40,11 @@ def count_programs(engine: Engine, degrees: list[int]) -> int:
 
 
 def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs, Specs]:
-    """Return the programs of instances of these degrees, by key.
+    """Return three dicts of the programs that a warm-up of these degrees prepares, each by program key.
 
-    The first dict is for instances that release weights, and the second for instances that keep all weights. The third
-    is for data-parallel attention, and for replicated and migrated layers: a warm-up compiles these programs, but does
-    not run them.
+    The first dict is for instances that release weights to the KV cache, and for transformations between them. The
+    second is for instances that keep all weights. The third is for data-parallel attention, and for replicated or
+    migrated layers. A warm-up compiles the programs of the third dict, but does not run them.
     """
     plan, executables, in_order = engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees)))
     for tp in degrees:
@@ -59,20 +59,20 @@ def _by_key(specs: list[ProgramSpec]) -> Specs:
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
-    """Compile the missing programs of these degrees, and run all programs once. Return the number of missing programs.
+    """Compile the missing programs of these degrees, and run each program once. Return the number of missing programs.
 
-    Cached prefixes are dropped. The layout is the same afterwards, with new instances. A warm-up of all degrees marks
-    the registry of programs as `complete`. Runs in the dispatcher thread.
+    The prefix caches are empty afterwards. The devices form the same groups as before, but the instances are new. A
+    warm-up of all degrees marks the registry of programs as `complete`. Runs in the dispatcher thread.
 
     Args:
-        engine: engine without requests.
-        degrees: degrees of the instances.
-        on_program: function called when a program is compiled, and again when it has run.
+        engine: engine, which must have no requests.
+        degrees: degrees whose programs are compiled. Programs of transformations between them are included.
+        on_program: function called once after the compilation of each program, and once after its run.
 
     Raises:
         RequestError: requests are waiting or running.
         MemoryBudgetError: the temporaries of the programs exceed the budget.
-        EngineClosedError: the engine is closed during the warm-up.
+        EngineClosedError: `close` was called during the warm-up.
     """
 
     def passed() -> None:
@@ -81,7 +81,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
     def run_all(specs: Specs, released: int | None = None) -> None:
-        """Run the programs that fit the buffers of the present instances. Remove them from `specs`."""
+        """Run the programs for which a present instance has the buffers. Remove these programs from `specs`."""
         _clear_caches(engine)
         for spec in list(specs.values()):
             if _run_here(engine, spec, released):
@@ -123,16 +123,17 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
 
 
 def _clear_caches(engine: Engine) -> None:
-    """Drop cached pages, because restored weights may overwrite them."""
+    """Empty the prefix caches, because programs that restore weights may overwrite cached pages."""
     for instance in engine.instances:
         for lane in instance.lanes:
             lane.cache.clear()
 
 
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
-    """Run a program on a present instance that has the buffers for it. Return False if there is no such instance.
+    """Run a program on a present instance that has the program's buffers. Return False if no instance has them.
 
-    The weights of the instance must be released for degree `released` (default: its own degree).
+    The instance must have released exactly the weights that degree `released` does not need. Default: the degree of the
+    instance.
     """
     for instance in engine.instances:
         if spec.kind in COLUMNS:
@@ -148,9 +149,9 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
 
 
 def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
-    """Run a program with arguments that change no data in use, and wait for the results.
+    """Run a program once without changing data in use, and wait for the results.
 
-    The instance must hold the buffers that the program updates, and no sequences.
+    The instance must have the buffers that the program updates. It must have no sequences.
     """
     program, hidden = engine.cluster.executables.get(spec), instance.runner.hidden
     sites = instance.runner.sites.values()
@@ -182,7 +183,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
 
 
 def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program of layers on a step that has only padding."""
+    """Run a program of layers on a step that has only padding. Return arrays to wait for."""
     assert isinstance(spec.key, StepKey), "layers have a step key"
     assert spec.plan is not None, "layers are a segment"
     packed = jax.device_put(StepBatch(spec.key.batch, site.group.tp).packed, site.group.sharded)
@@ -199,7 +200,10 @@ def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: ja
 
 
 def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program that copies columns of hidden states. A program that writes gets zeros."""
+    """Run a program that copies columns of hidden states. Return an array to wait for.
+
+    A program that writes columns writes zeros.
+    """
     hidden, device = instance.runner.hidden, engine.cluster.sub_meshes.group(spec.devices[0], 1)
     states = hidden.take(device)
     if spec.kind == "take_columns":
@@ -211,7 +215,10 @@ def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program:
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
-    """Run a program of the sampler. Its rows are padding, or it writes to an unused slot."""
+    """Run a program that samples. Return arrays to wait for.
+
+    The arguments are padding, or the program writes to an unused slot.
+    """
     state = instance.sampler.state
     if kind == "set_state":
         state.flags, state.bias = program(state.flags, state.bias, *(_filled(program, index) for index in (2, 3, 4)))
@@ -228,7 +235,7 @@ def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
 
 
 def _run_restore(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program that restores weights. It writes over unused pages."""
+    """Run a program that restores weights. The program overwrites unused pages. Return arrays to wait for."""
     weights, group, kv = engine.cluster.weights, instance.group, instance.site.kv[0]
     places = [source_place(one, weights.dims.max_tp, group) for one in spec.restored]
     sources = [weights.assembled(group, one.spec, place) for one, place in zip(spec.restored, places, strict=True)]
@@ -240,6 +247,6 @@ def _run_restore(engine: Engine, instance: Instance, spec: ProgramSpec, program:
 
 
 def _filled(program: jax.stages.Compiled, index: int, value: int = 0) -> jax.Array:
-    """Return an argument of a program, filled with one value."""
+    """Return an array for argument `index` of a program. All elements of the array are `value`."""
     info, sharding = program.args_info[0][index], program.input_shardings[0][index]
     return jax.device_put(np.full(info.shape, value, info.dtype), sharding)

@@ -1,8 +1,11 @@
-"""Contents of the next step: a token of each decoding sequence, and chunks of prompts.
+"""Plans of the next step: one token of each decoding sequence, and chunks of prompts.
 
-`plan_step` is for an instance with one lane (`Lane`). `lane_plans` is for an instance with several lanes: a step has
-equally many rows for each lane, or rows of one lane only. With several lanes, prompts are computed in separate steps
-without decodes. These steps need no further programs, because their shapes are the same as with one lane.
+`plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes. A lane (`Lane`) is a
+set of sequences that travel through the layers together.
+
+With several lanes, a step has equally many rows for each lane, or rows of one lane only. A row is one sequence in the
+step. The step computes either decodes or a prompt. Its shape is also a shape of steps with one lane, so no further
+programs must be compiled.
 """
 
 import math
@@ -25,13 +28,17 @@ _MAX_ABSENT = 256
 
 
 class PromptTurns:
-    """Order of prompts. Among prompts of one priority, the client with the fewest computed prompt tokens comes first.
+    """Order in which prompts are computed.
 
-    A client that returns after an absence gets the smallest counter of the present clients, so it gains nothing by the
-    absence.
+    Prompts of a higher priority (a lower `Sequence.rank`) come first. Among prompts of equal priority, prompts of the
+    client with the lowest counter come first. A client's counter is the number of its prompt tokens that steps have
+    computed.
 
-    This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024, for prompts
-    only. Decodes need no counter, because every decoding sequence has a row in each step.
+    A client may be absent, that is, have no prompts for some time. When the client returns, its counter is raised to
+    the smallest counter of the other clients that have prompts. So a client gains nothing by an absence.
+
+    The counters follow the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024.
+    Only prompt tokens are counted. Decodes need no counter, because every decoding sequence has a row in each step.
     """
 
     def __init__(self) -> None:
@@ -41,8 +48,8 @@ class PromptTurns:
     def ordered(self, prompts: Collection[Sequence]) -> list[Sequence]:
         """Return the prompts in the order in which to compute them.
 
-        Prompts of one client and priority keep their order of arrival. If two clients have equal counters, the client
-        with the shorter first prompt comes first.
+        Prompts of one client and of equal priority keep their order of arrival. If two clients have equal counters, the
+        client whose first prompt has fewer uncomputed tokens comes first.
         """
         if not prompts:
             self._tokens, self._present = {}, frozenset()  # no client waits for another
@@ -59,7 +66,7 @@ class PromptTurns:
         return sorted(prompts, key=lambda s: (s.rank, self._tokens[s.client], lengths[s.client], s.order))
 
     def took(self, rows: Iterable[Row]) -> None:
-        """Add the prompt tokens of a launched step to the counters of their clients."""
+        """Add the prompt tokens in the rows of a launched step to the counters of the clients."""
         for row in rows:
             if row.length > 1:
                 client = row.sequence.client
@@ -76,16 +83,19 @@ def plan_step(
 ) -> StepPlan | None:
     """Plan the next step of an instance with one lane. Return None if there is nothing to compute.
 
-    All sequences must have pages for the step. Every decoding sequence has a row in the step. The first prompt by
-    `turns` sets the chunk size, and other prompts join up to the token budget.
+    All sequences must already have pages for the step. The step has a row for every decoding sequence, except if the
+    step computes log-probabilities of a prompt. The first prompt in the order of `turns` sets the chunk size. Other
+    prompts join while the step stays within the token budget.
 
-    A prompt must not delay decodes of a higher priority (`Sequence.rank`), or decodes of other clients with the same
-    priority. If there are such decodes, the number of prompt tokens is limited: they take at most as long as two decode
-    steps, or are one chunk of the smallest size.
+    Prompt tokens make a step longer, so they delay the decodes of the step. The first prompt must not delay decodes of
+    a higher priority (a lower `Sequence.rank`), or decodes of equal priority of other clients. If the step has such
+    decodes, its prompt tokens are limited to what takes as long as two decode steps. One chunk of the smallest size is
+    always allowed.
 
     Args:
-        prompt_logits_turn: whether a prompt with requested log-probabilities comes first. It needs logits at all
-            positions, so it is computed in separate steps, which alternate with other steps.
+        prompt_logits_turn: whether a prompt with requested log-probabilities comes first, if there is one. Such a
+            prompt needs logits at all positions, so its steps have no other rows. These steps should alternate with
+            other steps.
     """
     active = _active(running)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -110,9 +120,11 @@ def plan_step(
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
     """Yield steps that can run until the programs of the best step (`plan_step`) are compiled.
 
-    First come steps of all sequences, in larger shapes. Then come steps without the
-    sequences that need the rarer samplers. Each of these groups begins with steps that have a prompt. Next are steps of
-    all decodes, and last steps of the first decodes only.
+    First come steps of all sequences. Then come steps without the sequences that need the `full` sampler. Last come
+    steps without the sequences that need the `full` or the `sample` sampler.
+
+    In each of these three groups, steps with a prompt come first, then steps of all decodes, and then steps of some of
+    the decodes. No step computes log-probabilities of a prompt.
     """
     active = [s for s in _active(running) if not s.needs_prompt_logits]
     for left_out in ((), ("full",), ("sample", "full")):
@@ -125,9 +137,10 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 
 
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
-    """Return the step shapes in which any number of sequences can run, as steps without rows.
+    """Return plans without rows, whose shapes have room for as many sequences as possible.
 
-    One step has all rows for decodes. If a prompt must be computed, another step has a prompt beside decodes.
+    The last plan has the shape of a step that only decodes. If a prompt must be computed, the plan before it has the
+    shape of a step with decodes and one prompt.
     """
     prompts = [s for s in _active(running) if s.num_uncomputed_tokens > 1 and not s.needs_prompt_logits]
     decodes = StepPlan(buckets.step(buckets.max_num_seqs), ())
@@ -138,10 +151,12 @@ def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
 
 
 def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, last_was_prompt: bool) -> Iterator[StepPlan]:
-    """Yield the best next step of several lanes, and then steps that can run until its programs are compiled.
+    """Yield steps of several lanes, the best next step first.
+
+    The other steps can run until the programs of the best step are compiled.
 
     Args:
-        buckets: step shapes of an instance with one of these lanes.
+        buckets: step shapes of an instance that has only one of these lanes.
         last_was_prompt: whether the latest step computed a prompt. If so, decodes come first.
     """
     decodes = [
@@ -198,10 +213,10 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
 
 
 def _prompt_left(sequence: Sequence) -> int:
-    """Return the number of prompt tokens that steps must still compute.
+    """Return the number of tokens that prompt steps of a sequence must still compute.
 
-    Steps that return log-probabilities of the prompt end with the prompt. Other steps also count generated tokens
-    without keys and values.
+    If log-probabilities of the prompt are still needed, only prompt tokens count. Otherwise, generated tokens without
+    keys and values count too, for example after a preemption.
     """
     if sequence.needs_prompt_logits:
         return len(sequence.prompt) - sequence.num_computed
@@ -209,14 +224,18 @@ def _prompt_left(sequence: Sequence) -> int:
 
 
 def _prompt_step(sequence: Sequence, chunk: int, buckets: Buckets, lane: int | None = None) -> StepPlan:
-    """Return a step with a chunk of one prompt. It has logits of all tokens if the sequence needs prompt logits."""
+    """Return a step with one chunk of one prompt.
+
+    The step computes logits of all tokens of the chunk if the sequence needs log-probabilities of the prompt.
+    Otherwise, the step computes logits of the last token only.
+    """
     shape = buckets.step(0, 1, chunk)
     row = Row(_first_prompt_row(shape), sequence, sequence.num_computed, min(_prompt_left(sequence), chunk))
     return StepPlan(shape, (row,), "all" if sequence.needs_prompt_logits else "last", lane)
 
 
 def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps with a chunk of one prompt, which belongs to a lane. The best chunk size comes first."""
+    """Yield steps with one chunk of a prompt in lane `lane`. The step with the best chunk size comes first."""
     best = buckets.chunk_size(_prompt_left(sequence))
     sizes = buckets.prompt_logits_chunks if sequence.needs_prompt_logits else buckets.chunk_sizes
     for chunk in sorted(sizes, key=lambda size: (size < best, abs(size - best))):
@@ -224,9 +243,10 @@ def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[S
 
 
 def _lane_decode_plans(decodes: list[list[Sequence]], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps of all decoding sequences, with the fewest rows first.
+    """Yield steps with all decoding sequences of all lanes. The step with the fewest rows comes first.
 
-    `decodes` has the decoding sequences of each lane. If only one lane has any, the steps have only this lane.
+    `decodes` lists the decoding sequences of each lane. If only one lane has decoding sequences, the steps contain only
+    this lane.
     """
     busy = [number for number, sequences in enumerate(decodes) if sequences]
     if not busy:

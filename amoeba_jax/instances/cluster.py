@@ -50,16 +50,17 @@ _TAKE_BACK_ATTEMPTS = 3
 class Cluster:
     """Devices with their weights and memory, and the instances that serve on them.
 
-    The constructor loads the weights, divides the remaining memory, and creates the first instances. It calls
-    `on_load(name)` after each parameter. At the same time, background threads compile the programs of the degrees
-    `compile_first`.
+    The constructor loads the weights, and calls `on_load(name)` after each loaded parameter. Then the constructor
+    divides the remaining memory and creates the first instances. Meanwhile, background threads compile the programs of
+    the tensor-parallel degrees `compile_first`.
 
     Attributes:
-        instances: present instances, by their first device.
-        factory: factory of instances and their parts. It exists after the weights are loaded.
-        lost: groups of devices that are out of service, and for each group the degree for which its weights are
-            released. Their memory stays reserved. Any thread may read the dict, because a change replaces it.
-        activation_bytes: bytes that are reserved on each device for temporaries of steps.
+        instances: present instances, in the order of their first devices. Paused instances are not included.
+        factory: factory of instances and their parts. Exists only after the weights are loaded.
+        lost: dict of the groups of devices that are out of service. The value of a group is the degree for which the
+            group's weights are released: weights that this degree does not need are KV cache. The memory of these
+            groups stays reserved. Any thread may read the dict, because every change replaces the whole dict.
+        activation_bytes: bytes that are reserved on each device for temporaries of the programs of steps.
     """
 
     def __init__(
@@ -112,16 +113,18 @@ class Cluster:
         self._unused_bytes = {device: self.ledgers[device].free_bytes for device in plan.start_devices}
 
     def unused_bytes(self, device: int) -> int:
-        """Return the bytes of a device that were free after the start: `kv_cache_tokens` may leave memory unused.
+        """Return the number of bytes of a device that were free right after the start of the engine.
 
-        For a device that was empty, return the least of all other devices.
+        The option `kv_cache_tokens` limits the KV cache, so it may leave memory unused. For a device that held nothing
+        at the start, return the smallest such number of all other devices.
         """
         return self._unused_bytes.get(device, min(self._unused_bytes.values()))
 
     def reserve_temporaries(self, executable: Executable) -> None:
-        """Reserve memory for a program's temporaries. Raises `MemoryBudgetError` if they exceed the budget.
+        """Reserve memory on all devices for the temporaries of a program.
 
-        Programs of transformations are not counted here: they have the reservation `staging_bytes`.
+        Raises `MemoryBudgetError` if the memory does not suffice. The reservations are unchanged then. Programs of
+        transformations reserve nothing here, because the reservation `staging_bytes` is for them.
         """
         if executable.info.temp_bytes <= self.activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
             return
@@ -138,9 +141,13 @@ class Cluster:
         self.activation_bytes = executable.info.temp_bytes
 
     def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
-        """Check that the programs of instances of degree `tp` on a group are compiled.
+        """Check that the step programs of instances of degree `tp` on a group's devices are compiled.
 
-        Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
+        Raises `NotCompiledError` if `strict_compile` is set and programs are missing.
+
+        Args:
+            group: devices of one or more instances of degree `tp`.
+            released: degree for which the weights of these instances are released.
         """
         shape = self.plan.buckets(tp).step(1)
         for start in range(group.start, group.start + group.tp, tp):
@@ -149,9 +156,10 @@ class Cluster:
             self.executables.check(self.plan.step_specs(self.executables.specs, part, shape, extents))
 
     def release_more(self, instance: Instance, degree: int) -> None:
-        """Turn all weights of an instance that `degree` does not need into KV cache.
+        """Release more weights of an instance. Their memory becomes KV cache.
 
-        `degree` may be above its own degree.
+        All weights that an instance of degree `degree` does not need are released. `degree` may be higher than the
+        degree of this instance.
         """
         for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
@@ -163,9 +171,9 @@ class Cluster:
         instance.released = degree
 
     def add_layer(self, site: Site, layer: int) -> None:
-        """Allocate the extents of a layer at a site of one device, if the site does not have them.
+        """Allocate the KV extents (page buffers) of a layer at a site of one device, unless the site has them already.
 
-        Raises `MemoryBudgetError`, and changes nothing, if the memory is too small.
+        Raises `MemoryBudgetError` if the budget is too small, or the error of the allocation. Nothing has changed then.
         """
         if not site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
@@ -178,17 +186,18 @@ class Cluster:
                 raise
 
     def drop_layer(self, site: Site, layer: int) -> None:
-        """Free the extents of a layer at a site of one device."""
+        """Free the KV extents (page buffers) of a layer at a site of one device."""
         if site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
             self.ledgers[site.group.start].remove(Owner.KV_CACHE, size, layer)
             site.kv[layer] = []
 
     def open_device(self, device: int, *, samples: bool = False) -> None:
-        """Allocate the buffers that a device needs to compute and, if `samples`, to sample. Reserve its memory.
+        """Allocate the buffers with which a device computes steps, and reserve their memory.
 
-        Buffers that the device has already stay. Waits for the buffers, so that missing memory is found here. Raises
-        `MemoryBudgetError` or the error of the allocation. Call `close_device` then.
+        If `samples`, also allocate the state of the sampler. Existing buffers stay. The call waits until the buffers
+        are allocated, so that missing memory is noticed here. Raises `MemoryBudgetError` or the error of the
+        allocation. After an error, the caller must call `close_device`.
         """
         ledger, plan, factory, at = (
             self.ledgers[device],
@@ -211,9 +220,9 @@ class Cluster:
             factory.sampling_states[device] = state
 
     def close_device(self, device: int) -> None:
-        """Free the buffers of a device that no instance uses, and its reservations.
+        """Free the weights and buffers of a device that no instance uses, and end the reservations on the device.
 
-        The KV cache must be freed already.
+        The KV cache on the device must already be free.
         """
         factory, ledger = self.factory, self.ledgers[device]
         for layer in (None, *range(self.dims.config.num_layers)):
@@ -233,14 +242,14 @@ class Cluster:
 
     @property
     def empty_devices(self) -> list[int]:
-        """Devices that compute no module of any instance and are in service."""
+        """Indices of the devices in service on which no instance has modules."""
         used = {device for instance in self.instances for device in instance.runner.placement.devices}
         used |= {device for group in self.lost for device in group.device_indices}
         return [device for device in range(len(self.sub_meshes.devices)) if device not in used]
 
     @property
     def all_instances(self) -> list[Instance]:
-        """Present instances, each followed by the instances that are paused while it serves."""
+        """Present instances and paused instances. Each present instance is followed by its paused instances."""
         return [each for instance in self.instances for each in (instance, *instance.paused)]
 
     def instance_of(self, sequence: Sequence) -> Instance:
@@ -255,7 +264,7 @@ class Cluster:
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
         """Replace present instances by new instances on the same devices.
 
-        The old instances drop all buffers but the KV cache.
+        The old instances drop all device buffers except the KV cache.
         """
         self.swap(old, new)
         for instance in old:
@@ -270,10 +279,10 @@ class Cluster:
         return found
 
     def rebuild(self, instances: list[Instance]) -> None:
-        """Replace instances by instances with an empty cache over the same buffers.
+        """Replace instances by new instances that have the same buffers and an empty KV cache.
 
-        The instances must have no sequences. The list must contain all instances that share buffers. Buffers that
-        failed programs have lost are allocated again.
+        The old instances must have no sequences. `instances` must contain every instance that shares buffers with one
+        of them. Buffers that failed programs have lost are allocated again.
         """
         for instance in instances:
             for home, site in instance.runner.sites.items():
@@ -290,7 +299,10 @@ class Cluster:
         return self.factory.instance(runner.placement, runner.sites, old.allocators, old.released, old.width, tokens)
 
     def link_lanes(self) -> None:
-        """Connect the prefix caches of lanes that share page allocators. Each can then evict pages of the others."""
+        """Let the prefix cache of each lane evict cached pages of other lanes that use the same page allocators.
+
+        Instances with paused instances are left out, because `Instance.take_the_place_of` connects their lanes.
+        """
         lanes = [lane for instance in self.instances if not instance.paused for lane in instance.lanes]
         for lane in lanes:
             own = set(lane.pages.allocators)
@@ -300,10 +312,14 @@ class Cluster:
     # Groups that are out of service
 
     def take_back(self, old: list[Instance]) -> None:
-        """Replace instances by empty instances with the same weights, after a change has failed half-way.
+        """Replace instances by empty instances, after a change of these instances has failed half-way.
 
-        The old instances must have no sequences and no cache. Several attempts are made, because buffers may be freed
-        late. If all attempts fail, the group is out of service (`lost`).
+        Each new instance has the device group of an old instance, and the same released weights. With a start
+        placement, the new instance has the start placement instead. The old instances must have no sequences and empty
+        prefix caches.
+
+        Each group is tried several times, because buffers may be freed late. If all attempts for a group fail, the
+        group is out of service (`lost`).
         """
         for instance in old:
             instance.enter(Phase.LOST)
@@ -320,10 +336,13 @@ class Cluster:
         self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
 
     def _abandon(self, instance: Instance) -> None:
-        """Free the KV cache of an instance that goes out of service. Its memory stays reserved for the next instance.
+        """Free the KV cache of an instance that goes out of service.
 
-        If the modules of the instance are at several homes, the next instance has all modules on its first device, or
-        it has the start placement.
+        The memory of the KV cache stays reserved for the next instance on these devices.
+
+        One case is different: layers of the instance are at several homes, but not because of data-parallel attention.
+        Then the reservation also ends at homes of one device. The next instance has all modules on the first device of
+        the old instance, or it has the start placement.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:
@@ -332,11 +351,13 @@ class Cluster:
             site.kv.clear()
 
     def revive(self) -> bool:
-        """Try to bring groups that are out of service back into service.
+        """Try to bring groups of devices that are out of service back into service.
 
-        Return whether this worked for at least one group. If an attempt fails, the group stays out of service, and no
-        error is raised. The dispatcher calls this often. It does nothing if no group is lost, or if the latest attempt
-        was a short time ago.
+        Return whether at least one group is in service again. A group whose attempt fails stays out of service, and no
+        error is raised.
+
+        The dispatcher calls this often. A call does nothing if no group is out of service, or if the latest attempt was
+        a short time ago.
         """
         start = time.monotonic()
         if not self.lost or start < self._next_revival_s:
@@ -359,7 +380,7 @@ class Cluster:
                 )
 
     def _make_again(self, group: SubMesh) -> str | None:
-        """Create an instance for a group that is out of service. If that fails, return the reason."""
+        """Create an instance for a group that is out of service. Return None if this succeeds, otherwise the reason."""
         try:
             if self.plan.placement is not None:
                 instance = self._placed_instance(self.plan.placement)
@@ -376,7 +397,10 @@ class Cluster:
         return None
 
     def _placed_instance(self, placement: Placement) -> Instance:
-        """Return an instance with the start placement and an empty cache. Modules return from other devices."""
+        """Create an instance with the start placement and an empty KV cache.
+
+        Weights that have moved to other devices are copied back.
+        """
         for device in placement.devices:
             self.open_device(device, samples=device == placement.head.start)
         self.factory.hidden.replace_lost(placement.devices)
@@ -406,10 +430,11 @@ class Cluster:
         return self.factory.placed_instance(placement)
 
     def _empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
-        """Create an instance with an empty cache. The weights that degree `released` does not need become KV cache.
+        """Create an instance with an empty KV cache.
 
-        If the group lacks weights for this degree, they are read again. With an `attention_degree` below the degree of
-        the group, the instance gets data-parallel attention.
+        The weights that degree `released` does not need become KV cache. If the group lacks weights that this degree
+        needs, the weights are read again. If `attention_degree` is below the degree of the group, the instance has
+        data-parallel attention.
         """
         layers, weights = range(self.dims.config.num_layers), self.weights
         base = self.memory_plan.num_pages * self.memory_plan.page_bytes
@@ -430,7 +455,7 @@ class Cluster:
         return instance
 
     def close(self) -> None:
-        """Drop all device buffers."""
+        """Close all instances, and drop all device buffers, including the weights."""
         for instance in self.instances:
             instance.close()
         self.instances = ()
@@ -464,7 +489,7 @@ def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
 def drop_frames(error: BaseException) -> None:
     """Clear the stack frames of an error and of its causes.
 
-    Otherwise they keep device buffers alive as long as the error.
+    Otherwise, local variables in these frames would keep device buffers alive as long as the error exists.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -29,11 +29,15 @@ class InstanceFactory:
     """Factory of instances and their parts, for devices whose weights are loaded. Used by the dispatcher thread only.
 
     Attributes:
-        allocators: page allocator of each device. It stays when instances change. Empty with a start placement.
-        hidden: buffers of hidden states, and of the loads of experts, of all devices that hold modules.
-        sampling_states: state of the sampler of each device that samples.
-        begins: the values False and True of a flag (`Site`), on each device that holds modules.
-        layer_numbers: the numbers of the layers whose loads of experts are counted, on each device that holds modules.
+        allocators: one page allocator for each device. The allocators stay the same objects when instances change. The
+            list is empty with a start placement.
+        hidden: buffers of hidden states on all devices that hold modules. They come with the loads of experts, that is,
+            the number of tokens of each expert.
+        sampling_states: state of the sampler on each device that samples.
+        begins: arrays False and True on each device that holds modules. A `Site` passes one of them to a program as a
+            flag.
+        layer_numbers: indices of the layers, as arrays on each device that holds modules. Programs need them to count
+            the loads of experts. Empty for models without experts.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
@@ -52,7 +56,10 @@ class InstanceFactory:
     # Allocators
 
     def open_allocator(self, index: int, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return the page allocator of a device that was empty, with new extents."""
+        """Return a page allocator for a device that was empty.
+
+        The allocator has one extent for each number of pages in `extent_pages`. `index` is the index of the device.
+        """
         new = self.empty_allocator(extent_pages)
         if not self.allocators:
             return new
@@ -60,14 +67,15 @@ class InstanceFactory:
         return self.allocators[index]
 
     def new_allocator(self, released: int) -> BuddyAllocator:
-        """Return an empty allocator for the first extent and for the extents of released weights.
+        """Return an empty page allocator for a device whose weights are released for degree `released`.
 
-        These are the weights that degree `released` does not need.
+        An extent is a range of pages with a buffer of its own. The allocator has the first extent, which every device
+        has, and the extents made of the weights that degree `released` does not need.
         """
         return self.empty_allocator(self._plan.extent_pages(released))
 
     def empty_allocator(self, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return an empty allocator for extents with these numbers of pages."""
+        """Return an empty page allocator. It has one extent for each number of pages in `extent_pages`."""
         allocator = BuddyAllocator(self._dims.max_tp)
         for num_pages in extent_pages:
             allocator.add_extent(num_pages)
@@ -78,9 +86,9 @@ class InstanceFactory:
         return [self.allocators[device] for device in group.device_indices]
 
     def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
-        """Replace the state of the page allocators of a group by the state of planned allocators.
+        """Give the page allocators of a group's devices the state of planned allocators.
 
-        Return the group's allocators.
+        Return the allocators of the devices. They stay the same objects. `planned` has one allocator for each device.
         """
         own = self.allocators_of(group)
         for allocator, plan in zip(own, planned, strict=True):
@@ -90,7 +98,10 @@ class InstanceFactory:
     # Parts of instances
 
     def new_site(self, group: SubMesh, kv: KvBuffers, released: int) -> Site:
-        """Return a site with the extents `kv`. Weights are released for degree `released`."""
+        """Return the site of a group, with the KV extents `kv`.
+
+        `released` is the degree for which the weights of the group are released.
+        """
         return self._site(group, kv, self._plan.extent_pages(released))
 
     def _site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
@@ -102,13 +113,13 @@ class InstanceFactory:
     def empty_site(self, home: Home, extent_pages: tuple[int, ...]) -> Site:
         """Return a site without layers.
 
-        Layers that are added later get extents with the numbers of pages `extent_pages`.
+        Each layer that is added later gets one extent for each number of pages in `extent_pages`.
         """
         group = self._plan.sub_meshes.group(home.start, home.degree)
         return self._site(group, [[] for _ in range(self._dims.config.num_layers)], extent_pages)
 
     def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
-        """Return a lane for an instance that has all modules on one group."""
+        """Return an empty lane with pages from `pool`, for an instance that has all modules on one group."""
         return self._lane({group.home: pool}, self._plan.buckets(group.tp).max_num_seqs)
 
     def new_lanes(
@@ -126,7 +137,7 @@ class InstanceFactory:
         return PagePool(self._dims.pages, allocators[home], home.degree)
 
     def _lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
-        """Return an empty lane with a page pool for each home."""
+        """Return an empty lane. Its page pool joins the given page pools of the homes."""
         ranks, first = {}, 0
         for home, pool in pools.items():
             ranks[home] = slice(first, first + pool.tp)
@@ -136,9 +147,9 @@ class InstanceFactory:
         return Lane(pool, PrefixCache(pool, self._plan.config.prefix_caching), ranks, max_running)
 
     def last_tokens_of(self, instance: Instance) -> list[jax.Array]:
-        """Return the buffers `[num_slots]` of the last tokens on each rank of an instance.
+        """Return the last token of each slot of an instance: one buffer `[num_slots]` for each rank.
 
-        The instance must launch no more steps. Buffers that failed programs have lost are replaced by new ones.
+        The instance must not launch steps any longer. If a failed program has lost the buffers, return new buffers.
         """
         runner = instance.runner
         if is_lost(runner.last_tokens):
@@ -158,21 +169,24 @@ class InstanceFactory:
         released: int,
         last_tokens: list[jax.Array] | None = None,
     ) -> Instance:
-        """Return an instance that computes all layers on a group, with given KV extents and page allocators.
+        """Return an instance that computes all layers on a group.
 
         Args:
-            allocators: allocators of the extents, one for each rank.
-            last_tokens: buffers of the previous instances, one for each rank. Default: new buffers.
+            allocators: page allocators of the KV extents, one for each rank.
+            kv: KV extents of each layer.
+            released: degree for which weights are released, as in `Instance`.
+            last_tokens: buffers of the previous instances (`last_tokens_of`), one for each rank. None: new buffers.
         """
         placement = Placement.uniform(group.home, self._dims.config.num_layers)
         sites = {group.home: self.new_site(group, kv, released)}
         return self.instance(placement, sites, {group.home: allocators}, released, group.tp, last_tokens)
 
     def _parallel_attention_instance(self, group: SubMesh, degree: int, kv: KvBuffers, released: int) -> Instance:
-        """Return an instance with data-parallel attention, with the KV extents `kv` over the group.
+        """Return an instance on a group with data-parallel attention.
 
         Args:
-            degree: degree of the attention.
+            degree: degree of the attention, below the degree of the group.
+            kv: KV extents of each layer, sharded over the whole group.
             released: degree for which FFN weights are released.
         """
         placement = Placement.parallel_attention(group.home, degree, self._dims.config.num_layers)
@@ -188,9 +202,9 @@ class InstanceFactory:
     def empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
         """Return an instance with new, empty KV extents.
 
-        With an `attention_degree` below the degree of the group, it has data-parallel attention.
+        If `attention_degree` is below the degree of the group, the instance has data-parallel attention.
 
-        Waits for the extents, so that missing memory is found here and not by the first step.
+        The call waits for the extents, so that missing memory is noticed here and not in the first step.
         """
         allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
         layers = range(self._dims.config.num_layers)
@@ -200,7 +214,7 @@ class InstanceFactory:
         return self.new_instance(group, allocators, kv, released)
 
     def placed_instance(self, placement: Placement) -> Instance:
-        """Return an instance with a start placement and new buffers."""
+        """Return an instance with a start placement, new KV extents and empty page allocators."""
         plan = self._plan
         pages = home_pages(placement, plan.device_plans)
         sites: dict[Home, Site] = {}
@@ -221,7 +235,7 @@ class InstanceFactory:
         width: int,
         last_tokens: list[jax.Array] | None = None,
     ) -> Instance:
-        """Return an instance with empty lanes. `Instance` and `new_instance` explain the arguments."""
+        """Return an instance with empty lanes. `Instance`, `Runner` and `new_instance` explain the arguments."""
         plan, executables = self._plan, self._executables
         head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
         tokens = assemble(head, last_tokens or self._new_last_tokens(head), replicated=True)
@@ -236,7 +250,10 @@ class InstanceFactory:
         )
 
     def _new_extents(self, group: SubMesh, extent_pages: Iterable[int], layers: Collection[int]) -> KvBuffers:
-        """Allocate KV extents on a group for the given layers. `extent_pages` are the numbers of pages on each rank."""
+        """Allocate KV extents on a group, and return them by layer. Only the layers `layers` get extents.
+
+        `extent_pages` has the number of pages of each extent on one rank.
+        """
         shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in extent_pages]
         return [
             [jnp.zeros(shape, self._dims.dtype, device=group.sharded) for shape in shapes] if layer in layers else []

@@ -1,4 +1,7 @@
-"""Buffers that the programs of a step update in turn, one on each device: hidden states, and loads of experts."""
+"""Buffers on each device that the programs of a step update in turn: hidden states, and loads of experts.
+
+The load of an expert is the number of tokens that this expert has computed.
+"""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,7 +14,7 @@ from sharding.mesh import SubMesh, assemble, disassemble, is_lost
 
 
 class StepStates(NamedTuple):
-    """Buffers of a group that a segment of a step updates.
+    """Buffers of a group that a program of a step updates.
 
     Attributes:
         hidden: hidden states, `[D, hidden_tokens]`.
@@ -25,12 +28,12 @@ class StepStates(NamedTuple):
 class DeviceBuffers:
     """One buffer for each device.
 
-    All instances with modules on a device use its buffer in turn. This is possible because the programs of a step are
-    launched one right after another. Programs get buffers donated: `take` removes a buffer, and `put` stores the buffer
-    that the program returns. Used by the dispatcher thread only.
+    All instances with modules on a device use the device's buffer in turn. This is possible because the programs of a
+    step are launched one right after another. The buffers are donated to programs: `take` removes a buffer before a
+    program runs, and `put` stores the buffer that the program returns. Used by the dispatcher thread only.
 
     Args:
-        shape: shape of a buffer.
+        shape: shape of each buffer.
         dtype: data type of the buffers.
     """
 
@@ -41,7 +44,10 @@ class DeviceBuffers:
         """Arrays by their devices. After a program on several devices, their buffers are one array."""
 
     def add(self, index: int, device: jax.Device) -> None:
-        """Allocate the buffer of a device. Wait for it, so that missing memory is found here."""
+        """Allocate the buffer of a device, unless the device has one.
+
+        The call waits for the buffer, so that missing memory is noticed here.
+        """
         if index not in self._devices:
             buffer = jnp.zeros(self._shape, self._dtype, device=device)
             self._arrays[(index,)] = jax.block_until_ready(buffer)
@@ -55,9 +61,10 @@ class DeviceBuffers:
             del self._devices[index]
 
     def take(self, group: SubMesh, *, replicated: bool = True) -> jax.Array:
-        """Remove the buffers of a group, and return them as one array of the shape of a buffer.
+        """Remove the buffers of a group's devices, and return them as one array.
 
-        If `replicated` is False, the buffers are concatenated along the first axis.
+        If `replicated`, the array has the shape of one buffer, and each device has the whole array. Otherwise, the
+        array is the concatenation of the buffers along the first axis.
         """
         indices = group.device_indices
         if replicated and (whole := self._arrays.pop(indices, None)) is not None:
@@ -66,7 +73,7 @@ class DeviceBuffers:
         return assemble(group, [self._arrays.pop((index,)) for index in indices], replicated=replicated)
 
     def put(self, group: SubMesh, array: jax.Array, *, replicated: bool = True) -> None:
-        """Store the buffers of a group, given as an array in the form that `take` returns."""
+        """Store the buffers of a group's devices. `array` has the form that `take` returns."""
         if replicated:
             self._arrays[group.device_indices] = array
         else:
@@ -74,7 +81,10 @@ class DeviceBuffers:
             self._arrays.update(((index,), buffer) for index, buffer in zip(group.device_indices, buffers, strict=True))
 
     def replace_lost(self, devices: Iterable[int]) -> None:
-        """Put zeros in place of each buffer on these devices that a failed program has lost. Waits for steps."""
+        """Replace lost buffers on these devices by new buffers of zeros.
+
+        A buffer is lost if a program to which it was donated has failed. The call waits for launched steps.
+        """
         for indices, array in list(self._arrays.items()):
             if not set(indices).isdisjoint(devices) and is_lost(array):
                 del self._arrays[indices]
@@ -84,7 +94,10 @@ class DeviceBuffers:
                 self._arrays[(index,)] = jnp.zeros(self._shape, self._dtype, device=self._devices[index])
 
     def are_lost(self, devices: Iterable[int]) -> bool:
-        """Return whether a failed program has lost the buffer of one of these devices. Waits for the launched steps."""
+        """Return whether a failed program has lost the buffer of at least one of these devices.
+
+        The call waits for launched steps.
+        """
         found: set[int] = set()
         for indices, array in self._arrays.items():
             if not set(indices).isdisjoint(devices):
@@ -108,13 +121,13 @@ class DeviceBuffers:
 
 
 class ExpertLoads(DeviceBuffers):
-    """Numbers of tokens of each expert in each layer, `[layers, E]`, that the first ranks of the homes have counted.
+    """Loads of experts: on each device, the number of tokens of each expert in each layer, `[layers, E]`.
 
-    Experts are in the order of their shards (`ModelDims.expert_order`). The buffers count modulo 2**32, from one
-    `collect` to the next. Used by the dispatcher thread only.
+    Only the first rank of each home counts. Experts are in the order of their shards (`ModelDims.expert_order`). A
+    buffer counts modulo 2**32, and starts at zero again when `collect` takes it. Used by the dispatcher thread only.
 
     Attributes:
-        totals: sums of all collected buffers of each device, as int64 `[layers, E]`.
+        totals: for each device, the sum of all collected buffers, as int64 `[layers, E]`.
     """
 
     def __init__(self, shape: tuple[int, int]):
@@ -123,9 +136,11 @@ class ExpertLoads(DeviceBuffers):
         self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
-        """Add all buffers whose steps have ended to the totals, and replace the others by zeros.
+        """Add the counted loads to `totals`, if the steps that count them have ended. Return the other buffers.
 
-        Return the buffers whose steps have not ended. The next call after their end adds them.
+        If no buffers remain from an earlier call, this call removes the buffer of each device, and gives each device a
+        new buffer of zeros. Removed buffers whose steps have not ended remain. A later call adds these buffers to
+        `totals`.
         """
         if not self._pending:
             self._take_apart(tuple(self._devices))
@@ -143,7 +158,7 @@ class ExpertLoads(DeviceBuffers):
 
 
 class HiddenStates(DeviceBuffers):
-    """Buffers `[D, hidden_tokens]`. Their first columns are the tokens of a step.
+    """Hidden states: one buffer `[D, hidden_tokens]` on each device. Its first columns are the tokens of a step.
 
     Attributes:
         loads: loads of experts on the same devices. None: the model has no experts.
@@ -154,11 +169,11 @@ class HiddenStates(DeviceBuffers):
         self.loads = ExpertLoads(load_shape) if load_shape[1] else None
 
     def take_states(self, group: SubMesh) -> StepStates:
-        """Remove the buffers of a group, and return them."""
+        """Remove the hidden states and the loads of experts of a group, and return them."""
         return StepStates(self.take(group), None if self.loads is None else self.loads.take(group))
 
     def put_states(self, group: SubMesh, states: StepStates) -> None:
-        """Store the buffers of a group."""
+        """Store the hidden states and the loads of experts of a group."""
         self.put(group, states.hidden)
         if self.loads is not None and states.loads is not None:
             self.loads.put(group, states.loads)

@@ -24,11 +24,12 @@ logger = logging.getLogger(__name__)
 class Phase(StrEnum):
     """Phase of an instance.
 
-    SERVING: it launches steps.
-    DRAINING: it launches no step until the steps in flight have ended.
-    CHANGING: it serves while its layers move to other homes. After the last move, a split waits for its steps.
-    PAUSED: it keeps its requests while another instance serves on its devices.
-    LOST: its devices are out of service.
+    SERVING: the instance launches steps.
+    DRAINING: the instance launches no step until the steps in flight have ended.
+    CHANGING: the instance serves while its layers move to other homes. After the last move of a split, and of a change
+        that moves the sampling state, the instance launches no step until the steps in flight have ended.
+    PAUSED: the instance keeps its requests while another instance serves on its devices.
+    LOST: the devices of the instance are out of service.
     """
 
     SERVING = "serving"
@@ -52,8 +53,9 @@ class PageCounts(NamedTuple):
     """Numbers of pages of an instance.
 
     Attributes:
-        available: number of free pages, plus `cached`.
-        cached: number of cached pages that no sequence uses.
+        total: number of all pages.
+        available: number of pages that are free or can be evicted: free pages plus `cached`.
+        cached: number of pages in the prefix cache that no sequence uses.
     """
 
     total: int
@@ -66,10 +68,10 @@ class Instance:
 
     Args:
         runner: launches the steps of the instance, at its placement.
-        allocators: page allocators by home, one for each rank of the home.
-        lanes: lanes of the instance (`Lane`).
-        released: degree for which weight shards are released to the KV cache.
-        width: factor of the number of running sequences. The instance runs up to `max_num_seqs * width` sequences.
+        allocators: page allocators of each home, one for each rank of the home.
+        lanes: sets of sequences that travel through the layers together (`Lane`).
+        released: degree for which weights are released. Weights that this degree does not need are KV cache.
+        width: factor of `max_num_seqs`. The instance runs up to `max_num_seqs * width` sequences at once.
 
     Attributes:
         buckets: step shapes of the instance.
@@ -78,11 +80,12 @@ class Instance:
         pending: launched steps whose results the host has not taken.
         num_launched: number of launched steps.
         last_was_prompt: whether the latest step computed a prompt.
-        transition: change of the layers' homes that is in progress (package `transform`). None in steady state.
+        transition: move of layers to other homes, while such a move is in progress (package `transform`). Otherwise
+            None.
         pace: durations of recent steps.
         turns: order in which prompts are computed.
         batch_limit: maximum number of running sequences. None: only the slots limit it.
-        paused: instances on the same devices whose requests are paused while this instance serves.
+        paused: other instances on the same devices. They are paused while this instance serves.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Instance:
 
     @property
     def is_spread(self) -> bool:
-        """Whether modules of the instance are at several homes for a reason other than a merge or split."""
+        """Whether modules of the instance are at several homes. False during a merge or split."""
         placement = self.runner.placement
         return placement.home is None and (self.transition is None or not self.transition.changes_degree)
 
@@ -134,7 +137,7 @@ class Instance:
 
     @property
     def devices(self) -> set[int]:
-        """Devices of all homes of the instance, including new homes during a change."""
+        """Indices of the devices of all homes of the instance. During a change, new homes are included."""
         return {device for home in self.runner.sites for device in home.devices}
 
     @property
@@ -143,23 +146,29 @@ class Instance:
 
     @property
     def site(self) -> Site:
-        """Site (buffers) of the home that computes the embedding and the head. In steady state, it has all layers."""
+        """Site (buffers) of the home that computes the embedding and the head.
+
+        If all modules of the instance are at one home, this site has the KV cache of all layers.
+        """
         return self.runner.sites[self.runner.placement.head]
 
     @property
     def lane(self) -> Lane:
-        """Lane of an instance that has only one lane."""
+        """The only lane of the instance. Raises `ValueError` if there are several lanes."""
         (lane,) = self.lanes
         return lane
 
     @property
     def lane_buckets(self) -> Buckets:
-        """Step shapes of an instance with one of the lanes."""
+        """Step shapes of an instance that has only one of the lanes of this instance."""
         return self.runner.plan.buckets(max(1, self.width // len(self.lanes)))
 
     @property
     def capacity_tokens(self) -> int:
-        """Number of tokens that fit in the KV cache of the instance if it is empty and in steady state."""
+        """Number of tokens that fit in the KV cache of the instance, if no page is in use and no change is in progress.
+
+        If modules are at several homes, the number is for the lane with the most pages.
+        """
         if self.is_spread:
             return max(lane.capacity_tokens for lane in self.lanes)
         return self.page_counts().total * self.lanes[0].pages.geometry.page_size
@@ -180,7 +189,10 @@ class Instance:
         return most if self.batch_limit is None else min(most, self.batch_limit)
 
     def limit_batch(self, size: int | None) -> None:
-        """Set `batch_limit`, and divide the limit evenly among the lanes. During a change, lanes get it at the end."""
+        """Set `batch_limit`, and divide the limit evenly among the lanes.
+
+        During a change, only `batch_limit` is set. The lanes get their limits at the end of the change.
+        """
         self.batch_limit = size
         if self.transition is None:
             for lane in self.lanes:
@@ -188,7 +200,7 @@ class Instance:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of further sequences that could run, by slots and batch limit."""
+        """Number of further sequences that the instance could run now, within the free slots and `batch_limit`."""
         return max(min(self.max_running - len(self.running), len(self._free_slots)), 0)
 
     def lane_of(self, sequence: Sequence) -> Lane:
@@ -202,10 +214,10 @@ class Instance:
         self._free_slots += slots
 
     def add(self, sequence: Sequence, lane: Lane, *, remember: bool = True) -> None:
-        """Give a slot to a sequence that has pages, and run it. If this raises, nothing has changed.
+        """Give a slot to a sequence that has pages, and add the sequence to a lane. The sequence then runs.
 
-        `remember` tells whether to write the sequence's row of the sampling state. Raises the errors of the program
-        that writes it, or `StateLostError`.
+        If `remember`, also write the sequence's row of the sampling state. Raises the errors of the program that writes
+        the row, or `StateLostError`. After an error, the sequence has no slot and is not in the lane.
         """
         slot = self._free_slots.pop()
         try:
@@ -218,11 +230,13 @@ class Instance:
         lane.running.append(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Reserve pages for `num_tokens` tokens of a sequence. Return an empty collection if that succeeds.
+        """Reserve pages until a sequence has room for `num_tokens` tokens. Return an empty collection if that succeeds.
 
-        If too few pages are free, return the sequences that hold pages in the same memory. The caller must preempt one
-        of them and call again. If paused sequences of the same or a lower priority hold the pages, only these are
-        returned.
+        If too few pages are free, return sequences that hold pages in the same memory. The caller must preempt one of
+        these sequences and call again.
+
+        Sequences of paused instances may also hold such pages. If some of these paused sequences have the same or a
+        lower priority than `sequence`, only these are returned. Other paused sequences are never returned.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
@@ -240,9 +254,9 @@ class Instance:
         return ()
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence and release its pages.
+        """Remove a running sequence from the instance, and release the sequence's pages.
 
-        Its cached pages stay in the prefix cache until their memory is needed.
+        Pages in the prefix cache stay there until their memory is needed.
         """
         lane = self.lane_of(sequence)
         self.leave(sequence, lane)
@@ -252,7 +266,7 @@ class Instance:
         sequence.pages = None
 
     def leave(self, sequence: Sequence, lane: Lane) -> None:
-        """Remove a sequence from a lane without releasing its pages."""
+        """Remove a sequence from a lane and free the sequence's slot. The sequence keeps its pages."""
         lane.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.paused = False
@@ -276,12 +290,12 @@ class Instance:
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
 
     def requeue_all(self, requeue: Callable[["Instance", Sequence], None]) -> None:
-        """Requeue all sequences, including sequences of paused instances, because the cache is lost.
+        """Requeue all sequences because the KV cache is lost. Sequences of paused instances are included.
 
-        Retire paused instances.
+        The results of launched steps are dropped, and the paused instances are retired.
 
         Args:
-            requeue: function that takes a sequence off its instance and queues it.
+            requeue: function that takes a sequence off its instance and queues the sequence.
         """
         paused = self.drop_paused()
         for each in (self, *paused):
@@ -297,13 +311,13 @@ class Instance:
     # Paused instances
 
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
-        """Pause instances on the same devices while this instance serves.
+        """Pause other instances (`members`) that have the devices of this instance. This instance then serves there.
 
         Paused sequences keep their slots and pages. If this instance needs pages, it evicts cached prefixes of the
         paused instances.
 
-        This instance and `members[0]` have the same first device, where they share the sampling state. So this instance
-        does not use the slots of paused sequences of `members[0]`.
+        This instance and `members[0]` have the same first device, and share the sampling state there. So this instance
+        does not use the slots of the paused sequences of `members[0]`.
         """
         for member in members:
             member.enter(Phase.PAUSED)
@@ -329,7 +343,10 @@ class Instance:
         return [sequence for member in self.paused for sequence in member.running]
 
     def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the paused sequences to preempt so that `num_pages` pages are available (`SharedPages.victims`)."""
+        """Return the sequences of paused instances that must be preempted to make `num_pages` pages available.
+
+        `SharedPages.victims` explains `rank` and the result.
+        """
         if self._paused_pages is None:
             return []
         return self._paused_pages.victims(num_pages - self.lane.cache.num_evictable_pages, rank)
@@ -337,20 +354,23 @@ class Instance:
     # Steps
 
     def clear_pending(self) -> None:
-        """Drop the steps in flight, because their results are lost."""
+        """Drop all pending steps, because their results are lost."""
         clear_in_flight(row for step in self.pending for row in step.sampled)
         for step in self.pending:
             step.drop()
         self.pending.clear()
 
     def retire(self) -> None:
-        """Drop all device buffers except the KV cache. The reader thread ends after the results of pending steps."""
+        """Drop all device buffers except the KV cache, and end the reader thread.
+
+        The thread first reads the results of pending steps. If there are any, the call waits for the end of the thread.
+        """
         self.transition = None
         self.reader.close(wait=bool(self.pending))
         del self.sampler, self.runner
 
     def close(self) -> None:
-        """Drop all device buffers, including the buffers of paused instances."""
+        """Drop all device buffers, including the KV cache and the buffers of paused instances."""
         for member in self.drop_paused():
             member.close()
         for site in self.runner.sites.values():

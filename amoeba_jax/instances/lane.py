@@ -15,22 +15,22 @@ from sharding.placement import Home
 class Lane:
     """Sequences of an instance that travel through its layers together. Their pages come from one pool.
 
-    In steady state, an instance has one lane. While it merges or splits, it has one lane for each instance of the lower
-    degree. With several microbatches (`sharding.placement`), it has one lane for each microbatch.
+    An instance usually has one lane. While the instance merges or splits, it has one lane for each instance of the
+    lower degree. With several microbatches (`sharding.placement`), it has one lane for each microbatch.
 
-    A page is a column of a block table. The table has a row for each rank of each home that computes the lane's
-    attention. While layers change their homes, a page therefore has an id at both homes. Used by the dispatcher thread
-    only.
+    A page is a column of a sequence's block table. The table has a row for each rank of each home that computes the
+    lane's attention. A page therefore has one id on each of these ranks. While layers move to another home, a page has
+    ids at the old home and at the new home. Used by the dispatcher thread only.
 
     Args:
         pages: pool of the sequences' pages.
         cache: prefix cache of the pool.
-        ranks: rows of a block table that belong to each home.
+        ranks: rows of the block tables that belong to each home.
         max_running: maximum number of running sequences.
 
     Attributes:
         running: running sequences of the lane.
-        closed: whether no further sequence may start.
+        closed: whether no further sequence may start in the lane.
     """
 
     def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Home, slice], max_running: int):
@@ -48,27 +48,33 @@ class Lane:
         return not self.closed and len(self.running) < self.max_running
 
     def lacks_own_pages(self, num_pages: int, lanes: Iterable["Lane"]) -> bool:
-        """Return whether fewer than `num_pages` pages are free in the lane's own allocators.
+        """Return whether fewer than `num_pages` pages are free on a rank where only this lane has pages.
 
-        An allocator is the lane's own if no other lane in `lanes` uses it.
+        `lanes` are all lanes that may have pages on the same devices. This lane may be among them.
         """
         shared = {allocator for lane in lanes if lane is not self for allocator in lane.pages.allocators}
         own = zip(self.pages.free_by_rank(), self.pages.allocators, strict=True)
         return any(free < num_pages for free, allocator in own if allocator not in shared)
 
     def table(self, pages: SequencePages, home: Home) -> Int32[np.ndarray, "tp pages"]:
-        """Return the rows of a sequence's block table that belong to one home: page ids on the home's ranks."""
+        """Return the page ids of a sequence on the ranks of one home.
+
+        These ids are the rows of the sequence's block table that belong to the home.
+        """
         return pages.table[self.ranks[home]]
 
     def live_pages(self) -> Int32[np.ndarray, "rows pages"]:
-        """Return all pages that a sequence or the prefix cache holds, each once, ordered by their id on rank 0."""
+        """Return the ids of all pages that running sequences or the prefix cache hold.
+
+        Each page is one column, with its id on each rank. The columns are sorted by the ids on rank 0.
+        """
         tables = [s.pages.table for s in self.running if s.pages is not None] + [self.cache.table()]
         table = np.concatenate(tables, axis=1)
         _, first = np.unique(table[0], return_index=True)
         return table[:, first]
 
     def num_pages_of(self, sequences: Collection[Sequence]) -> int:
-        """Return the number of pages that only the given sequences use."""
+        """Return the number of pages that the given sequences use and no other sequence of the lane uses."""
         of = {True: set[int](), False: set[int]()}
         for sequence in self.running if sequences else ():
             if sequence.pages is not None:
@@ -77,10 +83,11 @@ class Lane:
 
 
 class SharedPages:
-    """Pages that other lanes hold in the allocators of a lane's pool. An implementation of `PageLender`.
+    """Pages of other lanes in the memory of one lane's page pool. An implementation of `PageLender`.
 
-    The other lanes belong to the same instance, to another instance on the same devices, or to paused instances. Their
-    degree may be lower, so one of their pages may be several pages of the pool.
+    The other lanes use some of the pool's allocators. These lanes belong to the same instance, to another instance on
+    the same devices, or to paused instances. A lane may have a lower degree than the pool. Then one page of the lane
+    has the memory of several pages of the pool. The methods count pages of the pool.
 
     Args:
         pool: page pool of the lane that needs pages.
@@ -96,31 +103,37 @@ class SharedPages:
         """For each lane, the ranks of the pool that it shares, and the pages of the pool in one of the lane's pages."""
 
     def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
-        """Return the number of free pages after a release of all cached prefixes and the sequences `without`."""
+        """Return the number of pages of the pool that are free or could be released.
+
+        The other lanes could release all cached prefixes that no sequence uses, and the pages of the sequences
+        `without`. The number is for the rank with the fewest such pages.
+        """
         return min(self._free_by_rank(without))
 
     def make_free(self, num_pages: int) -> None:
-        """Evict cached prefixes of the other lanes until `num_pages` pages are free, or until none can be evicted."""
+        """Evict cached prefixes of the other lanes until `num_pages` pages are free, or no prefix can be evicted."""
         for lane in sorted(self.others, key=lambda lane: -lane.cache.num_evictable_pages):
             free = self._pool.free_by_rank()
             missing = [-(-(num_pages - free[rank]) // count) for rank, count in self._ranks[lane].items()]
             lane.cache.evict(max(0, *missing))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return the sequences of other lanes on ranks with fewer than `num_pages` free pages, except `without`.
+        """Return sequences of other lanes that hold pages on ranks with too few free pages.
 
-        Pages count as free if they would be released with the cached prefixes or the sequences `without`
-        (`num_free_pages`). If one rank of a lane has too few free pages, all sequences of the lane are returned.
+        A rank has too few if fewer than `num_pages` pages are free. Pages that could be released count as free, as in
+        `num_free_pages`. For each lane with such a rank, all sequences of the lane are returned except the sequences
+        `without`.
         """
         free = self._free_by_rank(without)
         short = [lane for lane in self.others if min(free[rank] for rank in self._ranks[lane]) < num_pages]
         return [sequence for lane in short for sequence in lane.running if sequence not in without]
 
     def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the sequences to preempt so that `num_pages` pages become free. The last in order comes first.
+        """Return the sequences of other lanes that must be preempted to make `num_pages` pages free.
 
-        Only sequences of the given `rank` or of a lower priority are preempted. If they do not suffice, return an empty
-        list.
+        Sequences that are later in `Sequence.order` are chosen first. `rank` is a scheduling rank (`Sequence.rank`).
+        Only sequences of this rank or of a lower priority are chosen. If these sequences do not suffice, return an
+        empty list.
         """
         found: list[Sequence] = []
         while holders := self.holders(num_pages, found):

@@ -9,7 +9,12 @@ _NUM_STEPS = 16
 
 
 class DecodeRate(NamedTuple):
-    """Speed of decoding: mean number of sequences in a decode step, and generated tokens per second."""
+    """Speed of decoding.
+
+    Attributes:
+        sequences: mean number of sequences in a decode step.
+        tokens_per_s: generated tokens per second.
+    """
 
     sequences: float
     tokens_per_s: float
@@ -18,7 +23,11 @@ class DecodeRate(NamedTuple):
 class _PromptStep(NamedTuple):
     """Step with prompt tokens.
 
-    If the step also decoded, `prompt_s` is its duration minus the duration of a decode step.
+    Attributes:
+        tokens: number of prompt tokens in the step.
+        step_s: duration of the step, in seconds.
+        prompt_s: seconds that the prompt tokens took. If the step also decoded, this is `step_s` minus the duration of
+            a decode step.
     """
 
     tokens: int
@@ -29,11 +38,11 @@ class _PromptStep(NamedTuple):
 class Pace:
     """Durations of an instance's latest 16 decode steps, and of its latest 16 steps with prompts.
 
-    A step begins with its launch, or with the result of the step before if that is later. It ends when the host takes
-    its result. Steps during a transformation are not recorded.
+    A step begins with its launch, or with the result of the step before if that result is later. The step ends when the
+    host takes the step's result. Steps during a transformation count only in `busy_s`.
 
     Attributes:
-        taken_at: time of the latest result, by the caller's clock, in seconds; 0 before the first.
+        taken_at: time of the latest result, by the caller's clock, in seconds. 0 before the first result.
         busy_s: total seconds of all steps so far.
     """
 
@@ -54,10 +63,10 @@ class Pace:
         """Record a step. Steps must be recorded in the order of their launches.
 
         Args:
-            launched_at, taken_at: times of launch and result, by the same clock, in seconds.
-            decodes: whether all rows decode.
-            prompt_tokens: number of prompt tokens in the step; 0 for a step during a transformation.
-            beside_decodes: whether some rows of a step with prompts decode.
+            launched_at, taken_at: times of the launch and of the result, in seconds. Both are from the same clock.
+            decodes: whether the step counts as a decode step: all rows decode, and no layer switches during the step.
+            prompt_tokens: number of prompt tokens in the step. 0 for a step during a transformation.
+            beside_decodes: whether the step has prompts, and some of its rows decode.
             num_rows: number of sequences in the step.
         """
         seconds = taken_at - max(launched_at, self.taken_at)
@@ -71,12 +80,12 @@ class Pace:
 
     @property
     def step_s(self) -> float | None:
-        """Median duration of a decode step, in seconds; None before the first."""
+        """Median duration of the latest 16 decode steps, in seconds. None before the first decode step."""
         return median(seconds for seconds, _ in self._decodes) if self._decodes else None
 
     @property
     def decode_rate(self) -> DecodeRate | None:
-        """Speed of the latest 16 decode steps; None before the sixteenth."""
+        """Speed of the latest 16 decode steps. None before there are 16 decode steps."""
         seconds, rows = sum(seconds for seconds, _ in self._decodes), sum(rows for _, rows in self._decodes)
         if len(self._decodes) < _NUM_STEPS or seconds <= 0:
             return None
@@ -84,13 +93,13 @@ class Pace:
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
-        """Prompt tokens per second in steps with prompts; None before the first."""
+        """Prompt tokens per second in the latest 16 steps with prompts. None before the first such step."""
         seconds = sum(step.step_s for step in self._prompts)
         return sum(step.tokens for step in self._prompts) / seconds if seconds > 0 else None
 
     @property
     def prompt_tokens_in_a_step(self) -> float:
-        """Number of prompt tokens that take as long as a decode step. Infinity if it is unknown."""
+        """Number of prompt tokens whose computation takes as long as a decode step. Infinity if this is unknown."""
         seconds = sum(step.prompt_s for step in self._prompts)
         if self.step_s is None or seconds <= 0:
             return math.inf

@@ -11,16 +11,16 @@ from sharding.placement import Home
 
 
 def copy_specs(instance: Instance) -> list[ProgramSpec]:
-    """Return the programs that `copy_page` needs."""
+    """Return the specs of the programs that `copy_page` needs."""
     specs, sites = instance.runner.executables.specs, instance.runner.sites.values()
     return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
 
 
 def copy_page(instance: Instance, lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
-    """Launch the copy of a page of a lane in all layers.
+    """Launch a copy of one page of a lane to another page, in all layers.
 
-    `source` and `target` are page ids `[rows]`, as in block tables. Donates the cache, layer by layer. If a copy fails,
-    some of the cache is lost.
+    `source` and `target` are the ids of these two pages: arrays `[rows]` with one id for each row of a block table.
+    Donates the KV cache, layer by layer. If a program fails, some of the KV cache is lost.
     """
     runner = instance.runner
     for home, layers in runner.placement.layers_by_home(instance.lanes.index(lane)).items():
@@ -33,7 +33,7 @@ def copy_page(instance: Instance, lane: Lane, source: np.ndarray, target: np.nda
 
 
 def host_specs(instance: Instance) -> list[ProgramSpec]:
-    """Return the programs of `read_to_host` and `write_from_host` at each home of an instance."""
+    """Return the specs of the programs of `read_to_host` and `write_from_host`, for all homes of an instance."""
     specs, count = instance.runner.executables.specs, instance.runner.plan.transfer_pages
     sites = [site for site in instance.runner.sites.values() if any(site.kv)]
     return [
@@ -42,7 +42,10 @@ def host_specs(instance: Instance) -> list[ProgramSpec]:
 
 
 def read_to_host(instance: Instance, sequence: Sequence) -> HostPages:
-    """Launch copies of a sequence's pages to host memory. Programs that are launched later may overwrite the pages."""
+    """Launch copies of a sequence's pages to host memory, and return the copies.
+
+    Later programs may overwrite the pages. The copies do not change then.
+    """
     runner, count = instance.runner, instance.runner.plan.transfer_pages
     layers: list[list[tuple[jax.Array, int]]] = [[] for _ in range(runner.placement.num_layers)]
     for home, ids, of_home in _places(instance, sequence):
@@ -60,7 +63,7 @@ def read_to_host(instance: Instance, sequence: Sequence) -> HostPages:
 
 
 def write_from_host(instance: Instance, sequence: Sequence) -> None:
-    """Write the pages of a sequence from host memory to its new pages on devices.
+    """Launch writes of an offloaded sequence's pages from host memory to the sequence's new pages on devices.
 
     Donates the KV cache, layer by layer.
     """
@@ -81,7 +84,10 @@ def write_from_host(instance: Instance, sequence: Sequence) -> None:
 
 
 def _places(instance: Instance, sequence: Sequence) -> list[tuple[Home, np.ndarray, tuple[int, ...]]]:
-    """Return the homes that have pages of a sequence, each with the page ids `[tp, pages]` and the layers there."""
+    """Return `(home, ids, layers)` for each home that has pages of a sequence.
+
+    `ids` are the page ids `[tp, pages]` on the ranks of the home. `layers` are the layers whose pages are at the home.
+    """
     lane = instance.lane_of(sequence)
     assert sequence.pages is not None, "it has pages"
     homes = instance.runner.placement.layers_by_home(instance.lanes.index(lane))

@@ -1,4 +1,4 @@
-"""Queue of waiting sequences: order, deadlines, shares of clients, and further samples of requests."""
+"""Queue of waiting sequences: their order, deadlines, shares of clients, and further samples of requests."""
 
 import heapq
 import math
@@ -61,7 +61,7 @@ class Waiting:
     def expired(self, now_s: float) -> list[Sequence]:
         """Return the sequences whose deadline is before `now_s`, a value of `time.monotonic()`.
 
-        The queue is searched only if there can be any.
+        The queue is searched only if a deadline has passed since the latest search.
         """
         if now_s <= self._next_deadline_s:
             return []
@@ -77,14 +77,18 @@ class Waiting:
 
 
 def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots: int, num_tokens: int) -> bool:
-    """Set `Sequence.beyond_share` of all sequences. Return whether any value has changed.
+    """Set `Sequence.beyond_share` of all running and waiting sequences. Return whether any value has changed.
 
-    With N clients, a client's share is an N-th of all slots and an N-th of all tokens in KV caches. A client's running
-    sequences use its share first, then its waiting sequences, each in order. All further sequences are beyond the
-    share.
+    If N clients have sequences, the share of each client is an N-th of all slots and an N-th of all tokens in KV
+    caches. The running sequences of a client use the share first, in the order of `Sequence.order_of_client`. Then come
+    its waiting sequences, in the same order. Sequences for which the share does not suffice are beyond the share.
 
-    The first sequence of a client is never beyond its share, so that a request of any length can end. Clients without
-    requests have no share. With a single client, no sequence is beyond its share.
+    The first sequence of a client is never beyond the share, so that a request of any length can end. With a single
+    client, no sequence is beyond the share.
+
+    Args:
+        num_slots: number of slots of all instances.
+        num_tokens: number of tokens that fit in all KV caches.
     """
     of_client: defaultdict[str, list[Sequence]] = defaultdict(list)
     present = [s for s in running if not s.finished]
@@ -106,14 +110,14 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
 
 
 class Siblings:
-    """Siblings: second and later samples of requests.
+    """Siblings: second and later samples of requests, before they may enter the queue.
 
-    They wait until the first sample, the leader, has a computed prompt. Siblings may use at most seven eighths of all
-    slots. Without this limit, a request with 128 samples could hold every slot until its longest sample ends. Used by
-    the dispatcher thread only.
+    The first sample of a request is the leader of its siblings. Siblings wait until their leader's prompt is computed.
+    Then there is a limit: the siblings of all requests may use at most seven eighths of all slots. Without this limit,
+    a request with 128 samples could hold every slot until its longest sample ends. Used by the dispatcher thread only.
 
     Attributes:
-        held: siblings that would be in the queue without this limit.
+        held: siblings whose leader's prompt is computed. Only the limit keeps them out of the queue.
     """
 
     def __init__(self) -> None:
@@ -129,7 +133,7 @@ class Siblings:
         self.held.update(sibling for sibling in siblings if not sibling.finished)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended. Do nothing if it is not a sibling."""
+        """Remove a sequence that has ended. Do nothing if the sequence is not a sibling."""
         self._admitted.discard(sequence)
         self.held.discard(sequence)
 
@@ -139,7 +143,7 @@ class Siblings:
         self._admitted.clear()
 
     def admit(self, num_slots: int) -> list[Sequence]:
-        """Remove and return the held siblings that may enter the queue now, in order.
+        """Return the held siblings that may enter the queue now, in order, and remove them from `held`.
 
         Args:
             num_slots: number of sequences that all instances together can run.

@@ -1,4 +1,8 @@
-"""Launch of the steps of an instance at its placement. The work list of `programs/work.py` lists the programs."""
+"""Launch of the steps of an instance.
+
+The placement of the instance determines which home computes which modules, and so which programs a step has. The work
+list of `programs/work.py` has these programs in order.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -24,37 +28,40 @@ from sharding.placement import Home, Placement
 
 
 class StepSwitch(Protocol):
-    """Interface of a switch of layers that runs inside the next step. The package `transform` implements it.
+    """Interface of a switch: inside the next step, some layers change from one degree to another.
 
-    In a merge, the layers compute their part of the step before `begin`, at the lower degree. In a split, they compute
-    it after `end`.
+    The package `transform` implements the interface. In a merge, the layers compute their part of the step before
+    `begin`, at the lower degree. In a split, the layers compute their part of the step after `end`, also at the lower
+    degree.
     """
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the exchanges of pages that are separate programs.
+        """Launch those exchanges of pages that are programs of their own. Return the other exchanges.
 
-        Return the exchanges that are part of a step program. The result has an exchange for each segment whose program
-        also runs an exchange.
+        The other exchanges must run inside programs of the step. The result has one exchange for each segment (part of
+        the model) whose program must run an exchange too.
 
         Args:
-            shape: shape of the step, if it computes all lanes; None for a step of one lane. If the switch was planned
-                for another shape, all exchanges are launched here, and the result is empty.
+            shape: shape of a step that computes all lanes. None for a step of one lane. If the switch was planned for
+                another shape, this call launches all exchanges, and the result is empty.
         """
         ...
 
     def end(self) -> None:
-        """Mark the layers as switched."""
+        """Record that the layers have changed to the other degree."""
         ...
 
 
 class _Prepared(NamedTuple):
-    """Item of a work list with its programs and inputs.
+    """Item of a work list, with its programs and inputs.
 
     Attributes:
-        programs: a program for each segment of a `Compute`. For a `Transfer`: one program for a `join` or `split`; two
-            programs, read and write, for each copy of a `copy`.
-        packed: batch of a `Compute`. None if it has only FFNs.
-        columns: number of columns of a block, for a `Transfer`. For a `join` or `split`, a scalar on all ranks.
+        work: the item.
+        programs: for a `Compute`, a program for each segment. For a `join` or `split`, one program. For a `copy`, two
+            programs for each of its copies: one reads, and one writes.
+        packed: inputs of a `Compute` (`StepBatch.packed`). None if no segment takes them.
+        columns: for a `Transfer`, the number of columns of a microbatch. For a `join` or `split`, this is a scalar
+            array on all ranks.
     """
 
     work: Work
@@ -67,8 +74,10 @@ class StepInputs(NamedTuple):
     """Programs and inputs of a step, without the buffers that the step updates.
 
     Attributes:
+        work: prepared items of the work list, in order.
         rows: array `StepBatch.rows`, for the head.
-        shape: shape of the step if it has all microbatches. None if it has only one.
+        head: program of the head.
+        shape: shape of a step that has all microbatches. None if the step has only one of several microbatches.
     """
 
     work: list[_Prepared]
@@ -82,11 +91,11 @@ class Runner:
 
     Args:
         group: devices of the embedding and the head. The first device samples.
-        sites: buffers of every home of the placement.
+        sites: buffers of each home of the placement.
 
     Attributes:
-        last_tokens: `[num_slots]` on all ranks of `group`: last sampled token of each slot.
-        switch: switch of layers that the next step launches; None if there is none.
+        last_tokens: last sampled token of each slot, `[num_slots]`, equal on all ranks of `group`.
+        switch: switch of layers to another degree that runs in the next step. None if there is none.
     """
 
     def __init__(
@@ -111,14 +120,17 @@ class Runner:
         self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
 
     def place(self, placement: Placement) -> None:
-        """Change the placement. Later steps run at the new placement."""
+        """Change the placement of the modules. Only later steps use the new placement."""
         self.placement = placement
         self._work.clear()
 
     # Programs
 
     def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
-        """Return the programs of a step. `kind` is the kind of sampler. Default: the kind that the rows need."""
+        """Return the specs of all programs of a step.
+
+        `kind` is the kind of sampler. Default: the kind that the rows of the step need.
+        """
         return self._layer_specs(plan) + self.sampler.specs(plan, kind or sampler_kind(plan))
 
     def can_launch(self, plan: StepPlan) -> bool:
@@ -133,14 +145,18 @@ class Runner:
         return known
 
     def fails(self, plan: StepPlan) -> bool:
-        """Return whether a program of the layers or the head for this step shape has failed. Another shape may work."""
+        """Return whether a program of a step's layers or head has failed to compile.
+
+        A step of another shape may work.
+        """
         return self.executables.has_failures and self.executables.has_failed(self._layer_specs(plan))
 
     def state_specs(self) -> list[ProgramSpec]:
-        """Return the programs that write the sampling state of a sequence when it starts.
+        """Return the specs of the programs that write a sequence's row of the sampling state.
 
-        While layers change, these include the programs of the instances that will take over the sequence. With a start
-        placement, only the devices of the head have a sampling state.
+        This row is written when the sequence starts. While layers move to other homes, the result includes the programs
+        of the instances that will take over the sequence. With a start placement, only the devices of the head have a
+        sampling state.
         """
         groups = [self.group] if self.plan.placement is not None else [site.group for site in self.sites.values()]
         return [self.sampler.state_spec(group) for group in groups]
@@ -166,11 +182,11 @@ class Runner:
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Launch a step and its sampling. The reader's thread reads the results.
 
-        If a matcher needs a token in flight first, only the layers and the head are launched. `sample_late` must launch
-        the sampling when the results of the step before are taken.
+        A matcher (state of a sequence's grammar) may first need a token that is in flight. Then only the layers and the
+        head are launched. When the caller has taken the results of the step before, it must call `sample_late`.
 
         Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. Nothing
-        has changed then. Any other error comes after the first program was launched, and the cache may be lost.
+        has changed then. Any other error comes after the first program was launched. The KV cache may be lost then.
         """
         shape, every = plan.shape, plan.logits_of == "all"
         with jax.profiler.TraceAnnotation(
@@ -217,7 +233,7 @@ class Runner:
     def sample_late(self, step: PendingStep) -> None:
         """Launch the sampling of a step that has waited for the tokens of the step before.
 
-        Rows of sequences that have ended or were preempted are dropped: other sequences may use their slots.
+        Rows are dropped if their sequence has ended or was preempted, because another sequence may now have its slot.
         """
         for row in step.sampled:
             if row.sequence.slot < 0:
@@ -239,7 +255,7 @@ class Runner:
         self.reader.read(result, step.result)
 
     def prepare(self, plan: StepPlan, lanes: list[Lane]) -> StepInputs:
-        """Collect the programs and inputs of the layers and the head. If this raises, nothing has changed."""
+        """Return the programs and inputs of a step's layers and head. If this raises, nothing has changed."""
         shape, count = plan.shape, self.placement.num_microbatches
         batches: dict[tuple[Home, Blocks | None], tuple[jax.Array, jax.Array]] = {}
 
@@ -269,9 +285,10 @@ class Runner:
         return StepInputs(prepared, rows, head, shape if plan.lane is None else None)
 
     def run(self, inputs: StepInputs) -> HeadOutput:
-        """Launch the layers and the head of a step. They also record the greedy tokens in their slots.
+        """Launch the layers and the head of a step. Return the result of the head.
 
-        Donates the cache and the hidden states. If a program fails, some of these buffers are lost.
+        The head also writes the greedy token of each row to the slot of its sequence (`HeadOutput.last_tokens`).
+        Donates the KV cache and the hidden states. If a program fails, some of these buffers are lost.
         """
         switch, self.switch = self.switch, None
         for work, programs, packed, columns in inputs.work:

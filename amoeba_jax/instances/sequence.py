@@ -21,8 +21,9 @@ from kvcache.prefix_cache import PageKeys
 class SequenceState(StrEnum):
     """State of a sequence.
 
-    WAITING: it is in the queue, or waits for the first sample of its request. OFFLOADED: it is in the queue, and its KV
-    cache is in host memory.
+    WAITING: the sequence is in the queue, or waits for the first sample of its request.
+    OFFLOADED: the sequence is in the queue, and its KV cache is in host memory.
+    PAUSED: the sequence keeps its slot and pages, but its instance is paused.
     """
 
     WAITING = "waiting"
@@ -35,14 +36,14 @@ class SequenceState(StrEnum):
 class Entries(NamedTuple):
     """Log-probabilities of consecutive tokens, as arrays from the device.
 
-    `build` converts them for the client. The output thread calls `build`, because the conversion would delay the
+    `build` converts the arrays for the client. The output thread calls `build`, because the conversion would delay the
     dispatcher.
 
     Attributes:
-        logprobs: log-probabilities of a step, one row for each position.
-        place: row of the first token.
-        tokens: the tokens, in consecutive rows.
-        k: number of most likely tokens to report for each token.
+        logprobs: log-probabilities of a whole step, one row for each position.
+        place: row of the first token in `logprobs`.
+        tokens: the tokens. Their rows are consecutive.
+        k: number of most likely tokens to report at each position.
     """
 
     logprobs: TokenLogprobs
@@ -51,18 +52,21 @@ class Entries(NamedTuple):
     k: int
 
     def build(self) -> list[dict[int, Logprob]]:
-        """Return an entry for each token: the token itself, then the `k` most likely tokens."""
+        """Return a dict for each token, with log-probabilities by token id.
+
+        The dict has the token itself first, and then the `k` most likely tokens at the same position.
+        """
         return [logprob_entry(self.logprobs, self.place + i, token, self.k) for i, token in enumerate(self.tokens)]
 
 
 class Update(NamedTuple):
-    """New output or end of one sequence.
+    """New output of a sequence, or its end.
 
     Attributes:
         tokens: new tokens.
         logprobs: log-probabilities of the new tokens, if they were requested.
-        finished: whether the sequence has ended. If so, its fields do not change any longer.
-        prompt_logprobs: log-probabilities of further prompt tokens, in order.
+        finished: whether the sequence has ended. The fields of a sequence that has ended do not change any longer.
+        prompt_logprobs: log-probabilities of prompt tokens that no earlier update had, in order.
     """
 
     sequence: "Sequence"
@@ -74,13 +78,14 @@ class Update(NamedTuple):
 
 @dataclass
 class HostPages:
-    """Pages of a sequence in host memory. Their form does not depend on the degree of the instance.
+    """Copies of a sequence's pages in host memory. An instance of any degree can take them back.
 
     Attributes:
         num_computed: number of leading tokens whose keys and values are in the pages.
-        layers: contents of the pages, by layer. A layer is a list of pairs: a block `[tp * pages, page_elems / tp]`,
-            for the degree `tp` at which it was copied, and the number of its pages that are used. The blocks are in
-            pinned host memory if the device supports it.
+        layers: for each layer, a list of pairs `(block, used)` with the contents of the pages. Each block has the shape
+            `[tp * pages, page_elems / tp]`, where `tp` is the degree at which the block was copied. `used` is the
+            number of pages in the block that are not padding. Blocks are in pinned host memory if the device supports
+            it.
     """
 
     num_computed: int
@@ -91,7 +96,7 @@ class HostPages:
         return sum(block.nbytes for layer in self.layers for block, _ in layer)
 
     def whole(self, layer: int, tp: int) -> np.ndarray:
-        """Return the pages of a layer in the form for homes of `tp` devices: `[pages, tp, page_elems / tp]`."""
+        """Return the pages of one layer as a home of `tp` devices needs them: `[pages, tp, page_elems / tp]`."""
         found = []
         for block, used in self.layers[layer]:
             ranks = len(block.sharding.device_set)
@@ -103,32 +108,32 @@ class HostPages:
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens, pages and times of one sample. After submission, only the dispatcher thread uses it.
+    """Tokens, pages and times of one sample. After submission, only the dispatcher thread uses this object.
 
-    The host learns tokens one step late: launched steps sample `num_in_flight` tokens that the host has not read.
+    The host learns tokens one step late. Launched steps sample `num_in_flight` tokens that the host has not read yet.
     Times are values of `time.monotonic()`, in seconds.
 
     Attributes:
         sink: function that gets every `Update`, in the dispatcher thread. It must not block.
         number: order of arrival, equal for all samples of a request.
         index: index of the sample in its request.
-        siblings: other samples of the request, which wait until this prompt is computed.
+        siblings: other samples of the request. They wait until the prompt of this sample is computed.
         leader: sample that computes the prompt for this sample. None: this sample computes its prompt itself.
-        deadline: time by which the sequence must start.
-        client: client whose share includes its slot and pages; see `mark_beyond_share`.
-        matcher: state of its grammar after the known tokens. None: its text is not constrained.
+        deadline: time by which the sequence must start. None: no deadline.
+        client: client that sent the request. `mark_beyond_share` compares the client's sequences with its share.
+        matcher: state of the sequence's grammar after the known tokens. None: the text is not constrained.
         arrival: time at which the request arrived, before tokenization.
         waiting_since: start of the present wait, minus the seconds of earlier waits (`queued_s`).
         queued_s: total seconds in the queue, up to the latest start.
-        num_prompt_logprobs: number of leading prompt tokens whose log-probabilities were reported. The first token has
-            none.
+        num_prompt_logprobs: number of leading prompt tokens whose log-probabilities were reported. The number starts at
+            1, because the first token has no log-probability.
         num_failures: number of failed steps of this sequence in a row; see `Steps.recover`.
-        num_computed: number of leading tokens whose keys and values the launched steps have written or will write.
+        num_computed: number of leading tokens whose keys and values launched steps have written or will write.
         beyond_share: True if the sequence exceeds the share of its client; see `mark_beyond_share`.
-        slot: index in the sampling state of its instance; -1 while it waits and after its end.
-        paused: whether its instance is paused.
+        slot: index in the sampling state of its instance. -1 while the sequence waits and after its end.
+        paused: whether the sequence's instance is paused.
         host_pages: KV cache of an offloaded sequence, in host memory (`Admission.offload`).
-        page_keys: prefix cache keys of its known tokens. Set when the sequence is queued.
+        page_keys: prefix cache keys of the known tokens. Set when the sequence is queued.
     """
 
     request_id: str
@@ -200,13 +205,14 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Scheduling rank: `(beyond share, priority)`. Lower values come first.
 
-        A sequence may be preempted for a sequence of a lower rank.
+        A sequence may be preempted for a sequence of a lower rank. Where sequences are compared, "higher priority"
+        means a lower rank.
         """
         return (self.beyond_share, self.params.priority)
 
     @property
     def order_of_client(self) -> tuple[int, ...]:
-        """Sort key among the sequences of one client. It ignores the client's share."""
+        """Sort key among the sequences of one client. The key ignores `beyond_share`."""
         return (self.params.priority, self.number, self.index)
 
     @property
@@ -230,14 +236,20 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute before the next token can be sampled; 0 if all requested tokens have been sampled."""
+        """Number of tokens to compute before the next token can be sampled.
+
+        The number is 0 if all requested tokens have been sampled.
+        """
         if self.num_generated >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the sequence is constrained and its matcher needs the token in flight before the next is sampled."""
+        """Whether the host must read the token in flight before the next token can be sampled.
+
+        This is so for constrained sequences, because the matcher needs the token in flight.
+        """
         return self.matcher is not None and self.num_in_flight > 0
 
     @property
@@ -251,14 +263,17 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return the known tokens `range(start, stop)` of prompt and output together."""
+        """Return the tokens at positions `start` to `stop - 1`, as far as the host knows them.
+
+        Positions count from the start of the prompt. The output follows the prompt.
+        """
         prompt = self.prompt[start:stop]
         return [*prompt, *self.output[max(start - len(self.prompt), 0) : max(stop - len(self.prompt), 0)]]
 
     def append(self, token: int) -> None:
-        """Append a token that was in flight, and finish if it is the last one.
+        """Append a token that was in flight. If this is the last token, mark the sequence as finished.
 
-        If the grammar of the sequence fails, mark the sequence as failed.
+        If the matcher raises an error, mark the sequence as failed.
         """
         if not self.output:
             self.first_token_at = time.monotonic()
@@ -273,7 +288,7 @@ class Sequence:
             self.finish("length")
 
     def _completes_text(self, token: int) -> bool:
-        """Advance the matcher, if there is one. Return whether its grammar allows no further text."""
+        """Advance the matcher by a token, if there is a matcher. Return whether the grammar allows no further text."""
         if self.matcher is None:
             return False
         try:
@@ -283,15 +298,15 @@ class Sequence:
         return self.error is None and self.matcher.is_complete
 
     def is_stop_token(self, token: int) -> bool:
-        """Return whether a token ends the sequence and is not text."""
+        """Return whether a token ends the sequence and is not part of the text."""
         return token in self.sampling.stop_ids or token in self.eos_token_ids
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Mark the sequence as finished. The caller reports the end."""
+        """Mark the sequence as finished. The caller must report the end to the client."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finished_at = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """Mark the sequence as failed. The caller reports the end."""
+        """Mark the sequence as failed. The caller must report the end to the client."""
         self.error = error
         self.finished_at = time.monotonic()

@@ -1,4 +1,8 @@
-"""KV cache of one home, and launches of the segments that the home computes."""
+"""KV cache of one home, and launches of the segments that the home computes.
+
+A home is a group of devices that computes some modules together. A segment is the part of a model that one program
+computes.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -18,11 +22,12 @@ KvBuffers = list[list[jax.Array]]
 
 
 class ExchangePart(NamedTuple):
-    """Exchange of pages of other layers inside the program of a segment.
+    """Exchange of KV pages that runs inside the program of a segment. The pages belong to layers of other segments.
 
     Attributes:
+        program: program that computes the segment and exchanges the pages.
         layers: layers whose pages move.
-        send, receive: ids of the phase, over the ranks: `[tp, 1, *pieces]`.
+        send, receive: ids of the page pieces that each rank sends and receives, `[tp, 1, *pieces]`.
     """
 
     program: jax.stages.Compiled
@@ -34,15 +39,17 @@ class ExchangePart(NamedTuple):
 class Site:
     """Buffers of the modules that one home computes. Used by the dispatcher thread only.
 
-    `kv[layer]` is the layer's list of extents, sharded over the ranks. Every step gets the extents donated. The arrays
-    that it returns are the same memory, and replace them in `kv`. Programs run in launch order, so a later program sees
-    the writes of an earlier one. A page may therefore be reused before the steps that read it have run.
+    `kv[layer]` is the list of KV extents (page buffers) of a layer, sharded over the ranks. Every step gets the extents
+    donated. The step returns arrays in the same memory, and these replace the extents in `kv`.
+
+    Programs run in launch order, so a later program sees the writes of an earlier program. A page may therefore be
+    given to another sequence before the steps that read the page have run.
 
     Args:
         kv: extents of every layer.
         extent_pages: number of pages of each extent on a rank, the same for all layers.
-        begins: the values False and True of a flag, on all ranks. The flag is True for the segment that begins a step.
-        layer_numbers: index of each layer on each rank, as an int32 scalar. Empty for models without experts.
+        begins: arrays False and True on all ranks. A program gets True if its segment begins the step.
+        layer_numbers: for each rank, the index of each layer as an int32 scalar. Empty for models without experts.
     """
 
     def __init__(
@@ -86,13 +93,14 @@ class Site:
     ) -> StepStates:
         """Launch segments of a step. Return the new buffers of hidden states and loads of experts.
 
-        Donates the cache of their layers and `states`. If a program fails, some of these buffers are lost.
+        Donates `states` and the KV cache of the segments' layers. If a program fails, some of these buffers are lost.
 
         Args:
-            packed: batch of the step; None for dense FFNs.
-            last_tokens: `[num_slots]` on all ranks; None if no segment embeds.
-            exchanges: exchanges inside segment programs, by segment. They move pages of other layers of this site.
-            begins: whether the segment of the first layer, or of the embedding, begins the step.
+            packed: batch of the step. None if all segments are dense FFNs, which need no batch.
+            last_tokens: `[num_slots]` on all ranks. None if no segment embeds.
+            exchanges: for some segments, the exchange that the segment's program also runs. The exchanges move pages of
+                other layers of this site.
+            begins: whether the first segment begins the step.
         """
         kv, hidden, loads = self.kv, states.hidden, states.loads
         no, yes = self._begins
@@ -119,22 +127,22 @@ class Site:
         return StepStates(hidden, loads)
 
     def _layer_number(self, layer: int) -> jax.Array:
-        """Return the index of a layer on all ranks, as a program takes it."""
+        """Return the index of a layer as an array on all ranks. Programs take the index in this form."""
         if layer not in self._assembled:
             parts = [numbers[layer] for numbers in self._layer_numbers]
             self._assembled[layer] = assemble(self.group, parts, replicated=True)
         return self._assembled[layer]
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
-        """Return the weight arguments of a segment's programs, in order."""
+        """Return the weights of a segment, in the order of the arguments of its program."""
         return self._store.view(self.group, segment)
 
     def replace_lost(self) -> None:
-        """Put zeros in place of each extent that a failed program has lost."""
+        """Replace each KV extent that a failed program has lost by a new extent of zeros."""
         for extents in self.kv:
             extents[:] = replaced_if_lost(extents, self.group)
 
     def extents(self) -> Iterator[jax.Array]:
-        """Yield all extents."""
+        """Yield the KV extents of all layers."""
         for extents in self.kv:
             yield from extents

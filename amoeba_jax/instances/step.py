@@ -19,11 +19,15 @@ from sharding.placement import Home
 
 
 class StepNotLaunchedError(RuntimeError):
-    """Error: a step could not be prepared. Nothing has changed. `__cause__` is the reason."""
+    """Error: a step could not be prepared. The reason is `__cause__`. Nothing has changed."""
 
 
 class Row(NamedTuple):
-    """Part of a sequence in a step: its tokens `range(start, start + length)`, in row `place` of the batch."""
+    """One sequence in a step. The step computes the sequence's tokens `range(start, start + length)`.
+
+    Attributes:
+        place: index of the row in the batch.
+    """
 
     place: int
     sequence: Sequence
@@ -32,7 +36,10 @@ class Row(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether the step samples the next token of this sequence, because the row contains its last token."""
+        """Whether the step samples the next token of the sequence.
+
+        The step does so if the row contains the last token of the sequence.
+        """
         return self.stop == self.sequence.num_tokens
 
     @property
@@ -41,9 +48,9 @@ class Row(NamedTuple):
 
 
 def drop_sample(row: Row) -> None:
-    """Take back the sample of a row whose sequence has ended or was preempted.
+    """Discard the sampled token of a row, because the row's sequence has ended or was preempted.
 
-    A preempted sequence will sample this token when it runs again.
+    A preempted sequence will sample the token again when it runs again.
     """
     sequence = row.sequence
     sequence.num_in_flight -= 1
@@ -52,10 +59,11 @@ def drop_sample(row: Row) -> None:
 
 
 def clear_in_flight(sampled: Iterable[Row]) -> None:
-    """Clear the in-flight counter of the sequences in `sampled`, whose sampled tokens are lost.
+    """Forget the tokens in flight of the rows `sampled`, because these tokens are lost.
 
-    These sequences run nowhere else, because a preempted sequence waits for its token in flight. Other sequences of the
-    step are not touched. If they were preempted in the middle of their prompts, they may already run elsewhere.
+    The sequences of these rows run nowhere else, because a preempted sequence waits for its token in flight. Other
+    sequences of the step stay as they are. A sequence that was preempted in the middle of its prompt may already run
+    elsewhere.
     """
     for row in sampled:
         row.sequence.num_in_flight = 0
@@ -68,6 +76,8 @@ class StepPlan:
 
     Attributes:
         shape: static shape of the batch.
+        rows: sequences in the step.
+        logits_of: tokens whose logits the step computes: all tokens, or the last token of each row.
         lane: index of the lane, if the step has only one lane. None: the step has equally many rows for each lane.
     """
 
@@ -85,9 +95,9 @@ class StepPlan:
         """Return the inputs of the step for one home.
 
         Args:
-            lanes: lanes of the instance. They have the block tables.
-            blocks: microbatches whose rows the home computes, side by side; None for all rows of the plan.
-            shape: shape of these rows.
+            lanes: lanes of the instance. The block tables come from these lanes.
+            blocks: microbatches that the home computes. Their rows are side by side. None: all rows of the plan.
+            shape: shape of the rows that the home computes.
         """
         batch, num_tokens, num_rows = StepBatch(shape, home.degree), shape.num_tokens, shape.num_rows
         first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
@@ -120,7 +130,10 @@ class StepPlan:
         return batch
 
     def _rows_of(self, blocks: Blocks, num_lanes: int) -> list[Row]:
-        """Return the rows of some blocks (microbatches). Their places are counted with these blocks side by side."""
+        """Return the rows of the given microbatches (`blocks`).
+
+        The rows get the places that they have when only these microbatches are side by side.
+        """
         width = self.shape.num_rows // num_lanes
         first = {block: index * width for index, block in enumerate(blocks)}
         places = [(row, *divmod(row.place, width)) for row in self.rows]
@@ -132,12 +145,14 @@ class PendingStep:
     """Launched step whose results the host has not taken.
 
     Attributes:
+        rows: all rows of the step.
         sampled: rows whose next token the step samples.
-        result: result of the sampler. It is the last result of the step that the reader thread reads.
         decodes: whether all rows decode, and no layer switches during the step.
+        result: future of the sampled tokens. It is the last result of the step that the reader thread reads.
         logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`Runner.sample_late`).
             None: the sampling is launched.
-        prompt_row: row of a prompt whose log-probabilities the step computes (`prompt_result`).
+        prompt_row: row of a prompt whose log-probabilities the step computes. None if there is no such prompt.
+        prompt_result: future of the log-probabilities of `prompt_row`.
         launched_at: time of the launch, a value of `time.perf_counter()`.
     """
 
@@ -165,13 +180,16 @@ class PendingStep:
         return self.result.done()
 
     def drop(self) -> None:
-        """Record that the results are lost. Without sampling, nothing else ends `result`."""
+        """Record that the results are lost.
+
+        If the sampling is not launched yet, `result` gets an error, because nothing else would complete it.
+        """
         if self.logits is not None:
             self.result.set_exception(RuntimeError("a step before this step has failed"))
 
 
 class ResultReader:
-    """Thread that reads results in the order of the calls.
+    """Thread that reads results from devices, in the order in which `read` and `when_ready` are called.
 
     Args:
         name: name of the thread.
@@ -183,9 +201,9 @@ class ResultReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def read(self, array: jax.Array, result: "Future[np.ndarray] | None" = None) -> "Future[np.ndarray]":
-        """Copy a result `[rows, ...]` to the host in the thread.
+        """Let the thread copy an array `[rows, ...]` to the host. Return a future of the copy.
 
-        The future returns an array with two axes: rows and values. It is `result`, or a new future.
+        The copy has two axes: rows and values. The returned future is `result` if given, otherwise a new future.
         """
         return self._submit(lambda: np.asarray(array).reshape(len(array), -1), result)
 
@@ -209,5 +227,5 @@ class ResultReader:
         self._on_result()
 
     def close(self, wait: bool) -> None:
-        """End the thread after all requested results. If `wait`, wait for the end of the thread."""
+        """Let the thread read all requested results, and then end the thread. If `wait`, wait for its end."""
         self._thread.shutdown(wait=wait)

@@ -39,11 +39,11 @@ class StateLostError(RuntimeError):
 
 @dataclass(eq=False)
 class SamplingState:
-    """State of the sampler for each slot of a device, used by `sample_full`. Programs get the buffers donated.
+    """State of the program `sample_full` on one device, with a row for each slot. Programs get the buffers donated.
 
     Attributes:
         flags: `[slots, V]` i32; see `sampling.rows.state_rows`.
-        bias: `[slots, V]` f32.
+        bias: `[slots, V]` f32, which is added to the logits.
     """
 
     flags: jax.Array
@@ -68,10 +68,10 @@ class SamplingState:
 
 
 class SampleCall(NamedTuple):
-    """A sampling program with its packed settings.
+    """Sampling program of a step, with the packed settings of its rows.
 
     Attributes:
-        masks: allowed tokens, for `sample_full`. None for `sample`.
+        masks: allowed tokens of each row, for the program `sample_full`. None for the program `sample`.
     """
 
     program: jax.stages.Compiled
@@ -80,7 +80,10 @@ class SampleCall(NamedTuple):
 
 
 def sampler_kind(plan: StepPlan) -> SamplerKind:
-    """Return the kind of sampler for a step. `greedy`: the greedy tokens of the head are enough."""
+    """Return the kind of sampler that a step needs.
+
+    The kind `greedy` needs no sampling program, because the head already returns the greedy tokens.
+    """
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
     if "full" in kinds:
         return "full"
@@ -91,7 +94,7 @@ class StepSampler:
     """Sampler of an instance. Used by the dispatcher thread only.
 
     Attributes:
-        state: sampling state of the device. Other instances with the same first device share it.
+        state: sampling state of the first device. Other instances with the same first device share it.
         num_slots: number of slots of the state.
     """
 
@@ -100,9 +103,10 @@ class StepSampler:
         self._group, self._executables = group, executables
 
     def remember(self, sequence: Sequence, slot: int) -> None:
-        """Write the row of a sequence in the sampling state, if its settings need one.
+        """Write a sequence's row of the sampling state, if the settings of the sequence need the state.
 
-        Raises the errors of the program, or `StateLostError` if the failed program has lost the state.
+        Raises the errors of the program that writes. If this program has lost the state, raises `StateLostError`
+        instead.
         """
         if not sequence.sampling.uses_state:
             return
@@ -117,11 +121,11 @@ class StepSampler:
             raise StateLostError(f"the sampling state is lost: {error}") from error
 
     def state_spec(self, group: SubMesh) -> ProgramSpec:
-        """Return the program that `remember` runs for an instance on `group`."""
+        """Return the spec of the program that `remember` runs for an instance on `group`."""
         return self._executables.specs.set_state(group, self.num_slots)
 
     def specs(self, plan: StepPlan, kind: SamplerKind) -> list[ProgramSpec]:
-        """Return the sampling programs of a step."""
+        """Return the specs of the sampling programs of a step."""
         every, shape = plan.logits_of == "all", plan.shape
         found = self._column_specs(shape.num_tokens) if every else []
         if kind != "greedy":
@@ -138,15 +142,20 @@ class StepSampler:
         return make(self._group, num_rows, self.num_slots, packed_size(num_rows, full=full))
 
     def column_programs(self, num_tokens: int) -> list[jax.stages.Compiled]:
-        """Return two programs for logits of all tokens: take a column, and compute log-probabilities."""
+        """Return two programs for a step with logits of all tokens.
+
+        The first program takes the logits of one token (`take_column`). The second program computes the
+        log-probabilities of given tokens (`token_logprobs`).
+        """
         return [self._executables.get(spec) for spec in self._column_specs(num_tokens)]
 
     def prepare(self, kind: SamplerKind, num_rows: int, sampled: list[Row]) -> SampleCall | None:
-        """Return the sampling call of a step. Return None if the greedy tokens of the head are enough.
+        """Return the sampling program of a step, with its settings. Return None if the kind is `greedy`.
 
         Args:
             kind: kind of sampler that the rows need (`sampler_kind`).
             num_rows: number of columns of the logits.
+            sampled: rows whose next token is sampled.
         """
         if kind == "greedy":
             return None
@@ -162,10 +171,10 @@ class StepSampler:
         return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, masks)
 
     def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Launch the sampling of the next tokens.
+        """Launch the sampling of the next tokens. Return `(tokens, result)`.
 
-        Return the new last tokens of all slots, and the result array for the host. All arrays are on the first rank.
-        Every rank has the logits, and one sample is enough.
+        The array `tokens` has the new last token of each slot. The array `result` is for the host. All arrays are on
+        the first rank only, which has all logits.
         """
         state = self.state
         if sample.masks is not None:
@@ -177,7 +186,10 @@ class StepSampler:
 
 
 def _masks(sampled: list[Row], num_rows: int, vocab_size: int) -> Masks:
-    """Return the allowed tokens of the constrained rows of a step. All bits of other rows are 0."""
+    """Return the masks of allowed tokens for the rows of a step.
+
+    Rows without a grammar get a mask of zeros, which the sampler ignores.
+    """
     masks = np.zeros((num_rows, mask_words(vocab_size)), np.int32)
     for row in sampled:
         if row.sequence.matcher is not None:

@@ -26,7 +26,10 @@ _starting_threads = threading.Lock()
 
 
 def compile_jobs(jobs: int | None) -> int:
-    """Return the number of programs to compile at once: `jobs` if set, else the number of processors, at most 8."""
+    """Return the number of programs to compile at once.
+
+    This is `jobs` if it is set. Otherwise, it is the number of processors, but at most 8.
+    """
     return jobs or max(1, min(os.cpu_count() or 1, _MAX_JOBS))
 
 
@@ -41,7 +44,7 @@ def _start_threads(threads: Iterable[threading.Thread]) -> None:
 
 
 class Arrival(NamedTuple):
-    """Result of a requested compilation: either the compiled program or the error. The other field is None."""
+    """Result of one requested compilation. If it succeeded, `error` is None. If it failed, `program` is None."""
 
     spec: ProgramSpec
     program: Executable | None
@@ -49,19 +52,20 @@ class Arrival(NamedTuple):
 
 
 class BackgroundCompiler:
-    """Threads that compile requested programs. Urgent programs are compiled before all others.
+    """Threads that compile requested programs. Programs requested as urgent come first.
 
-    Programs of the same urgency are compiled in the order of their requests. Programs that differ only in their devices
-    (`ProgramSpec.family`) are compiled together.
+    Programs of the same urgency are compiled in the order in which they were requested. Programs that differ only in
+    their devices (`ProgramSpec.family`) are compiled together.
 
-    The threads start with the first request. All methods are thread-safe, but only one thread may call `take`.
+    The threads start when a program is requested for the first time. All methods are thread-safe, but only one thread
+    may call `take`.
 
     Args:
         jobs: number of threads.
 
     Attributes:
-        serving: whether the engine computes requests of clients. If True, only half of the threads start new
-            compilations, and all threads run at a lower priority.
+        serving: whether steps of the engine are in flight. If True, only half of the threads start new compilations,
+            and all threads run at a lower priority.
         on_arrival: function that the compile threads call after each program. It must not block.
     """
 
@@ -91,14 +95,15 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Number of requested programs that were not taken yet."""
+        """Number of requested programs whose results were not yet taken with `take`."""
         with self._changed:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, specs: Iterable[ProgramSpec], urgent: bool = True) -> list[ProgramSpec]:
-        """Request programs. Return the programs that were not requested before, or that become urgent now.
+        """Request the compilation of programs. Return the specs that this call has added.
 
-        After `close`, requests are ignored.
+        A spec is added if its program was not requested before, or if its program was requested earlier as not urgent
+        and is urgent now. After `close`, nothing is added.
         """
         new = []
         with self._changed:
@@ -125,7 +130,10 @@ class BackgroundCompiler:
         return new
 
     def forget(self, keys: Collection[Hashable]) -> None:
-        """Withdraw requests by the keys of their programs. A program that a thread is compiling still arrives."""
+        """Withdraw the requests for programs with these keys.
+
+        If a thread is already compiling a program, the result of this program still arrives.
+        """
         with self._changed:
             for key in keys:
                 self._urgent.pop(key, None)
@@ -133,9 +141,9 @@ class BackgroundCompiler:
             self._changed.notify_all()
 
     def take(self, keys: Collection[Hashable] | None = None) -> list[Arrival]:
-        """Remove and return all results (compiled programs and errors) that have arrived.
+        """Return all results that have arrived, and remove them. A result is a compiled program or an error.
 
-        If `keys` is given, only programs with these keys are taken.
+        If `keys` is given, only results of programs with these keys are taken.
         """
         with self._changed:
             arrived = [arrival for arrival in self._arrived if keys is None or arrival.spec.key in keys]
@@ -159,9 +167,9 @@ class BackgroundCompiler:
             self._changed.wait_for(over)
 
     def close(self) -> None:
-        """Withdraw all requests and wait for the end of the threads.
+        """Withdraw all requested programs and wait until the threads have ended.
 
-        Python must not exit while a thread is inside XLA.
+        The wait is necessary, because Python must not exit while a thread is inside XLA.
         """
         with self._changed:
             self._closed = True
@@ -173,10 +181,10 @@ class BackgroundCompiler:
             thread.join()
 
     def _next(self, index: int) -> list[ProgramSpec]:
-        """Wait until thread `index` may compile. Return the requested programs of the next family.
+        """Wait until thread `index` may compile. Return the programs that the thread compiles next.
 
-        Programs of a family differ only in their devices (`ProgramSpec.family`). Return an empty list if the compiler
-        is closed.
+        These are the programs of one family that are queued with the same urgency. Programs of a family differ only in
+        their devices (`ProgramSpec.family`). Return an empty list if `close` was called.
         """
         with self._changed:
             while not self._closed and (not (self._urgent or self._later) or index >= self.num_working):
@@ -198,9 +206,9 @@ class BackgroundCompiler:
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
     def _set_priorities(self) -> None:
-        """Give the threads a lower priority if `serving`, else the priority of the process. Only on Linux.
+        """Set the priority of the compile threads: low if `serving` is True, else the priority of the process.
 
-        The priority stays low if the process has no permission to raise it.
+        Without permission to raise a priority, the priority stays low. On systems other than Linux, do nothing.
         """
         if self._niceness is None:  # only Linux has priorities for threads
             return
@@ -224,10 +232,11 @@ class BackgroundCompiler:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
 
     def _compile(self, family: list[ProgramSpec]) -> Iterator[tuple[ProgramSpec, Executable]]:
-        """Compile the programs of a family and yield them. They differ only in their devices (`ProgramSpec.family`).
+        """Compile the programs of a family and yield each program with its spec.
 
-        The program with the lowest devices is compiled, or loaded from the compile cache. The other programs are loaded
-        from its bytes (`PortableProgram`). If there are no bytes, they are compiled too.
+        The programs differ only in their devices (`ProgramSpec.family`). The program with the lowest device indices
+        comes first. It is compiled, or loaded from the compile cache. The other programs are loaded from the bytes of
+        the first program (`PortableProgram`). If a program has no such bytes, the others are compiled too.
         """
         portable = None
         for spec in sorted(family, key=lambda spec: spec.devices):
@@ -247,9 +256,9 @@ class BackgroundCompiler:
 
 
 def compile_programs(specs: Iterable[ProgramSpec], jobs: int) -> Iterator[Executable]:
-    """Compile programs in `jobs` threads and yield each program when it is ready, in any order.
+    """Compile programs in `jobs` threads. Yield each program as soon as it is compiled, in any order.
 
-    If a program does not compile, raise its error as soon as all threads have ended their current program.
+    If a compilation fails, raise its error. Before that, wait until each thread has finished its current program.
     """
     compiler = BackgroundCompiler(jobs)
     compiler.want(specs)

@@ -12,12 +12,12 @@ from jaxtyping import Int32
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Static shape of a step. A step with fewer sequences or tokens is padded to this shape.
+    """Shape of a step for which programs are compiled. Steps with fewer sequences or tokens are padded to this shape.
 
     Attributes:
-        groups: `(B, T)` for each query group: B sequences with T tokens each. The groups of a decode step are
-            `((B, 1),)`.
-        table_width: entries of a block table: the maximum number of pages of a sequence.
+        groups: one tuple `(B, T)` for each query group, which has B sequences with T tokens each. The groups of a
+            decode step are `((B, 1),)`.
+        table_width: number of entries of a block table. This is the maximum number of pages of a sequence.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class BatchShape:
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Offset and shape of every field in one rank's row of `StepBatch.packed`, by name."""
+        """Fields of one rank's row of `StepBatch.packed`: for each name, `(offset, shape)` in the row."""
         rows, tokens = (self.num_rows,), (self.num_tokens,)
         shapes = {
             "tokens": tokens,
@@ -47,7 +47,7 @@ class BatchShape:
 
     @cached_property
     def row_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Offset and shape of every field in one rank's row of `StepBatch.rows`, by name."""
+        """Fields of one rank's row of `StepBatch.rows`: for each name, `(offset, shape)` in the row."""
         return row_fields(self.num_rows)
 
     @cached_property
@@ -60,7 +60,10 @@ class BatchShape:
 
 
 def row_fields(num_rows: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return offset and shape of the fields of `StepBatch.rows`, by name. The head program reads these fields."""
+    """Return the fields of one rank's row of `StepBatch.rows`: for each name, `(offset, shape)` in the row.
+
+    The program of the head reads these fields.
+    """
     return _side_by_side({"last_token": (num_rows,), "slots": (num_rows,)})
 
 
@@ -75,20 +78,21 @@ def _side_by_side(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tu
 class StepBatch:
     """Inputs of a step on the host: the array `packed` for the layers and the array `rows` for the head.
 
-    Both arrays have one row for each rank, in which fields lie side by side. `set` and `set_table` write fields, and
-    `unpack` reads them inside a program. All fields except `tables` are equal on all ranks. N is the number of tokens
+    Both arrays have one row for each rank. In a row, fields lie side by side. `set` and `set_table` write fields.
+    `unpack` reads fields inside a program. All fields except `tables` are equal on all ranks. N is the number of tokens
     of the step, R the number of rows (sequences), and W the width of a block table in pages.
 
     Fields in `packed`, `[tp, packed_size]`:
-        tokens: `[N]` token ids that the host knows.
-        sources: `[N]` slot from which the device reads the token, if the host has not read it yet. -1: the token is in
-            `tokens`.
-        positions: `[N]` position of the token in its sequence; -1 for padding.
+        tokens: `[N]` token ids, where the host knows them.
+        sources: `[N]` slot in which the device finds the token, if the host does not know the token yet. -1: the token
+            is in `tokens`.
+        positions: `[N]` position of the token in its sequence. -1: the token is padding.
         tables: `[R, W]` page ids of each row on the rank, in logical order.
         num_pages: `[R]` number of valid entries in the table of each row.
 
     Fields in `rows`, `[tp, 2 R]`:
-        last_token: `[R]` index of the last token of each row, among the N tokens. The head computes its logits.
+        last_token: `[R]` index of the last token of each row, among the N tokens. The head computes the logits of these
+            tokens.
         slots: `[R]` slot that stores the next token of each row. -1: the row is padding, or a chunk that is not the
             last chunk of its prompt.
     """
@@ -119,9 +123,11 @@ class StepBatch:
 
 
 def unpack(packed: Int32[jax.Array, " size"], fields: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, jax.Array]:
-    """Split an array into its fields, by name, inside a program.
+    """Return the fields of a packed array, by name. Call this inside a program.
 
-    `packed` is one rank's row of `StepBatch.packed` or `rows`.
+    Args:
+        packed: row of one rank in `StepBatch.packed` or in `StepBatch.rows`.
+        fields: for each name, `(offset, shape)` in the row.
     """
     return {
         name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)

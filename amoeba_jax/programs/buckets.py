@@ -1,6 +1,7 @@
-"""Step shapes for which programs are compiled. Fewer shapes compile faster. More shapes waste less time on padding.
+"""Step shapes for which programs are compiled.
 
-`benchmarks/step_shapes.py` measures the gain of each group of shapes. docs/startup.md has its figures.
+With fewer shapes, a warm-up is faster. With more shapes, steps waste less time on padding. `benchmarks/step_shapes.py`
+measures how much each group of shapes gains. docs/startup.md has the results.
 """
 
 import math
@@ -23,7 +24,9 @@ def hidden_tokens(config: EngineConfig, width: int) -> int:
     """Return the number of tokens of the largest step, rounded up to a multiple of 16.
 
     Args:
-        width: maximum number of sequences of the largest instance, divided by `max_num_seqs` (`EnginePlan.width`).
+        config: settings of the engine.
+        width: maximum number of running sequences of the largest instance, divided by `max_num_seqs`
+            (`EnginePlan.width`).
     """
     largest = config.max_num_batched_tokens + config.max_num_seqs * width - 1
     return -(-largest // 16) * 16
@@ -46,9 +49,9 @@ class Buckets:
     Args:
         max_num_seqs: maximum number of sequences of an instance.
         max_num_batched_tokens: maximum number of prompt tokens in a step.
-        table_width: entries of a block table.
-        few_rows: rows of small steps with a prompt. All degrees must use the same number, so that such a step keeps
-            its shape while layers change their degree. None: 8, or `max_num_seqs` if that is less.
+        table_width: number of entries of a block table.
+        few_rows: number of rows of small steps with a prompt. All degrees must use the same number, so that such a step
+            keeps its shape while layers change their degree. None: 8, or `max_num_seqs` if that is less.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, table_width: int, few_rows: int | None = None):
@@ -59,37 +62,37 @@ class Buckets:
 
     @cached_property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of steps that only decode. Transitions use the same numbers."""
+        """Possible numbers of rows in a step that only decodes. Steps during transitions use the same numbers."""
         return tuple(1 << power for power in range(self.max_num_seqs.bit_length()))
 
     @cached_property
     def mixed_rows(self) -> tuple[int, ...]:
-        """Numbers of rows of steps with one prompt."""
+        """Possible numbers of rows in a step with one prompt."""
         return tuple(sorted({self.few_rows, self.max_num_seqs}))
 
     @cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Lengths of prompt chunks in tokens, in ascending order."""
+        """Possible lengths of prompt chunks in tokens, in ascending order."""
         return _by_quarters(self.max_num_batched_tokens, MIN_CHUNK)
 
     @cached_property
     def prompt_logits_chunks(self) -> tuple[int, ...]:
-        """Lengths, in tokens, of prompt chunks in requests for log-probabilities of the prompt."""
+        """Possible lengths of prompt chunks, in tokens, if a request asks for log-probabilities of its prompt."""
         return tuple(size for size in self.chunk_sizes if size <= MAX_PROMPT_LOGITS_CHUNK) or self.chunk_sizes[:1]
 
     def chunk_rows(self, chunk: int) -> tuple[int, ...]:
-        """Return the possible numbers of prompt rows in a step with chunks of `chunk` tokens: `(1,)` or `(1, 4)`."""
+        """Return the possible numbers of prompts in a step with chunks of `chunk` tokens: `(1,)` or `(1, 4)`."""
         several = _COARSE * chunk <= self.max_num_batched_tokens and self.max_num_seqs >= _COARSE
         return (1, _COARSE) if several else (1,)
 
     def chunk_size(self, length: int, at_most: float = math.inf) -> int:
         """Return the chunk size for a prompt with `length` remaining tokens.
 
-        This is the smallest size that holds all tokens, or the largest size if none does. There is one exception. If
-        the tokens fill at most half of the chunk, return the next smaller size, because several small steps cost less
-        than the padding.
+        This is the smallest size that holds all tokens. If no size does, it is the largest size. An exception: if the
+        tokens fill at most half of the chunk, return the next smaller size. Several small steps then cost less than the
+        padding.
 
-        Sizes above `at_most` are excluded, except the smallest size.
+        Sizes above `at_most` are not used, except the smallest size of all.
         """
         sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
@@ -98,8 +101,8 @@ class Buckets:
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
         """Return the number of prompts to compute in a step, from 1 to 4.
 
-        The number is above 1 only if three conditions hold. At least three prompts wait, steps of four prompts exist
-        for this chunk size, and such a step has enough rows.
+        The number is above 1 only if at least three prompts wait, if steps of four prompts exist for this chunk size,
+        and if such a step has enough rows.
 
         Args:
             num_decodes: number of sequences that the step also decodes.
@@ -133,7 +136,10 @@ class Buckets:
 
 
 def _by_quarters(largest: int, smallest: int) -> tuple[int, ...]:
-    """Return `largest` divided by 1, 4, 16, and so on, in ascending order. Results below `smallest` are left out."""
+    """Return `largest` divided by 1, 4, 16, and so on, in ascending order.
+
+    Results below `smallest` are left out, except `largest` itself.
+    """
     sizes = [largest]
     while sizes[0] >= _COARSE * smallest:
         sizes.insert(0, sizes[0] // _COARSE)

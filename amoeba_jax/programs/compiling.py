@@ -12,7 +12,7 @@ from amoeba_jax.views import ExecutableInfo
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled program with its properties."""
+    """Compiled program, with its spec and a description for users."""
 
     spec: ProgramSpec
     compiled: jax.stages.Compiled
@@ -22,9 +22,10 @@ class Executable:
 def compile_program(
     spec: ProgramSpec, portable: PortableProgram | None = None
 ) -> tuple[Executable, PortableProgram | None]:
-    """Compile a program, or load it from `portable` or from the compile cache.
+    """Return `(program, bytes)`: a program, compiled or loaded, and bytes to load it on other groups of devices.
 
-    Return the program and its bytes. The bytes load on other groups of devices; None if the program has none.
+    The program is loaded from `portable` or from the compile cache if possible. The bytes are None if the program
+    cannot be stored as bytes.
 
     Args:
         spec: program to compile.

@@ -1,4 +1,7 @@
-"""Lists of all programs that serving can need. They depend only on sizes, not on weights, buffers or devices."""
+"""Lists of all programs that serving can need.
+
+The lists depend only on the sizes of the model and the engine. No weights or buffers are needed to make them.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -18,10 +21,10 @@ from sharding.placement import Home, ModuleKind, Placement
 
 
 def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the programs of all instances of the given degrees and of all transitions between them, each once.
+    """Return the programs of all instances of the given degrees, and of all transitions between these degrees.
 
-    Two kinds of programs are missing: programs of `LLM.logits`, and programs of transformations that keep all weights
-    (see `kept_weights`).
+    Each program occurs once. Left out are the programs of `LLM.logits`, and the programs that only `kept_weights`,
+    `placement_programs` or `parallel_attention_programs` returns.
     """
     by_degree = enumerate_by_degree(plan, executables, degrees)
     return [spec for specs in by_degree.values() for spec in specs]
@@ -30,12 +33,12 @@ def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tupl
 def enumerate_by_degree(
     plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]
 ) -> dict[int, list[ProgramSpec]]:
-    """Return the programs of `enumerate_programs` as a list for each degree, in the order of `degrees`.
+    """Return the programs of `enumerate_programs`, divided into one list for each degree, in the order of `degrees`.
 
-    The list of a degree has the programs of its instances, and of transitions between this degree and the degrees
-    before it in `degrees`. Programs of an earlier list are left out.
+    The list of a degree has the programs of its instances. It also has the programs of transitions between this degree
+    and the degrees before it in `degrees`. Programs that are in an earlier list are left out.
 
-    With a start placement, `degrees` is ignored. There is one list, with all programs of the instance.
+    With a start placement, `degrees` is ignored. The only list then has all programs of the only instance.
     """
     if plan.placement is not None:
         pages = home_pages(plan.placement, plan.device_plans)
@@ -54,11 +57,13 @@ def enumerate_by_degree(
 
 
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the programs of merged instances that keep all weights, and of transitions to and from the lowest degree.
+    """Return the programs that only merged instances with all their weights need.
 
-    Usually a merge releases weights to the KV cache. If requests are paused while the merged instance serves, it keeps
-    all weights. The instance then has fewer extents and needs other programs. Programs of `enumerate_programs` are left
-    out. The list is empty without `EngineConfig.prepare_pausing`, and with a start placement.
+    Usually, a merge turns unneeded weights into KV cache. If requests are paused while the merged instance serves, the
+    merged instance keeps all weights. It then has fewer extents (parts of the KV cache) and needs other programs.
+    Programs of transitions from and to the lowest degree are included. Programs of `enumerate_programs` are left out.
+
+    The list is empty without `EngineConfig.prepare_pausing`, and with a start placement.
     """
     if not plan.config.prepare_pausing or plan.placement is not None:
         return []
@@ -75,9 +80,10 @@ def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int,
 def placement_programs(plan: EnginePlan, executables: Executables) -> list[ProgramSpec]:
     """Return the programs of all placements that TP1 instances can reach by replicating and migrating layers.
 
-    Their number depends on the lengths of segments and the step shapes, not on the number of placements. Some of these
-    programs are also in `enumerate_programs`. The list is empty without `EngineConfig.prepare_placements`, and with a
-    start placement.
+    The number of these programs depends on the lengths of segments and on the step shapes, but not on the number of
+    placements. Some of these programs are also in `enumerate_programs`.
+
+    The list is empty without `EngineConfig.prepare_placements`, and with a start placement.
     """
     if not plan.config.prepare_placements or plan.placement is not None:
         return []
@@ -123,7 +129,10 @@ def _segment_kinds(plan: EnginePlan) -> Iterator[SegmentPlan]:
 
 
 def parallel_attention_programs(plan: EnginePlan, executables: Executables) -> list[ProgramSpec]:
-    """Return the programs of data-parallel attention, and of changes to it and back, if the engine starts with it."""
+    """Return the programs of data-parallel attention. Return [] if the engine does not start with it.
+
+    Programs of changes between data-parallel attention and attention of the whole group are included.
+    """
     if plan.start_attention == plan.start_tp:
         return []
     found: list[ProgramSpec] = []
@@ -142,11 +151,11 @@ def parallel_attention_programs(plan: EnginePlan, executables: Executables) -> l
 
 
 class StepKind(NamedTuple):
-    """A step that an instance may run.
+    """Kind of step that an instance may run.
 
     Attributes:
         shape: shape of the step.
-        logits_of: tokens whose logits the head computes: the last token of each row, or all tokens.
+        logits_of: tokens whose logits the head computes. "last": the last token of each row. "all": all tokens.
         microbatch: index of the only microbatch of the step. None: the step has all microbatches.
     """
 
@@ -156,7 +165,7 @@ class StepKind(NamedTuple):
 
 
 def steps_of(plan: EnginePlan, placement: Placement) -> list[StepKind]:
-    """Return all steps of an instance at a placement."""
+    """Return all kinds of steps that an instance with this placement may run."""
     count = placement.num_microbatches
     buckets = plan.buckets(placement_width(placement) // count)
     prompts = [buckets.step(0, 1, chunk) for chunk in buckets.prompt_logits_chunks]
@@ -178,15 +187,19 @@ def relocation_specs(
     extents: Mapping[Home, tuple[int, ...]],
     kinds: Collection[SamplerKind],
 ) -> list[ProgramSpec]:
-    """Return the fewest programs with which an instance can serve at a placement: a few steps and their samplers.
+    """Return a small set of programs with which an instance can begin to serve at a new placement.
 
-    With one microbatch, one step decodes as many sequences as possible, and another step also computes a chunk of a
-    prompt. Otherwise there are two steps for each microbatch, and one step decodes for all microbatches.
+    With one microbatch, there are two steps. One decodes as many sequences as possible. The other also computes a chunk
+    of a prompt. With several microbatches, there are two such steps for each microbatch, and one step that decodes for
+    all microbatches. The samplers of all these steps are included.
 
     Args:
-        width: factor of the number of sequences: the instance runs `max_num_seqs * width`.
-        extents: pages of each extent of a layer, by home.
-        kinds: kinds of samplers that the requests need. For "greedy", the programs of the head suffice.
+        plan: sizes of the engine.
+        executables: registry of programs.
+        placement: new placement of the instance.
+        width: maximum number of running sequences of the instance, divided by `max_num_seqs`.
+        extents: number of pages of each extent of a layer, by home.
+        kinds: kinds of samplers that the requests need. Requests of kind "greedy" need only the programs of the head.
     """
     count = placement.num_microbatches
     buckets = plan.buckets(max(1, width // count))
@@ -220,7 +233,10 @@ def _steps_at(
     extents: Mapping[Home, tuple[int, ...]],
     steps: Iterable[StepKind],
 ) -> Iterator[ProgramSpec]:
-    """Yield the programs of steps at a placement. `extents`: pages of each extent of a layer, by home."""
+    """Yield the programs of steps at a placement.
+
+    `extents` has the number of pages of each extent of a layer, by home.
+    """
     for shape, logits_of, microbatch in steps:
         for work in work_list(placement, microbatch, plan.cutter):
             yield from work_specs(plan, executables.specs, work, shape, placement.num_microbatches, extents)

@@ -26,24 +26,25 @@ _MAX_RETRIES = 3
 class Executables:
     """Compiled programs by key (`ProgramSpec.key`). A program is compiled on first use or ahead of time.
 
-    Not thread-safe. Segments (runs of consecutive layers) of equal shape share a program, which takes their weights as
-    inputs.
+    A segment is a run of consecutive layers. Segments of equal shape share a program, because the weights are inputs of
+    the program. Not thread-safe.
 
     Args:
         dims: sizes of the model.
-        strict: see the attribute.
+        strict: see the attribute `strict`.
         beside: whether missing programs of steps are compiled in the background while other steps run. If False,
-            `request` starts nothing and returns True, and `get` compiles a missing program at its use.
+            `request` starts nothing and returns True, and `get` compiles a missing program when a step needs it.
         jobs: number of background threads.
 
     Attributes:
         specs: factory of the specs that the methods take.
         strict: whether the registry refuses new programs once it is `complete`. Evicted programs (`ProgramStore`) are
             not new: they are loaded again.
-        complete: whether a warm-up has compiled all programs that serving can need. Any later compilation delays
-            requests.
+        complete: whether a warm-up has compiled all programs that serving can need. After that, any further compilation
+            delays requests.
         num_late: number of programs that `get` or `request` found missing after the registry became `complete`.
-        num_awaited: number of programs that `get` or `request` found missing, so that a step or a sequence had to wait.
+        num_awaited: number of programs that `get` or `request` found missing at any time. A step or a sequence had to
+            wait for each of them.
         background: threads that compile for `request`, `compile_later` and `prepare`.
     """
 
@@ -72,21 +73,23 @@ class Executables:
 
     @property
     def num_made(self) -> int:
-        """Number of programs added since the start, compiled or loaded from the compile cache."""
+        """Number of programs that were compiled, or loaded from the compile cache, since the start."""
         return self._store.num_added
 
     def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
-        """Return the compiled program. If it is missing, compile it first.
+        """Return the compiled program of a spec. If it is missing, compile it first.
 
-        If the program failed in the background, its error is raised once. Other errors are the errors of the compiler,
-        and `NotCompiledError` for a new program if the registry is `strict` and `complete`.
+        If the program failed to compile in the background, raise the stored error and forget it. The next call compiles
+        the program again. Errors of a compilation in this call are raised too.
+
+        Raises `NotCompiledError` if the program is new and the registry is `strict` and `complete`.
         """
         return self.executable(spec).compiled
 
     def executable(self, spec: ProgramSpec) -> Executable:
-        """Return the program with its properties.
+        """Return the program of a spec with its properties. If it is missing, compile it first.
 
-        It compiles missing programs and raises errors in the same way as `get`.
+        Raises the same errors as `get`.
         """
         return self._store.get(spec.key, lambda: self._make(spec))
 
@@ -94,29 +97,34 @@ class Executables:
 
     @property
     def version(self) -> int:
-        """A number that changes when the results of `available` and `has_failed` may change."""
+        """Number that grows whenever the results of `available` and `has_failed` may change."""
         return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether `get` needs no compilation for any of the programs.
+        """Return whether `get` can answer for all these programs without a compilation.
 
-        If `beside` is False, return True. A program whose stored error `get` would raise counts as available.
+        A program counts as available if an error of its compilation is stored, because `get` then raises the error.
+        Always return True if `beside` is False.
         """
         return not self._beside or not self._absent(specs)
 
     @property
     def has_failures(self) -> bool:
-        """Whether errors of failed compilations are stored. `get` raises them."""
+        """Whether errors of failed compilations are stored. `get` raises such an error."""
         return bool(self._failed)
 
     def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether one of the programs failed to compile in the background. `get` would raise its error."""
+        """Return whether one of these programs failed to compile in the background.
+
+        `get` would raise the stored error.
+        """
         return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Start to compile missing programs in the background. Return whether all programs were already `available`.
+        """Start to compile missing programs in the background. Return True if no program was missing.
 
-        Requested programs are compiled before the programs of `compile_later`.
+        These programs are compiled before the programs of `compile_later`. If `beside` is False, do nothing and return
+        True.
         """
         if not self._beside or not (absent := self._absent(specs)):
             return True
@@ -134,20 +142,22 @@ class Executables:
         return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Start to compile missing programs in the background, in this order. Return their specs without waiting.
+        """Start to compile missing programs in the background, in the given order. Return the missing specs at once.
 
-        The programs are compiled after the programs of `request`.
+        These programs are compiled after the programs of `request`.
         """
         absent = self._absent(specs)
         self.background.want(self._with_originals(absent), urgent=False)
         return absent
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
-        """Store the programs that arrived from the background threads. Return their keys.
+        """Store the programs that the background threads have compiled. Return the keys of these programs.
 
-        `check` is called with each program. If it raises an error, or the program did not compile, the error is stored
-        in place of the program, and `get` raises it once. Errors are forgotten after `_RETRY_S` seconds, so that the
-        programs are compiled again. The keys include failed programs and programs that `prepare` has stored.
+        `check` is called with each program and may raise an error. If a program failed to compile, or `check` raised an
+        error, the error is stored instead of the program. `get` raises the stored error once. After `_RETRY_S` seconds,
+        stored errors are forgotten, so that the programs can be compiled again.
+
+        The returned keys include programs that failed, and programs that `prepare` has already stored.
         """
         if time.monotonic() >= self._retry_at:
             self._forget_failures()
@@ -158,9 +168,9 @@ class Executables:
     def _take_in(
         self, arrived: list[Arrival], check: Callable[[Executable], None] = lambda _: None
     ) -> list[ProgramSpec]:
-        """Store programs from the background threads, or their errors. Return the specs of all these programs.
+        """Store results of the background threads: programs or errors. Return the specs of all results.
 
-        An error may come from the compilation or from `check`.
+        The stored error of a program is the error of its compilation, or the error that `check` raised for the program.
         """
         for spec, executable, error in arrived:
             try:
@@ -178,10 +188,10 @@ class Executables:
         return [arrival.spec for arrival in arrived]
 
     def _forget_failures(self) -> None:
-        """Forget old errors of programs, so that the background threads compile these programs again.
+        """Forget stored errors, so that the background threads can compile these programs again.
 
-        After `_MAX_RETRIES` retries, an error stays. All errors stay if there is no compilation in the background, or
-        if the registry is `strict` and `complete`.
+        After `_MAX_RETRIES` retries of a program, its error is kept. All errors are kept if `beside` is False, or if
+        the registry is `strict` and `complete`.
         """
         self._retry_at = math.inf
         if not self._beside or (self.strict and self.complete):
@@ -200,7 +210,7 @@ class Executables:
         ]
 
     def check(self, specs: Iterable[ProgramSpec]) -> None:
-        """Raise `NotCompiledError` if any of the programs is new and the registry is `strict` and `complete`."""
+        """Raise `NotCompiledError` if one of these programs is new, and the registry is `strict` and `complete`."""
         if not (self.strict and self.complete):
             return
         for spec in specs:
@@ -226,10 +236,10 @@ class Executables:
         return found
 
     def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Add missing originals (`ProgramSpec.original`) to specs, each before the spec that needs it. Return the list.
+        """Return the specs with missing originals added. Each original comes before the spec that needs it.
 
-        The original is the same program for the first group of the degree. All groups load their programs from its
-        bytes.
+        The original (`ProgramSpec.original`) is the same program for the first group of devices of the degree. The
+        programs of the other groups are loaded from the bytes of the original.
         """
         found: dict[Hashable, ProgramSpec] = {}
         for spec in specs:
@@ -240,7 +250,7 @@ class Executables:
         return list(found.values())
 
     def _raise_failure(self, spec: ProgramSpec) -> None:
-        """Raise the error of a program that failed in the background, and forget it."""
+        """Raise the stored error of a program and forget the error. Do nothing if no error is stored."""
         if (failure := self._failed.pop(spec.key, None)) is not None:
             self._num_failure_changes += 1
             raise failure
@@ -255,10 +265,11 @@ class Executables:
         logger.warning("program %s is compiled or loaded while requests wait: %s", spec, reason)
 
     def prepare(self, specs: Iterable[ProgramSpec]) -> Iterator[Executable]:
-        """Yield all programs of the specs: first the compiled programs, then each missing program when it is ready.
+        """Yield the programs of all specs.
 
-        Missing programs are compiled in the background, or one by one if the registry is `complete`. Raises the same
-        errors as `get`.
+        Compiled programs come first, and each missing program follows when it is ready. Missing programs are compiled
+        in the background. If the registry is `complete`, they are compiled one by one instead. Raises the same errors
+        as `get`.
         """
         missing = []
         for key, spec in {spec.key: spec for spec in specs}.items():

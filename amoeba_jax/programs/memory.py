@@ -41,7 +41,7 @@ STAGING_IDS = 1 << 10
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Budget of one device and its parts, in bytes."""
+    """Division of the memory of one device. The sizes are bytes, unless the name says `pages`."""
 
     budget_bytes: int
     weight_bytes: int
@@ -60,7 +60,7 @@ class MemoryPlan:
 
 
 class DeviceTooSmallError(MemoryBudgetError):
-    """Error: the budget of a device is too small for one KV page of each layer.
+    """Error: the budget of a device is too small for the weights, the temporaries and one KV page of each layer.
 
     A budget of `needed_bytes` would suffice.
     """
@@ -71,10 +71,10 @@ class DeviceTooSmallError(MemoryBudgetError):
 
 
 def device_budget(config: EngineConfig, device: jax.Device) -> int:
-    """Return the bytes that the engine may use on a device.
+    """Return the number of bytes that the engine may use on a device.
 
-    This is `device_memory` if set. If not, it is the share `memory_utilization` of the memory that the device reports.
-    If the device reports none, it is 2 GiB.
+    This is `device_memory` if it is set. Otherwise, it is `memory_utilization` (a fraction) times the memory that the
+    device reports. For a device that reports no memory, it is 2 GiB.
     """
     if config.device_memory is not None:
         return parse_bytes(config.device_memory)
@@ -85,10 +85,10 @@ def device_budget(config: EngineConfig, device: jax.Device) -> int:
 
 
 def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return an upper limit for the bytes of a step's temporaries: hidden states, intermediates and f32 logits.
+    """Return an estimate of the bytes of temporaries that the largest step needs on a device.
 
-    It is an estimate. If the compiled programs need more, a warm-up reserves the difference. `width` is
-    `EnginePlan.width`.
+    The temporaries are hidden states, intermediate results and f32 logits. The estimate should be too high rather than
+    too low. If compiled programs need more, a warm-up reserves the difference. `width` is `EnginePlan.width`.
     """
     rows = config.max_num_seqs * width
     tokens = config.max_num_batched_tokens + rows
@@ -102,9 +102,10 @@ def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> in
 
 
 def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: int, platform: str) -> int:
-    """Return the bytes of f32 copies of 16-bit weights that XLA makes on CPU in the largest program.
+    """Return the bytes of the f32 copies that XLA makes of 16-bit weights on CPU.
 
-    The largest program has either the head or `segment_layers` layers. The result is 0 on other platforms and for f32.
+    Only the largest program counts. This is the head, or a segment of `segment_layers` layers. The result is 0 on other
+    platforms, and if the weights are f32.
     """
     itemsize = jnp.dtype(dims.dtype).itemsize
     if platform != "cpu" or itemsize == 4:
@@ -117,30 +118,35 @@ def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: in
 def sampling_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
     """Return the bytes of the sampling state on a device: last tokens (i32), flags (i32) and biases (f32).
 
-    Each device has a state for all sequences of the largest instance, because the first device of an instance samples
-    for all ranks. `width` is `EnginePlan.width`.
+    The first device of an instance samples for the whole instance. The state therefore has room for all sequences of
+    the largest instance. `width` is `EnginePlan.width`.
     """
     return config.max_num_seqs * width * (4 + 8 * dims.config.vocab_size)
 
 
 def hidden_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return the bytes of the hidden states on a device.
+    """Return the bytes of the buffer of hidden states on a device, with three small buffers.
 
-    Two flags that mark the first segment of a step are included, and the loads of experts with the numbers of layers.
+    The small buffers are two flags that mark the first segment of a step, the token counts of the experts, and the
+    numbers of the layers. `width` is `EnginePlan.width`.
     """
     hidden = dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize
     return hidden + 2 + 4 * (math.prod(dims.load_shape) + dims.load_shape[0])
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
-    """Return the bytes of temporaries of an exchange of pages: sent pages, received pages and one copy."""
+    """Return the bytes of temporaries for one phase of an exchange of pages: `phase_pages` pages of `page_bytes`.
+
+    The temporaries are the sent pages, the received pages, one copy, and page ids.
+    """
     return phase_pages * (3 * page_bytes + STAGING_IDS)
 
 
 class FixedBytes(NamedTuple):
     """Bytes that a device needs for buffers other than weights and KV cache.
 
-    These are temporaries of steps, sampling state and hidden states. They do not depend on the modules of the device.
+    The fields are temporaries of steps, sampling state and hidden states. These sizes do not depend on the layers of
+    the device.
     """
 
     activations: int
@@ -158,9 +164,10 @@ def fixed_bytes(dims: ModelDims, config: EngineConfig, width: int, weight_bytes:
     Args:
         dims: sizes of the model.
         config: settings of the engine.
-        width: number of sequences of the largest instance, divided by `max_num_seqs` (`EnginePlan.width`).
+        width: maximum number of running sequences of the largest instance, divided by `max_num_seqs`
+            (`EnginePlan.width`).
         weight_bytes: bytes of the whole model.
-        platform: platform of the devices. In a dry run it may differ from the platform of this process.
+        platform: platform of the devices. In a dry run, it may differ from the platform of this process.
     """
     return FixedBytes(
         activation_estimate(dims, config, width) + widened_weight_bytes(dims, config, weight_bytes, platform),
@@ -180,18 +187,18 @@ def divide_memory(
     exchanges: bool = False,
     phase_pages: int | None = None,
 ) -> MemoryPlan:
-    """Divide the memory of one device. The KV cache gets all memory that weights and temporaries do not need.
+    """Divide the memory of one device. The KV cache gets what weights and temporaries leave.
 
     Args:
         dims: sizes of the model.
         budget_bytes: memory of the device.
         weight_bytes: bytes of the weights on the device.
-        fixed: bytes of steps, sampling state and hidden states.
+        fixed: bytes of temporaries of steps, of the sampling state and of hidden states.
         num_layers: number of layers whose KV cache the device holds.
-        kv_cache_tokens: limit of the KV cache, in tokens. None: no limit.
+        kv_cache_tokens: size of the KV cache, in tokens. None: as large as possible.
         exchanges: whether the device exchanges pages with other devices while instances merge or split.
-        phase_pages: number of pages that the device sends in one phase of an exchange (`kvcache.migration`). None: from
-            2 to 16, depending on the memory that weights and temporaries do not need. Without exchanges, it is ignored.
+        phase_pages: number of pages that the device sends in one phase of an exchange (`kvcache.migration`). None: a
+            number from 2 to 16, larger if more memory is left for the KV cache. Ignored if `exchanges` is False.
 
     Raises `DeviceTooSmallError` if weights, temporaries and one page of each layer do not fit. Raises
     `MemoryBudgetError` if the KV cache would hold fewer than `kv_cache_tokens` tokens.
@@ -245,7 +252,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory of a device that holds all layers. Raises the errors of `divide_memory`.
 
-    `weight_bytes` are the bytes of the whole model. In a dry run `platform` may differ from the platform of `device`.
+    Args:
+        dims: sizes of the model.
+        config: settings of the engine.
+        weight_bytes: bytes of the whole model.
+        device: device whose memory is divided.
+        platform: platform for which programs are compiled. In a dry run, it may differ from the platform of `device`.
     """
     return divide_memory(
         dims,

@@ -1,4 +1,4 @@
-"""Programs that copy a page inside a layer, and programs that read and write pages that move to other devices."""
+"""Programs that copy a KV page inside a layer, and programs that read or write pages for a move to other devices."""
 
 import itertools
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from sharding.mesh import TP_AXIS, SubMesh
 def compile_page_copy(dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...]) -> jax.stages.Compiled:
     """Compile a program `(extents, ids) -> extents` that copies one page of one layer on every rank.
 
-    `extents` are donated arrays `[tp * pages, page_elems]`. `ids` `[tp, 2]` are the source and target page of each
-    rank.
+    `extents` are arrays `[tp * pages, page_elems]`, and are donated. `ids` is `[tp, 2]`. Row i of `ids` has the ids of
+    the source page and of the target page of rank i.
 
-    The program is for one layer only. A program for all 30 layers of SmolLM2 would take 7 s to compile and 150 MiB, at
-    each degree.
+    The program copies in one layer only. For all 30 layers of SmolLM2, a program would take 7 s to compile and 150 MiB
+    of memory, at each degree.
     """
     starts = _first_ids(group, extent_pages)
 
@@ -36,8 +36,8 @@ def compile_page_read(
 ) -> jax.stages.Compiled:
     """Compile a program `(extents, ids) -> contents` that reads up to `num_pages` pages of one layer on every rank.
 
-    `ids` `[tp, num_pages]` are the pages of each rank; a negative id reads garbage. `contents` is
-    `[tp * num_pages, page_elems / tp]`.
+    Row i of `ids`, `[tp, num_pages]`, has the ids of the pages that rank i reads. For a negative id, the contents are
+    arbitrary. `contents` is `[tp * num_pages, page_elems / tp]`.
     """
     starts = _first_ids(group, extent_pages)
 
@@ -51,9 +51,10 @@ def compile_page_read(
 def compile_page_write(
     dims: ModelDims, group: SubMesh, extent_pages: tuple[int, ...], num_pages: int
 ) -> jax.stages.Compiled:
-    """Compile a program `(extents, ids, contents) -> extents` that writes the contents that `compile_page_read` reads.
+    """Compile a program `(extents, ids, contents) -> extents` that writes pages of one layer on every rank.
 
-    `extents` are donated. A negative id writes nothing.
+    `contents` is the result of the program of `compile_page_read`. Row i of `ids`, `[tp, num_pages]`, has the ids of
+    the pages that rank i writes. For a negative id, nothing is written. `extents` are donated.
     """
     starts = _first_ids(group, extent_pages)
 

@@ -49,20 +49,20 @@ class EnginePlan:
         config: settings of the engine.
         dims: sizes of the model.
         devices: devices of the engine.
-        weights: sizes of the weights, which need not be loaded.
+        weights: sizes of the weights. The weights need not be loaded.
         memory: division of the memory of a device. None: computed by `plan_memory`, or from the start placement.
         platform: platform for which memory is divided. None: the platform of `devices`.
 
     Attributes:
-        placement: start placement of the only instance. None if the engine has instances that merge and split.
-        start_tp: degree of these instances at the start.
-        start_attention: degree of their attention at the start: `start_tp`, or less with data-parallel attention.
+        placement: start placement of the only instance. None: the engine has instances that merge and split.
+        start_tp: degree of the instances at the start.
+        start_attention: degree of attention at the start. It is `start_tp`, or less with data-parallel attention.
         start_devices: devices that hold modules at the start. The other devices are empty.
         segments: runs of consecutive layers that cover the model. Each segment is compiled as one program.
         cutter: object that cuts runs of layers of a placement into segments.
         head: segment of the final norm and the output head.
         hidden_tokens: number of tokens in a buffer of hidden states.
-        num_slots: number of slots of an instance. The last tokens of this many sequences are kept on the devices.
+        num_slots: number of slots of an instance. A slot keeps the last token of one running sequence on the devices.
         max_model_len: limit of prompt plus output, in tokens.
         overlaps_exchanges: whether step programs may also exchange pages; see `EngineConfig.overlap_exchange`.
         loops_exchanges: whether one program with a loop runs the phases of an exchange; see `ExchangeKind`.
@@ -117,9 +117,9 @@ class EnginePlan:
         return read_placement(self.config, self.dims)
 
     def _can_change(self, device: jax.Device) -> bool:
-        """Return whether an instance with data-parallel attention can merge and split.
+        """Return whether an engine that starts with data-parallel attention can later merge and split its instances.
 
-        Its devices then hold all weights at the start, and turn FFN weights that a rank does not need into KV cache.
+        For this, each device must have the memory to hold all weights.
         """
         if self.dims.transform_attention:
             return False
@@ -136,7 +136,10 @@ class EnginePlan:
 
     @cached_property
     def device_plans(self) -> dict[int, MemoryPlan]:
-        """Division of memory by device, for the devices of the start placement or, without it, for all devices."""
+        """Division of memory, by device index.
+
+        With a start placement, only the devices of the placement are included. Without one, all devices are included.
+        """
         devices = self.sub_meshes.devices
         if self.placement is None:
             return dict.fromkeys(range(len(devices)), self.memory)
@@ -144,7 +147,7 @@ class EnginePlan:
         return plan_devices(self.weights, self.placement, budget, fixed, self.config.kv_cache_tokens)
 
     def start_shards(self) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return the indices of the shards that each device holds at the start, by device and parameter."""
+        """Return the indices of the shards that each device holds at the start, as `{device: {parameter: indices}}`."""
         if self.placement is not None:
             return self.weights.shards_at(self.placement)
         whole = {name: tuple(range(spec.num_shards)) for name, spec in self.weights.specs.items()}
@@ -170,7 +173,7 @@ class EnginePlan:
 
     @property
     def transfer_pages(self) -> int:
-        """Number of pages that move to another device at once when a placement changes."""
+        """Maximum number of pages that one program moves to another device when a placement changes."""
         return self.memory.phase_pages or 8
 
     @property
@@ -179,9 +182,9 @@ class EnginePlan:
         return self.sub_meshes.degrees() if self.placement is None else (self.placement.head.degree,)
 
     def buckets(self, width: int) -> Buckets:
-        """Return the step shapes of an instance that runs `max_num_seqs * width` sequences.
+        """Return the step shapes of an instance that runs up to `max_num_seqs * width` sequences.
 
-        `width` is the degree of the instance. For a start placement, see `placement_width`.
+        For most instances, `width` is the degree. With a start placement, `width` comes from `placement_width`.
         """
         if width not in self._buckets:
             config = self.config
@@ -198,13 +201,17 @@ class EnginePlan:
         return self.buckets(tp).max_num_seqs
 
     def extent_pages(self, released: int) -> tuple[int, ...]:
-        """Return the number of pages of each extent of a layer if weights are released for degree `released`."""
+        """Return the number of pages of each extent (part of the KV cache) of a layer.
+
+        The weights that an instance of degree `released` does not need are counted as KV cache.
+        """
         return (self.memory.num_pages, *self.weights.extent_pages(released))
 
     def capacity_tokens(self, tp: int, released: int) -> int:
         """Return the number of tokens that fit in an empty instance of degree `tp`.
 
-        Weights are released for degree `released`. With a start placement, return the maximum length of one sequence.
+        The weights that an instance of degree `released` does not need are counted as KV cache. With a start placement,
+        return the maximum length of one sequence.
         """
         if self.placement is not None:
             return self._longest_context()
@@ -229,8 +236,7 @@ class EnginePlan:
             segment: segment to compute. It must not be the head.
             shape: shape of the step.
             extent_pages: number of pages of each extent of a layer.
-            exchange: page exchange that the program runs at the same time, in layers that it does not compute. None: no
-                exchange.
+            exchange: page exchange in other layers that the program runs at the same time. None: no exchange.
         """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(
@@ -241,7 +247,10 @@ class EnginePlan:
     def head_spec(
         self, specs: ProgramSpecs, group: SubMesh, shape: BatchShape, logits_of: LogitsOf = "last"
     ) -> ProgramSpec:
-        """Return the spec of the program that computes the head in a step: logits of the last or of all tokens."""
+        """Return the spec of the program that computes the head in a step.
+
+        `logits_of` is "last" for the logits of the last token of each row, or "all" for the logits of all tokens.
+        """
         tokens = shape.num_tokens if logits_of == "all" else 0
         key = HeadKey(group.device_indices, shape.num_rows, tokens, self.num_slots, self.hidden_tokens)
         return specs.head(key, group)
@@ -254,9 +263,9 @@ class EnginePlan:
         extent_pages: tuple[int, ...],
         logits_of: LogitsOf = "last",
     ) -> Iterator[ProgramSpec]:
-        """Yield the specs of all programs of a step on one group: the segments and the head.
+        """Yield the specs of all programs of a step on one group: programs of segments, then the program of the head.
 
-        Each program occurs once.
+        Segments that share a program yield it only once.
         """
         for segment in {segment.kinds: segment for segment in self.segments}.values():
             yield self.layers_spec(specs, group, segment, shape, extent_pages)
@@ -266,9 +275,11 @@ class EnginePlan:
 def segment_layers(platform: str, num_layers: int) -> int:
     """Return the default number of layers in a segment.
 
-    Each launch costs about 0.2 ms on CPU: decode steps of SmolLM2 with one sequence take 2% to 6% longer with 3 layers
-    in a segment than with 5. On the other hand, larger programs need more memory mappings and host memory on CPU.
-    Models of 5 layers still have two segments, so that their layers do not all change their degree at once.
+    On CPU, each launch costs about 0.2 ms. For this reason, decode steps of SmolLM2 with one sequence take 2% to 6%
+    longer with 3 layers in a segment than with 5. On the other hand, larger programs need more memory mappings and host
+    memory.
+
+    On CPU, models of 5 layers still have two segments, so that their layers do not all change their degree at once.
     """
     if platform != "cpu":
         return 8

@@ -1,4 +1,7 @@
-"""Descriptions of programs (specs). A spec has a key, and a function that compiles the program. It needs no buffers."""
+"""Descriptions of programs (specs).
+
+A spec has the key of a program and a function that compiles the program. Specs need no device buffers.
+"""
 
 import functools
 import threading
@@ -39,7 +42,7 @@ _KEPT_STEPS = 16
 
 
 class ProgramKey(NamedTuple):
-    """Key of a program that is neither a segment of a step (`StepKey`) nor a head (`HeadKey`)."""
+    """Key of a program that computes neither a segment (`StepKey`) nor the head (`HeadKey`)."""
 
     kind: str
     devices: tuple[int, ...]
@@ -56,15 +59,15 @@ class ProgramSpec:
     Attributes:
         key: identity of the program. Specs with equal keys describe the same program.
         compile: function that compiles the program.
-        donated_bytes: bytes that the program must update in place, on each device.
-        plan: segment that a program of a step or head computes. All segments of the same shape share the
-            program. None for other programs.
-        restored: shards of one layer, if the program restores weights. All layers share the program. Empty for
-            other programs.
+        donated_bytes: number of bytes on each device that the program must update in place.
+        plan: segment that the program computes. The head is a segment too. All segments of the same shape share the
+            program. None: the program computes no segment.
+        restored: shards of one layer that the program restores. All layers share the program. Empty if the program
+            restores no weights.
         on: devices that run the program.
-        first: function that returns the spec of the same program for the first group of this degree, which starts at
-            device 0. None: the program already runs there.
-        model: sizes of the model, part of the key in the disk cache.
+        first: function that returns the spec of the same program for the first group of this degree. The first group
+            starts at device 0. None: this spec is for the first group.
+        model: sizes of the model as text. They are part of the key in the compile cache on disk.
     """
 
     key: StepKey | HeadKey | ProgramKey
@@ -78,9 +81,9 @@ class ProgramSpec:
 
     @property
     def original(self) -> "ProgramSpec | None":
-        """Spec of the same program for the first group of this degree.
+        """Spec of the same program for the first group of devices of this degree.
 
-        None if that program differs in more than its devices, or if this spec is for the first group.
+        None if this spec is already for the first group, or if the two programs differ in more than their devices.
         """
         if self.first is None:
             return None
@@ -96,14 +99,14 @@ class ProgramSpec:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Indices of the devices that run the program, in the pool."""
+        """Indices, in the pool of devices, of the devices that run the program."""
         return self.key.devices
 
     @property
     def family(self) -> Hashable:
         """Key of the program without device indices.
 
-        Programs of a family differ only in their devices, and share one trace.
+        Programs of the same family differ only in their devices. They are traced once.
         """
         if isinstance(self.key, ProgramKey):
             return self.key.kind, len(self.key.devices), self.key.shape
@@ -114,7 +117,10 @@ class ProgramSpec:
 
 
 def _of_any_group(make: Make) -> Make:
-    """Decorate a method that returns the spec of a group. The decorator sets `on`, `first` and `model` of the spec."""
+    """Decorate a method that returns the spec of a program on a group of devices.
+
+    The decorator adds `on`, `first` and `model` to the spec.
+    """
 
     @functools.wraps(make)
     def made(self: "ProgramSpecs", group: SubMesh, *args: Any, **kwargs: Any) -> ProgramSpec:
@@ -126,7 +132,10 @@ def _of_any_group(make: Make) -> Make:
 
 
 class ProgramSpecs:
-    """Factory of the specs of all programs of a model. In all programs, logits have the shape `[V, R]`."""
+    """Factory of the specs of all programs of a model.
+
+    In all programs, logits have the shape `[V, R]`: size of the vocabulary, number of rows or tokens.
+    """
 
     def __init__(self, dims: ModelDims):
         self.dims = dims
@@ -162,7 +171,7 @@ class ProgramSpecs:
         return ProgramSpec(key, compile, plan=head_plan(self.dims), on=group.devices, first=first, model=self.model)
 
     def _traced(self, key: StepKey | HeadKey, make: Callable[[], StepProgram]) -> StepProgram:
-        """Return the traced program for the family of `key`. If it is not cached, call `make` to trace it."""
+        """Return the traced program of the family of `key`. If it is not cached, call `make` to trace it."""
         with self._lock:
             program = self._steps.get(key.family)
         if program is None:
@@ -178,13 +187,14 @@ class ProgramSpecs:
         """Return the spec of a program `(hidden, rows) -> hidden` that splits hidden states between parts of a group.
 
         A group has `tp / lower` parts of `lower` ranks each, and each part has `rows` columns of the hidden states.
-        Before, every rank holds the columns of all parts, in order. Afterwards, the buffer of each rank begins with the
-        columns of its part.
+        Before, the buffer of every rank begins with the columns of all parts, in order. Afterwards, the buffer of each
+        rank begins with the columns of its own part.
 
         The program always moves `most_rows` columns, so that it serves any number of rows. The surplus columns are
         unused.
 
-        `hidden` is `[tp * D, hidden_tokens]` over the ranks, donated. `rows` is a scalar, the same on all ranks.
+        `hidden` is `[tp * D, hidden_tokens]`, divided over the ranks, and is donated. `rows` is a scalar, the same on
+        all ranks.
         """
 
         def split(hidden: jax.Array, rows: jax.Array) -> jax.Array:
@@ -198,7 +208,7 @@ class ProgramSpecs:
     def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """Return the spec of a program `(hidden, rows) -> hidden` that reverses `split`.
 
-        Every rank gets the columns of all parts, in order.
+        Afterwards, the buffer of every rank begins with the columns of all parts, in order.
         """
 
         def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:
@@ -230,9 +240,10 @@ class ProgramSpecs:
 
     @_of_any_group
     def take_columns(self, group: SubMesh, num_tokens: int, hidden_tokens: int) -> ProgramSpec:
-        """Return the spec of a program `(hidden, start) -> columns` on the first device of the group.
+        """Return the spec of a program `(hidden, start) -> columns` that reads hidden states of some tokens.
 
-        It copies `num_tokens` columns of a buffer of hidden states `[D, hidden_tokens]`, from column `start` on.
+        The program copies `num_tokens` columns, from column `start` on, out of the buffer `hidden`,
+        `[D, hidden_tokens]`. The program runs on the first device of the group.
         """
 
         def take(hidden: jax.Array, start: jax.Array) -> jax.Array:
@@ -242,10 +253,10 @@ class ProgramSpecs:
 
     @_of_any_group
     def put_columns(self, group: SubMesh, num_tokens: int, hidden_tokens: int) -> ProgramSpec:
-        """Return the spec of a program `(hidden, start, columns) -> hidden` on the first device of the group.
+        """Return the spec of a program `(hidden, start, columns) -> hidden` that writes hidden states of some tokens.
 
-        It writes `num_tokens` columns into a buffer of hidden states `[D, hidden_tokens]`, from column `start` on.
-        `hidden` is donated.
+        The program writes `num_tokens` columns, from column `start` on, into the buffer `hidden`, `[D, hidden_tokens]`.
+        `hidden` is donated. The program runs on the first device of the group.
         """
 
         def put(hidden: jax.Array, start: jax.Array, columns: jax.Array) -> jax.Array:
@@ -275,15 +286,18 @@ class ProgramSpecs:
 
     @_of_any_group
     def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of `sampler.sample` for `rows` sequences. `packed` is `sampling.rows.packed_size(rows)`."""
+        """Return the spec of the program `sampler.sample` for `rows` sequences.
+
+        `packed` is the size of its packed argument, `sampling.rows.packed_size(rows)`.
+        """
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("sample", group, sampler.sample, shapes, small=True)
 
     @_of_any_group
     def sample_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of `sampler.sample_full`. Donates `flags`.
+        """Return the spec of the program `sampler.sample_full` for `rows` sequences. The program donates `flags`.
 
-        `packed` is `sampling.rows.packed_size(rows, full=True)`.
+        `packed` is the size of its packed argument, `sampling.rows.packed_size(rows, full=True)`.
         """
         state = (num_slots, self.dims.config.vocab_size)
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
@@ -292,7 +306,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def set_state(self, group: SubMesh, num_slots: int) -> ProgramSpec:
-        """Return the spec of `sampler.set_state`. Donates `flags` and `bias`."""
+        """Return the spec of the program `sampler.set_state`. The program donates `flags` and `bias`."""
         row = (self.dims.config.vocab_size,)
         state = (num_slots, *row)
         shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
@@ -300,13 +314,19 @@ class ProgramSpecs:
 
     @_of_any_group
     def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramSpec:
-        """Return the spec of `sampler.token_logprobs` for the logits of `tokens` tokens and `tokens` target tokens."""
+        """Return the spec of the program `sampler.token_logprobs` for `tokens` tokens.
+
+        The program takes the logits of these tokens, and as many target tokens.
+        """
         shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
         return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
 
     @_of_any_group
     def take_column(self, group: SubMesh, tokens: int) -> ProgramSpec:
-        """Return the spec of a program `(logits, index) -> column` that returns `logits[:, index : index + 1]`."""
+        """Return the spec of a program `(logits, index) -> column` that reads the logits of one of `tokens` tokens.
+
+        The result is `logits[:, index : index + 1]`.
+        """
 
         def take_column(logits: jax.Array, index: jax.Array):
             return lax.dynamic_slice_in_dim(logits, index, 1, axis=1)
@@ -381,9 +401,9 @@ class ProgramSpecs:
 
     @_of_any_group
     def restore(self, group: SubMesh, released: tuple[ReleasedShard, ...], step_pages: int) -> ProgramSpec:
-        """Return the spec of the program that `compile_restore` compiles for shards of one layer.
+        """Return the spec of the program that `compile_restore` compiles for the shards of one layer.
 
-        All layers share the program.
+        All layers share this program.
         """
         dims = self.dims
         places = [tuple(one.shards[device % dims.max_tp] for device in group.device_indices) for one in released]

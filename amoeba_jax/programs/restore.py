@@ -1,4 +1,7 @@
-"""Program that turns KV cache back into weights when a group splits. Each rank gets its missing shards from a peer."""
+"""Program that turns KV cache back into weights when a group splits.
+
+Each rank has given up some shards. It gets a copy of each of these shards from another rank, its peer.
+"""
 
 from collections.abc import Sequence
 
@@ -18,11 +21,11 @@ def compile_restore(
     """Compile a program `(shards, extents) -> extents` that fills the released extents of one layer with weights.
 
     `shards` and `extents` are lists with one array `[tp * pages, page_elems]` for each entry of `released`. For each
-    entry, every rank sends a shard that it has kept (`source_place`) to a peer, and the peer writes the shard to its
-    extent without temporaries. `extents` are donated, and the results hold weights.
+    entry, every rank sends one shard that it has kept (`source_place`) to a peer. The peer writes the shard into its
+    own extent, without temporaries. `extents` are donated. The results hold weights.
 
-    On CPU, XLA would send bf16 as f32. The program therefore sends bf16 as integers there, `step_pages` pages at a
-    time. Its temporaries are then `2 * step_pages` pages.
+    On CPU, XLA would send bf16 as f32. On CPU, the program therefore sends bf16 as integers, `step_pages` pages at a
+    time. This takes temporaries of `2 * step_pages` pages.
     """
     in_steps = group.devices[0].platform == "cpu" and dtype == jnp.bfloat16
 
@@ -56,9 +59,9 @@ def compile_restore(
 
 
 def source_place(released: ReleasedShard, max_tp: int, group: SubMesh) -> int:
-    """Return the index of the shard that a rank sends in `compile_restore`, among the shards that the rank has kept.
+    """Return the index of the shard that a rank sends to a peer in `compile_restore`.
 
-    The index is the same on all ranks of the group.
+    The index counts only the shards that the rank has kept. It is the same for all ranks of the group.
     """
     places = {holder(released.spec, group.tp, released.shards[d % max_tp])[1] for d in group.device_indices}
     (place,) = places

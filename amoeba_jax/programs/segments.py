@@ -1,4 +1,4 @@
-"""Division of runs of layers into segments."""
+"""Division of consecutive layers into segments. Each segment is compiled as one program."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from sharding.placement import ModuleKind
 
 
 class SegmentCutter:
-    """Cutter of runs of layers into segments.
+    """Object that cuts consecutive layers into segments.
 
-    If a run contains a whole segment of the model, this segment is used. All other layers of the run become segments of
-    one layer. The segments of all placements therefore have few different lengths.
+    Where the layers include a whole segment of the model, this segment is used. Each other layer becomes a segment of
+    its own. The segments of all placements therefore have few different lengths.
 
     Args:
         dims: sizes of the model.
@@ -23,10 +23,14 @@ class SegmentCutter:
         self._segments = {segment.start: segment.layers for segment in segments}
 
     def cut(self, layers: range, module: ModuleKind, *, embeds: bool) -> tuple[SegmentPlan, ...]:
-        """Cut consecutive layers into segments, in order. Each segment has the given modules.
+        """Return the segments of consecutive layers, in order.
 
-        `embeds` tells whether their programs can begin a step (`SegmentPlan.embeds`). Attention or FFN alone is always
-        cut into single layers.
+        With `module="attention"` or `module="ffn"`, each layer is a segment of its own.
+
+        Args:
+            layers: layers to cut.
+            module: modules of each layer that the segments compute.
+            embeds: whether the programs of the segments can begin a step with the embeddings (`SegmentPlan.embeds`).
         """
         found, layer = [], layers.start
         while layer < layers.stop:

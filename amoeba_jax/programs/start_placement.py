@@ -16,10 +16,10 @@ _MAX_FILE_CHARS = 1 << 20
 
 
 def read_placement(config: EngineConfig, dims: ModelDims) -> Placement | None:
-    """Return the placement that `config.placement` describes as JSON, or as the name of a JSON file.
+    """Return the placement that `config.placement` gives, either as JSON or as the name of a JSON file.
 
-    Return None if it is `auto` or None. Raises `ConfigError` if the file cannot be read or the text is not JSON, and
-    `LayoutError` if the placement is not possible.
+    Return None if `config.placement` is `auto` or None. Raises `ConfigError` if the file cannot be read or the text is
+    not JSON, and `LayoutError` if the placement is not possible.
     """
     text = config.placement
     if text is None or text == "auto":
@@ -52,10 +52,10 @@ def _read_file(name: str) -> str:
 def plan_devices(
     weights: WeightLayout, placement: Placement, budget_bytes: int, fixed: FixedBytes, kv_cache_tokens: int | None
 ) -> dict[int, MemoryPlan]:
-    """Divide the memory of each device of a placement. Return the plans by device.
+    """Divide the memory of each device of a placement. Return a `MemoryPlan` for each device index.
 
-    All layers on a device get the same number of pages. Raises `DeviceTooSmallError` if the modules of a device and one
-    page of each layer do not fit.
+    All layers on a device get the same number of pages. Raises `DeviceTooSmallError` if a device has no memory for its
+    modules and one page of each layer.
     """
     dims = weights.dims
     plans = {}
@@ -76,9 +76,10 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return the number of pages of one layer's extent, for each home that computes attention.
+    """Return, for each home that computes attention, the number of KV pages of one layer on a device.
 
-    The home's device with the fewest pages decides. `plans` has the memory plan of each device.
+    A home is a group of devices that compute a layer together. If its devices have different numbers of pages, the
+    smallest number is returned. `plans` has the memory plan of each device.
     """
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
@@ -87,7 +88,8 @@ def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Ho
 def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_size: int) -> int:
     """Return the length, in tokens, of the longest sequence that fits in an empty instance.
 
-    Each microbatch is limited by its home with the fewest pages. The microbatch with the most pages decides.
+    A sequence belongs to one microbatch. It must fit in each home that computes the attention of this microbatch. The
+    microbatch in which the longest sequence fits decides.
     """
     return max(
         min(pages[home] * home.degree for home in placement.layers_by_home(number)) * page_size
@@ -98,7 +100,7 @@ def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_siz
 def placement_width(placement: Placement) -> int:
     """Return the maximum number of running sequences at a placement, divided by `max_num_seqs`.
 
-    This is the number of microbatches, times the smallest degree of a home that computes attention.
+    This is the number of microbatches, times the smallest degree of all homes that compute attention.
     """
     degree = min(home.degree for homes in placement.attention for home in homes)
     return placement.num_microbatches * degree
@@ -107,12 +109,11 @@ def placement_width(placement: Placement) -> int:
 def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: int, fixed: FixedBytes) -> Placement:
     """Return the placement for the setting `auto`: the layers in order, on as few devices as possible.
 
-    The devices are the first devices of the pool. Each has consecutive layers. The first device also has the embedding
+    The first devices of the pool are used. Each of them has consecutive layers. The first device also has the embedding
     and the head.
 
-    The devices must hold the model and the KV cache of `max_num_batched_tokens` tokens (or of the model's context
-    length, if that is less). Layers are distributed so that the device with the fewest pages has as many pages as
-    possible.
+    The devices must hold the model, and KV cache for `max_num_batched_tokens` tokens, or for the model's context length
+    if that is less. The layers are distributed so that the device with the fewest pages has as many pages as possible.
 
     Raises `MemoryBudgetError` if all devices together are too small.
     """
@@ -134,7 +135,10 @@ def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: in
 
 
 def _spread(weights: WeightLayout, num_devices: int, budget_bytes: int, fixed: FixedBytes) -> Placement:
-    """Distribute the layers over the first `num_devices` devices by free memory. Return the placement."""
+    """Return a placement of all layers on the first `num_devices` devices.
+
+    Devices with more free memory get more layers.
+    """
     num_layers, size = weights.dims.config.num_layers, weights.itemsize
     of_layer = [0] * num_layers
     ends = 0

@@ -1,4 +1,4 @@
-"""Programs of a step: the layers of a segment, and the head."""
+"""Programs of a step: one program for each segment (run of layers), and one program for the head."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -30,15 +30,15 @@ LogitsOf = Literal["last", "all"]
 
 
 class PageExchange(NamedTuple):
-    """A phase (`kvcache.migration.Phase`) of a page exchange that runs inside the program of a step.
+    """One phase of a page exchange, run by the program of a step (`kvcache.migration.Phase`).
 
-    It moves pages of layers that this program does not compute.
+    The exchange moves pages of other layers than the layers that the program computes.
 
     Attributes:
         num_layers: number of layers whose pages move.
         extent_pages: number of pages of each extent of these layers.
         phase_pieces: argument `phase_pieces` of `kvcache.migration.plan_phases`.
-        distance: distance of the phase; None for a general phase.
+        distance: distance of the phase. None for a general phase.
     """
 
     num_layers: int
@@ -55,11 +55,11 @@ class StepKey:
         devices: indices of the group's devices in the pool.
         kinds: kinds of the segment's layers.
         batch: shape of the step.
-        extent_pages: number of pages of each KV extent of a layer, the same for all layers.
-        num_slots: number of entries of `last_tokens`; see `StepProgram`.
+        extent_pages: number of pages of each extent of a layer. All layers have the same extents.
+        num_slots: number of entries of `last_tokens` (`StepProgram`).
         hidden_tokens: number of tokens in the buffer of hidden states.
-        exchange: exchange of pages of other layers in the same program, or None.
-        module: modules of each layer, or `embedding`; see `SegmentPlan`.
+        exchange: exchange of pages of other layers that the program also runs. None: no exchange.
+        module: modules of each layer that the program computes, or `embedding` (`SegmentPlan`).
         embeds: whether the program can begin a step with the embeddings of the tokens.
     """
 
@@ -75,7 +75,7 @@ class StepKey:
 
     @property
     def family(self) -> Hashable:
-        """Key without device indices."""
+        """Key without device indices. Programs with the same family differ only in their devices."""
         sizes = self.batch, self.extent_pages, self.num_slots, self.hidden_tokens
         return len(self.devices), self.kinds, *sizes, self.exchange, self.module, self.embeds
 
@@ -94,8 +94,8 @@ class HeadKey:
 
     Attributes:
         num_rows: number of rows (sequences) of the step.
-        num_tokens: number of tokens of the step if the head computes the logits of all tokens. 0 if the head computes
-            only the logits of the last token of each row.
+        num_tokens: number of tokens of the step, if the head computes the logits of all tokens. 0: the head computes
+            the logits of the last token of each row.
     """
 
     devices: tuple[int, ...]
@@ -106,7 +106,7 @@ class HeadKey:
 
     @property
     def family(self) -> Hashable:
-        """Key without device indices."""
+        """Key without device indices. Programs with the same family differ only in their devices."""
         return "head", len(self.devices), self.num_rows, self.num_tokens, self.num_slots, self.hidden_tokens
 
     def __str__(self) -> str:
@@ -115,9 +115,10 @@ class HeadKey:
 
 
 class HeadOutput(NamedTuple):
-    """Result of the head, equal on every rank.
+    """Result of the program of the head, equal on every rank.
 
-    R is the number of rows of the step, or the number of its tokens if the head computes the logits of all tokens.
+    V is the size of the vocabulary. R is the number of tokens whose logits the head computes: the number of rows of the
+    step (last tokens only), or the number of all tokens of the step.
     """
 
     argmax_ids: Int32[Array, " R"]
@@ -136,26 +137,27 @@ class StepProgram:
         kv: one list of extents for each layer, donated. Empty for FFNs.
         hidden: hidden states, `[D, hidden_tokens]`, donated. The first columns are the tokens of the step.
         packed: `StepBatch.packed`. Dense FFNs do not take it.
-        last_tokens: token sampled last in each slot, `[num_slots]`.
+        last_tokens: last sampled token of each slot, `[num_slots]`.
         first: bool scalar. If true, the segment begins the step, with the embeddings of the tokens. Segments that do
             not embed take neither `last_tokens` nor `first`.
 
-    If layers have experts, `hidden` is a tuple `(hidden, loads)`, as argument and as result, and `layer` follows:
+    If layers have experts, the argument `hidden` and the result `hidden` are tuples `(hidden, loads)`, and the function
+    takes one more argument, `layer`:
         loads: number of tokens of each expert of each layer of the model, `[layers, E]`, donated. The first rank adds
-            the tokens of the step, without padding; the other ranks add nothing.
-        layer: int32 scalar: the first layer of the segment.
+            the tokens of the step, without padding. The other ranks add nothing.
+        layer: int32 scalar, index of the first layer of the segment.
 
     With an exchange, the function also takes `(others, send, receive)` and returns `others`. `others` are the extents
-    of the layers whose pages move, donated. `send` and `receive` are the ids of the phase, `[tp, 1, *pieces]`. Step and
-    exchange do not depend on each other, so XLA can compute while pages move between devices.
+    of the layers whose pages move, donated. `send` and `receive` are the ids of the phase, `[tp, 1, *pieces]`. The
+    step and the exchange do not depend on each other, so XLA can compute while pages move between devices.
 
-    The program of the head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput`. Its argument `rows` is
-    `StepBatch.rows`. It donates nothing.
+    The program of the head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput`. The argument `rows` is
+    `StepBatch.rows`. No argument is donated.
 
     Attributes:
         function: the function, under `shard_map` over a mesh without devices, so that one trace serves all groups.
         arguments: shapes and dtypes of the arguments.
-        specs: partition of each argument over the ranks; of the weights, a list.
+        specs: partition of each argument over the ranks. The weights have a list of partitions.
         outputs: partition of each result over the ranks.
         donated: indices of the donated arguments.
     """
@@ -167,7 +169,7 @@ class StepProgram:
     donated: tuple[int, ...]
 
     def compile(self, group: SubMesh, options: Options | None = None) -> jax.stages.Compiled:
-        """Compile the program for the devices of a group. `options` are compile options of XLA."""
+        """Compile the program for the devices of a group. `options` are passed to XLA."""
         return self.lower(group).compile(options)
 
     def lower(self, group: SubMesh, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
@@ -186,7 +188,7 @@ class StepProgram:
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
-    """Trace the program of the segment `plan` in the shape of `key`.
+    """Trace the program that computes the segment `plan`. `key` gives the sizes.
 
     Of the devices in `key`, only the number matters.
     """
@@ -260,7 +262,10 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
 
 
 def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
-    """Trace the program of the head. Of the devices in `key`, only the number matters."""
+    """Trace the program of the head. `key` gives the sizes.
+
+    Of the devices in `key`, only the number matters.
+    """
     tp = len(key.devices)
     segment = Segment(dims, head_plan(dims), tp)
     graph, state = nnx.split(segment)
@@ -291,9 +296,10 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
 
 
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
-    """Reshape the weights from their stored shapes to the shapes for computations (`ParamSpec.shard_shape`).
+    """Reshape weights from the shapes in which they are stored to the shapes for computation (`ParamSpec.shard_shape`).
 
-    The padding of smaller FFNs in mixed models (`ModelDims.ffn_pages`) is cut off, which copies a dense FFN.
+    In models with FFNs of different sizes, smaller FFNs have padding (`ModelDims.ffn_pages`). The padding of dense FFNs
+    is cut off here, which copies their weights.
     """
     return [
         _matrix(weight, variable.get_metadata()["spec"]) for weight, variable in zip(weights, variables, strict=True)
@@ -329,9 +335,9 @@ def _mapped(function: Callable[..., Any], tp: int, in_specs: Any, out_specs: Any
 def _embedded(
     model: Any, fields: dict[str, jax.Array], last_tokens: jax.Array, hidden: Float[Array, "D N"], first: jax.Array
 ) -> Float[Array, "D N"]:
-    """Return the input of the layers: the embeddings of the tokens if `first`, else `hidden`.
+    """Return the input of the layers: the embeddings of the tokens if `first` is true, else `hidden`.
 
-    If a token has a source slot, it is read from `last_tokens`. If not, the host has sent it in `fields`.
+    Tokens with a source slot are read from `last_tokens`. The host has sent all other tokens in `fields`.
     """
     sources = fields["sources"]
 
@@ -346,7 +352,10 @@ def _embedded(
 
 
 def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
-    """Return the bytes of extents, hidden states and expert loads that a step program updates in place on each rank."""
+    """Return the number of bytes that the program of a segment updates in place on each rank.
+
+    These are the bytes of extents, hidden states and expert loads.
+    """
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
     if key.module in ("layer", "ffn") and any(kind.has_experts for kind in key.kinds):
@@ -358,9 +367,9 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
 
 
 def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array], jax.Array | None]]:
-    """Return a function `(leaves, x, extents, context)` that computes any layer of the same kind as `layer`.
+    """Return a function `(leaves, x, extents, context)` that computes any layer of the kind of `layer`.
 
-    `leaves` are the weights of the layer.
+    `leaves` are the weights of the layer to compute.
     """
     graph, state = nnx.split(layer)
     treedef = jax.tree.structure(state)
@@ -378,7 +387,10 @@ def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDt
 def _context(
     dims: ModelDims, shape: BatchShape, tp: int, extent_pages: tuple[int, ...], fields: dict[str, jax.Array]
 ) -> StepContext:
-    """Return the inputs that all layers of a program share: rotary factors, pages to write, and tables by extent."""
+    """Return the inputs that all layers of a program share.
+
+    These are rotary factors, the pages to write, and block tables for each extent.
+    """
     positions = fields["positions"]
     ropes = [rope for rope in (dims.config.rope, dims.config.local_rope) if rope is not None]
     rotary = tuple(_rotary(rope, positions, dims.config.head_dim) for rope in ropes)
@@ -400,7 +412,7 @@ def _context(
 
 
 def _rotary(rope: RopeConfig, positions: Int32[Array, " N"], head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return cosines and sines, `[N, h/2]` each."""
+    """Return cosines and sines of the rotary embedding, `[N, h/2]` each. h is `head_dim`."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies(head_dim))
     if rope.attention_factor == 1.0:
         return jnp.cos(angles), jnp.sin(angles)

@@ -1,4 +1,7 @@
-"""Programs of a group that changes its degree: steps during the transition, page exchanges, restoring of weights."""
+"""Programs of a group of devices that changes its degree.
+
+They compute steps during the transition, exchange KV pages between ranks, and restore weights.
+"""
 
 from functools import cached_property
 from itertools import permutations
@@ -29,19 +32,19 @@ class TransitionPrograms:
         executables: registry of programs.
         group: devices of the group. The higher degree is `group.tp`.
         lower: lower degree.
-        up: True for a merge (from the lower to the higher degree), False for a split.
-        released: degrees for which weights are released to the KV cache (`WeightLayout.released`), before and after the
-            transition.
+        up: True for a merge, False for a split.
+        released: a degree for the time before the transition, and a degree for the time after it. Weights that an
+            instance of that degree does not need are used as KV cache (`WeightLayout.released`).
         rows: number of rows of each lower-degree instance in a decode step.
-        memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
-            (split). While pages move, the FFN weights that the higher degree does not need are then KV cache of every
-            layer. The moves therefore read and write all of `high_extents`. If no weights are released or restored,
-            only attention changes its degree (`attention_only`).
+        memory_first: whether the FFNs of all layers change together. In a merge, they change before any page moves. In
+            a split, they change after all pages have moved. While pages move, all layers then have the extents
+            `high_extents`. If no weights are released or restored, only attention changes its degree
+            (`attention_only`).
 
     Attributes:
         members: device groups of the lower-degree instances.
-        old_extents, new_extents: pages of each extent of a layer, before and after the transition.
-        low_extents, high_extents: pages of each extent of a layer, at the lower and at the higher degree.
+        old_extents, new_extents: number of pages of each extent of a layer, before and after the transition.
+        low_extents, high_extents: number of pages of each extent of a layer, at the lower and at the higher degree.
         low_shape: shape of a decode step of one lower-degree instance.
         shape: shape of a decode step of all members together.
     """
@@ -79,27 +82,30 @@ class TransitionPrograms:
 
     @cached_property
     def piece_bytes(self) -> int:
-        """Bytes of a piece: the part of one page of one layer that a rank has at the higher degree."""
+        """Bytes of a piece. A piece is the part of one page of one layer that a rank has at the higher degree."""
         return self.dims.pages.page_elems * jnp.dtype(self.dims.dtype).itemsize // self.group.tp
 
     @cached_property
     def restored_bytes(self) -> int:
-        """Bytes of the restored weights of one layer, on all ranks together."""
+        """Bytes of the weights of one layer that are restored, on all ranks together."""
         elements = sum(shard.spec.num_elements // shard.spec.num_shards for shard in self.restored(0))
         return elements * jnp.dtype(self.dims.dtype).itemsize * self.group.tp
 
     @property
     def attention_only(self) -> bool:
-        """Whether only attention changes its degree, between data-parallel attention and attention of the group."""
+        """Whether only attention changes its degree.
+
+        The change is between data-parallel attention and attention that all devices of the group compute together.
+        """
         return self.memory_first and not self.changes_weights
 
     @property
     def changes_weights(self) -> bool:
-        """Whether the transition releases weights to the KV cache or restores them."""
+        """Whether the transition turns weights into KV cache, or KV cache back into weights."""
         return self.released[0] != self.released[1]
 
     def restored(self, layer: int) -> tuple[ReleasedShard, ...]:
-        """Return the shards of a layer that become weights again. Empty if the transition restores no weights."""
+        """Return the shards of a layer that become weights again. Return () if the transition restores no weights."""
         before, after = self.released
         if before <= after:
             return ()
@@ -108,8 +114,11 @@ class TransitionPrograms:
     def step_specs(self) -> list[ProgramSpec]:
         """Return all programs that decode steps can need during the transition.
 
-        These are three kinds: step programs of the instances of both degrees, `split` and `join` for hidden states
-        between layers of different degrees, and column copies for a step of a single lower-degree instance.
+        There are three kinds of programs:
+
+        - programs of steps, at the lower degree and at the higher degree.
+        - `split` and `join`, which divide and combine hidden states between layers of different degrees.
+        - programs that copy columns of hidden states, for steps of a single lower-degree instance.
         """
         specs, plan = self._executables.specs, self.plan
         needed = list(plan.step_specs(specs, self.group, self.shape, self.high_extents))
@@ -122,7 +131,11 @@ class TransitionPrograms:
         return [*needed, self._split_spec, self._join_spec, *self._column_copies(self.low_shape)]
 
     def _module_specs(self, shape: BatchShape, low_shape: BatchShape) -> list[ProgramSpec]:
-        """Return the programs of steps that compute attention at the lower degree and FFNs at the higher degree."""
+        """Return the programs of steps that compute attention at the lower degree and FFNs at the higher degree.
+
+        `shape` is the shape of a step of the whole group. `low_shape` is the shape of a step of one lower-degree
+        instance.
+        """
         specs, plan, layers = self._executables.specs, self.plan, range(self.num_layers)
         attention, ffn = plan.cutter.cut(layers, "attention", embeds=True), plan.cutter.cut(layers, "ffn", embeds=True)
         needed = [
@@ -135,7 +148,10 @@ class TransitionPrograms:
         return list({spec.key: spec for spec in needed}.values())
 
     def _column_copies(self, shape: BatchShape) -> list[ProgramSpec]:
-        """Return the programs that copy the hidden states of one lower-degree instance to the whole group."""
+        """Return the programs that copy hidden states from one lower-degree instance to all devices of the group.
+
+        `shape` is the shape of the step.
+        """
         specs, pool = self._executables.specs, self.plan.sub_meshes
         devices = [pool.group(device, 1) for device in self.group.device_indices]
         width = self.plan.hidden_tokens
@@ -145,8 +161,8 @@ class TransitionPrograms:
     def _steps_with_exchange(self) -> list[ProgramSpec]:
         """Return all programs that `step_with_exchange` can return.
 
-        A program is determined by the shape of its segment, the number of layers whose pages move, and the kind of the
-        phase. A phase is general, or has a distance other than 0 (`kvcache.migration.Phase`).
+        Programs differ in the shape of their segment, in the number of layers whose pages move, and in the phase of the
+        exchange. The phase is general, or has a distance from 1 on (`kvcache.migration.Phase`).
         """
         pairs = {(one.kinds, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
@@ -174,15 +190,15 @@ class TransitionPrograms:
             segment: layers to compute.
             shape: shape of the step.
             num_layers: number of layers whose pages move.
-            distance: distance of the phase (`kvcache.migration.Phase`); None for a general phase.
+            distance: distance of the phase (`kvcache.migration.Phase`). None for a general phase.
         """
         spec = self._step_with_exchange(segment, shape, num_layers, distance)
         return self._executables.get(spec) if spec in self._executables else None
 
     def prompt_specs(self) -> list[ProgramSpec]:
-        """Return the programs of steps with one prompt.
+        """Return the programs of steps with one prompt during the transition.
 
-        There is one chunk size, which suffices for prompts of any length.
+        All chunks have the same size. Prompts of any length can be computed in such chunks.
         """
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
@@ -194,19 +210,22 @@ class TransitionPrograms:
         return needed + self._column_copies(shape)
 
     def prompt_copies(self) -> list[ProgramSpec]:
-        """Return the programs that copy the hidden states of a prompt chunk, of any size, to the whole group."""
+        """Return the programs that copy hidden states of a prompt chunk to all devices of the group.
+
+        Chunks of all sizes are included.
+        """
         buckets = self.plan.buckets(self.lower)
         shapes = [buckets.step(0, 1, chunk) for chunk in buckets.chunk_sizes]
         return [spec for shape in shapes for spec in self._column_copies(shape)]
 
     def restore_specs(self) -> list[ProgramSpec]:
-        """Return a list with the program that restores weights. Empty if no weights are restored."""
+        """Return a list with the one program that restores weights. Return [] if the transition restores no weights."""
         if not (released := self.restored(0)):
             return []
         return [self._executables.specs.restore(self.group, released, self.phase_pieces)]
 
     def exchange_specs(self) -> list[ProgramSpec]:
-        """Return the programs that exchange pages, one for each kind (`kvcache.exchange.ExchangeKind`)."""
+        """Return the programs that exchange pages between ranks, one for each `kvcache.exchange.ExchangeKind`."""
         return [self._exchange_spec(kind) for kind in self._exchange_kinds]
 
     @property
@@ -239,28 +258,34 @@ class TransitionPrograms:
 
     @cached_property
     def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
-        """Compiled programs that move pages of one layer between the ranks, by kind (`kvcache.exchange`)."""
+        """Compiled programs that exchange pages of one layer between the ranks, by kind.
+
+        Missing programs are compiled.
+        """
         return {kind: self._executables.get(self._exchange_spec(kind)) for kind in self._exchange_kinds}
 
     def move_temporaries(self, *, pages: bool) -> int:
-        """Return the largest temporaries, in bytes on a device, of the programs that restore weights.
+        """Return the bytes of temporaries that the program for restoring weights needs on a device.
 
-        If `pages` is True, the programs that exchange pages count too. Compiles missing programs. The result is 0 if
-        there is no such program.
+        With `pages=True`, the programs for exchanging pages are included, and the result is the maximum. Without any
+        such program, the result is 0. Missing programs are compiled.
         """
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)
 
     @cached_property
     def restore(self) -> jax.stages.Compiled:
-        """Compiled program that restores the weights of a layer. Read this only if `restored` is not empty."""
+        """Compiled program that restores the weights of a layer. A missing program is compiled.
+
+        Read this only if the transition restores weights (`restored`).
+        """
         (spec,) = self.restore_specs()
         return self._executables.get(spec)
 
     def prepare_steps(self, *, prompts: bool) -> None:
-        """Compile the missing programs of decode steps. If `prompts`, also compile programs for prompts.
+        """Compile the missing programs of decode steps.
 
-        Raises errors of the compiler.
+        With `prompts=True`, also compile programs of steps with prompts. Raises errors of the compiler.
         """
         needed = self.step_specs() + (self.prompt_specs() if prompts else [])
         for _ in self._executables.prepare(needed):

@@ -1,19 +1,22 @@
 """Work list of a step: the segments that each home computes, and the transfers of hidden states between homes.
 
-`sharding.placement` defines homes, microbatches and runs. A step computes either one microbatch or all microbatches. In
-a step of one microbatch, its tokens are the first columns of every buffer of hidden states. In a step of all
-microbatches, the tokens of each microbatch are a *block* of columns, and all blocks are equally wide. A home has the
-blocks of its microbatches side by side, in the order of the microbatches:
+A home is a group of devices that compute a module together. A microbatch is a share of the sequences of an instance. A
+run is a range of layers with the same homes. `sharding.placement` defines these terms.
+
+A step computes either one microbatch or all microbatches. In a step of one microbatch, the tokens are the first columns
+of every buffer of hidden states. In a step of all microbatches, the tokens of each microbatch are a *block* of columns.
+All blocks are equally wide. A home has the blocks of its microbatches side by side, in the order of the microbatches:
 
     layers 5-14: microbatch 0 on device 0, microbatch 1 on device 1; blocks of 4 columns
 
     device 0   layers 0-4: blocks 0 1     layers 5-14: block 0          layers 15-29 and head: blocks 0 1
     device 1                     | copy   layers 5-14: block 1   | copy
 
-A transfer is a `join`, a `split` or a `copy`. A `join` or `split` is one collective program that moves all blocks of a
-step. It requires that one run has a single home, and that the homes of the other run are the equal parts of this home,
-with one microbatch on each part, in order. `join` moves blocks from the parts to the whole, and `split` from the whole
-to the parts. Every other transfer is a `copy` of columns from device to device.
+A transfer of hidden states from one run to the next is a `join`, a `split` or a `copy`. A `join` or `split` is one
+collective program that moves all blocks of a step. `join` moves blocks from the parts of a home to the whole home.
+`split` moves blocks from the whole home to its parts. The run on one side must have a single home. The run on the other
+side must have one microbatch on each part of this home, in order. Every other transfer is a `copy` of columns from
+device to device.
 """
 
 from collections.abc import Mapping
@@ -39,11 +42,11 @@ class Compute:
     """Segments that one home computes, one after another.
 
     Attributes:
-        home: devices that compute.
+        home: devices that compute the segments together.
         segments: segments to compute, in order.
-        blocks: microbatches whose rows the home computes. None: the step has only one microbatch, and the home
-            computes all of its rows.
-        begins: whether the first segment begins the step, with the embeddings of the tokens.
+        blocks: microbatches whose rows the home computes. None: the step has only one microbatch, and the home computes
+            all of its rows.
+        begins: whether the first segment begins the step with the embeddings of the tokens.
     """
 
     home: Home
@@ -52,7 +55,10 @@ class Compute:
     begins: bool = False
 
     def shape(self, step: BatchShape, num_microbatches: int) -> BatchShape:
-        """Return the shape of the rows that the home computes. `step` is the shape of the whole step."""
+        """Return the shape of the rows that the home computes.
+
+        `step` is the shape of the whole step. `num_microbatches` is the number of microbatches of the placement.
+        """
         if self.blocks is None or len(self.blocks) == num_microbatches:
             return step
         return BatchShape(((step.num_rows // num_microbatches * len(self.blocks), 1),), step.table_width)
@@ -67,7 +73,7 @@ class ColumnCopy:
         source_block: index of the first block in the buffer of `source`.
         target: device that gets the hidden states.
         target_block: index of the first block in the buffer of `target`.
-        blocks: number of blocks. None in a step of one microbatch: all tokens of the step.
+        blocks: number of blocks to copy. None: the step has one microbatch, and all its tokens are copied.
     """
 
     source: int
@@ -82,10 +88,10 @@ class Transfer:
     """Transfer of hidden states between the homes of two runs of layers.
 
     Attributes:
-        kind: `join` or `split` (one collective program over `home`), or `copy` (copies of columns).
-        home: larger home of a `join` or `split`; None for a `copy`.
+        kind: `join` and `split` are one collective program over `home`. `copy` is a list of copies of columns.
+        home: larger home of a `join` or `split`. None for a `copy`.
         lower: degree of the smaller homes of a `join` or `split`.
-        copies: copies of a `copy`. All sources are read before the first target is written.
+        copies: copies of columns of a `copy`. All sources are read before the first target is written.
     """
 
     kind: Literal["join", "split", "copy"]
@@ -98,14 +104,15 @@ Work = Compute | Transfer
 
 
 def work_list(placement: Placement, microbatch: int | None, cutter: SegmentCutter) -> tuple[Work, ...]:
-    """Return the work of a step, in order.
+    """Return the computations and transfers of a step, in order.
 
-    It begins with the embedding and ends with the transfer to the home of the head.
+    The first computation includes the embedding. The last transfer, if needed, moves the hidden states to the home of
+    the head.
 
     Args:
         placement: placement of the instance.
         microbatch: index of the only microbatch of the step. None: the step has all microbatches, in blocks.
-        cutter: cuts runs of layers into segments.
+        cutter: object that cuts layers into segments.
     """
     return _WorkList(placement, microbatch, cutter).build()
 
@@ -148,7 +155,7 @@ class _WorkList:
         self._work.append(Compute(home, segments, blocks, begins))
 
     def _move_to(self, wanted: dict[Home, Blocks]) -> None:
-        """Append a transfer of the hidden states to the homes `wanted`, unless they are already there."""
+        """Append a transfer of the hidden states to the homes `wanted`. Append nothing if they are there already."""
         before, self._at = self._at, wanted
         if not before or before == wanted:
             return
@@ -199,7 +206,7 @@ def work_specs(
     """Return the programs of one item of a work list, in order.
 
     A `Compute` has a program for each kind of segment. A `join` or `split` has one program. A `copy` has two programs
-    for each of its copies: the read and the write.
+    for each of its copies, one to read columns and one to write them.
 
     Args:
         plan: sizes of the engine.
@@ -229,10 +236,10 @@ def work_specs(
 
 
 def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
-    """Return the number of columns to copy for a step of one microbatch.
+    """Return the number of columns that a program copies for a step of one microbatch with `num_tokens` tokens.
 
-    This is the smallest power of `_COPY_RATIO` that is at least `num_tokens`, but at most `hidden_tokens`. Few
-    different numbers need few programs.
+    This is `num_tokens`, rounded up to a power of `_COPY_RATIO`, but at most `hidden_tokens`. The rounding keeps the
+    number of different programs small.
     """
     columns = 1
     while columns < num_tokens:
@@ -241,10 +248,10 @@ def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
 
 
 def _collective(before: dict[Home, Blocks], after: dict[Home, Blocks]) -> Transfer | None:
-    """Return the `join` or `split` that moves all blocks.
+    """Return the `join` or `split` that moves all blocks. Return None if no single one can do it.
 
-    Return None if the smaller homes are not parts of the larger home. Each part must have exactly one block, in the
-    order of the microbatches.
+    It is possible only if the smaller homes are the equal parts of the larger home. Each part must have exactly one
+    block, in the order of the microbatches.
     """
     for kind, parts, wholes in (("join", before, after), ("split", after, before)):
         ((whole, blocks), *others), lower = wholes.items(), next(iter(parts)).degree

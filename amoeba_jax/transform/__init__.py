@@ -1,1 +1,1 @@
-"""Changes of degrees and of placements while requests run."""
+"""Change tensor-parallel degrees and placements of instances while requests run."""

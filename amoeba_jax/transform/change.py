@@ -1,4 +1,7 @@
-"""One change: its state, its groups, its log lines and its end. `TransformState` lists the states."""
+"""`Change`: the state and the result of one call that changes degrees or a placement.
+
+`TransformState` lists the states.
+"""
 
 import logging
 import time
@@ -23,21 +26,21 @@ _LOG_INTERVAL_S = 10.0
 class Change:
     """One call of `LLM.transform`, `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
 
-    The groups of devices of a transformation change at the same time, or one after another if they depend on each
-    other. Any other change has one group. Used by the dispatcher thread only.
+    A transformation may change several groups of devices. Groups that do not depend on each other change at the same
+    time. Every other call changes one group. Only the dispatcher thread may use this object.
 
     Attributes:
-        future: gets the report, or the error.
-        state: present state. `enter` changes it.
-        transitions: transitions of groups that are changing now.
+        future: receives the report or the error.
+        state: present state. Set it with `enter`.
+        transitions: transitions that have not ended. Each changes one group.
         reports: reports of the groups that have changed.
-        held: instances on which no request starts, because the change waits for their requests or steps.
-        programs_left: number of missing programs.
-        estimated_s: expected seconds to compile the missing programs. None: unknown.
-        waited_s: seconds of waiting for programs so far.
-        error: first error of a group.
-        outcomes: texts that tell what happened to the failed groups, for the message of the error.
-        recovered: whether a group has failed after its first switch.
+        held: instances that start no request, because the change waits for their running requests or their steps.
+        programs_left: number of programs that the change needs and that are not compiled yet.
+        estimated_s: expected seconds to compile these programs. None if unknown.
+        waited_s: seconds that the change has waited for programs.
+        error: first error of any group. None if no group has failed.
+        outcomes: for each failed group, a text that tells what happened to it. The error message contains these texts.
+        recovered: whether any group has failed after its first switch.
     """
 
     options: TransformOptions | PlacementOptions
@@ -60,7 +63,7 @@ class Change:
     _logged_left: int = 0
 
     def enter(self, state: TransformState) -> None:
-        """Change the state. Raises `AssertionError` if the new state cannot follow the present one."""
+        """Set the state. Raises `AssertionError` if `state` cannot follow the present state."""
         if state is self.state:
             return
         assert state in TRANSITIONS[self.state], f"{self.name}: {state} cannot follow {self.state}"
@@ -77,9 +80,10 @@ class Change:
 
     @property
     def can_resume(self) -> bool:
-        """Whether the reason to wait may have ended.
+        """Whether a change that waits for requests or steps may be able to continue.
 
-        True if the change waits for requests, or if all steps that it waits for have run.
+        While the change waits for requests, this is always True. While the change waits for steps, this is True after
+        all of these steps have run. In all other states, this is False.
         """
         if self.state is TransformState.DRAINING:
             return not any(instance.pending for instance in self.held if instance.phase is Phase.DRAINING)
@@ -87,7 +91,7 @@ class Change:
 
     @property
     def status(self) -> TransformStatus | PlacementStatus:
-        """Progress of the change, for reports."""
+        """State of the change, and the number of layers that have switched."""
         options, switched = self.options, sum(transition.num_switched for transition in self.transitions)
         if isinstance(options, PlacementOptions):
             span = (0, 0) if options.layers is None else (options.layers.start, options.layers.stop)
@@ -99,7 +103,10 @@ class Change:
     # Waiting
 
     def hold(self, instances: list[Instance], draining: Iterable[Instance] = ()) -> None:
-        """Close `instances` to new requests, and stop the steps of the instances `draining`, until `let_go`."""
+        """Start no new requests on `instances`, and no steps on the instances `draining`, until `let_go` is called.
+
+        Steps in flight run to their end. The instances `draining` must be among `instances`.
+        """
         self.held = instances
         for lane in [lane for instance in instances for lane in instance.lanes]:
             lane.closed = True
@@ -107,7 +114,7 @@ class Change:
             instance.enter(Phase.DRAINING)
 
     def let_go(self) -> None:
-        """Let requests and steps start again on the instances of `hold`."""
+        """End `hold`: let the held instances start requests and steps again."""
         for instance in self.held:
             for lane in instance.lanes:
                 lane.closed = False
@@ -116,13 +123,24 @@ class Change:
         self.held = []
 
     def await_requests(self, count: int) -> None:
-        """Enter the state in which running requests must end. Log it once."""
+        """Enter the state `AWAITING_REQUESTS`, and log it. Do nothing if the change is already in this state.
+
+        Args:
+            count: number of running requests, for the log line.
+        """
         if self.state is not TransformState.AWAITING_REQUESTS:
             logger.warning("%s waits for %s", self.name, _counted(count, "request"))
         self.enter(TransformState.AWAITING_REQUESTS)
 
     def update_programs(self, count: int, estimated_s: float | None) -> None:
-        """Record the number of missing programs and the expected seconds to compile them, and log the progress."""
+        """Record how many programs are missing, and log the progress.
+
+        If programs are missing, the change enters the state `AWAITING_PROGRAMS`.
+
+        Args:
+            count: number of missing programs.
+            estimated_s: expected seconds to compile the missing programs. None if unknown.
+        """
         now, before = time.perf_counter(), self.programs_left
         if before:
             self.waited_s += now - self._checked_at
@@ -141,12 +159,17 @@ class Change:
     # The end
 
     def fail(self, error: BaseException, how: str) -> None:
-        """Record the error of a group. `how` tells what happened to the group."""
+        """Record that a group has failed.
+
+        Args:
+            error: error of the group. Only the first error of a change is kept.
+            how: text that tells what happened to the group.
+        """
         self.error = self.error or error
         self.outcomes.append(how)
 
     def end(self) -> None:
-        """End the call: give the caller the report, or a `TransformError`."""
+        """Give the caller the report. If any group has failed, give the caller a `TransformError` instead."""
         options = self.options
         if self.error is not None:
             changed = self.recovered or bool(self.reports)

@@ -1,7 +1,7 @@
-"""All changes of a cluster, from the request to the report.
+"""`Changes`: all changes of a cluster, each from its request to its report.
 
-`TransformState` lists the states of a change. When the reason to wait may have ended, `Changes._proceed` moves a change
-to its next state.
+A change is one call that changes degrees or a placement. `TransformState` lists the states of a change.
+`Changes._proceed` moves a change to its next state. This method is called when a change may no longer have to wait.
 """
 
 import logging
@@ -31,10 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class Changes:
-    """Changes that have not ended. Used by the dispatcher thread only.
+    """All changes that have not ended.
+
+    Only the dispatcher thread may use this object, except for the method `capacity_to_come`.
 
     Args:
-        requeue: function that takes a sequence off its instance and queues it, to be computed again.
+        requeue: function that removes a sequence from its instance and puts the sequence back into the queue. The
+            sequence is then computed again.
     """
 
     def __init__(self, cluster: Cluster, requeue: Requeue):
@@ -45,29 +48,32 @@ class Changes:
 
     @property
     def busy(self) -> bool:
-        """Whether any change has not ended."""
+        """Whether there is a change that has not ended."""
         return bool(self._present)
 
     @property
     def awaits_programs(self) -> bool:
-        """Whether any change waits for programs."""
+        """Whether at least one change waits for programs to be compiled."""
         return any(one.awaits_programs for one in self._present)
 
     @property
     def statuses(self) -> tuple[TransformStatus | PlacementStatus, ...]:
-        """Progress of the changes that have not ended."""
+        """State and progress of each change that has not ended."""
         return tuple(one.status for one in self._present)
 
     @property
     def transitions(self) -> list[Transition]:
-        """Transitions of all groups that are changing now. Groups that only wait for their last step are included."""
+        """All transitions that have not ended. A transition that only waits for its last step is included."""
         return [transition for one in self._present for transition in one.transitions]
 
     def targets(self) -> dict[int, int]:
-        """Return the new degree of each device that is changing its degree or will change it.
+        """Return the future degree of each device whose degree is changing or will change.
 
-        Devices of a transformation that waits for programs are left out. So are groups that have already changed, and
-        groups that will not change because of an error.
+        The keys are indices of devices. These devices are left out:
+
+        - all devices of a transformation that waits for programs,
+        - devices of groups that have already changed,
+        - devices of groups that will not change, because another group of the same transformation has failed.
         """
         targets: dict[int, int] = {}
         for one, options in [(one, one.options) for one in self._present if not one.awaits_programs]:
@@ -82,17 +88,22 @@ class Changes:
         return targets
 
     def request_programs(self, options: TransformOptions) -> bool:
-        """Return whether all programs of a transformation are compiled. If not, compile them in the background."""
+        """Return whether all programs that a transformation needs are compiled.
+
+        If programs are missing, they are compiled in the background.
+        """
         plans = relayout_plans(self._cluster, options)
         return self._cluster.executables.request(spec for plan in plans for spec in plan.programs(self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
-        """Return the capacity in tokens, and the degree, that an instance will have after all transformations.
+        """Return `(capacity in tokens, degree)` that an instance will have after all transformations.
 
-        Any thread may call this. The instance may already have been replaced.
+        If no transformation changes the instance, the values are the present ones. Any thread may call this method.
+        Other instances may already have replaced `instance`.
 
         Args:
-            further: options of a transformation that is not requested yet, or None.
+            further: options of a transformation that is not requested yet. Ignored if a requested transformation
+                includes the instance.
         """
         requested = [one.options for one in list(self._present) if isinstance(one.options, TransformOptions)]
         options = next((options for options in requested if instance.id in options.devices), further)
@@ -107,7 +118,7 @@ class Changes:
         return self._cluster.plan.capacity_tokens(options.attention, released), tp
 
     def holds(self, instance: Instance) -> bool:
-        """Return whether an instance must launch no step until its steps in flight have ended."""
+        """Return whether an instance must launch no step now, because a change waits for steps in flight."""
         transition = instance.transition
         if transition is not None:
             return transition.must_drain and transition.done and bool(instance.pending)
@@ -116,9 +127,10 @@ class Changes:
     # From the request to the first switch
 
     def request(self, options: TransformOptions | PlacementOptions) -> "Future[Any]":
-        """Start a change. The result is a `TransformReport` or a `PlacementReport`.
+        """Start a change. Return a future of its `TransformReport` or `PlacementReport`.
 
-        Raises `LayoutError`, `RequestError` or `MemoryBudgetError`, and changes nothing, if it is impossible.
+        If the change is impossible, nothing has changed, and this method raises `LayoutError`, `RequestError` or
+        `MemoryBudgetError`. If the change fails at once, nothing has changed, and this method raises `TransformError`.
         """
         one = Change(options)
         if isinstance(options, TransformOptions):
@@ -130,7 +142,7 @@ class Changes:
         return one.future
 
     def _plans(self, one: Change) -> list[RelayoutPlan | RelocationPlan]:
-        """Return the plans of all groups of a change that can change now.
+        """Return a plan for each group of a change that can change now. The list is empty if no group is left.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible.
         """
@@ -146,7 +158,7 @@ class Changes:
         return [plan]
 
     def retry(self) -> None:
-        """Continue changes that wait for programs. The engine calls this when programs have been compiled."""
+        """Continue the changes whose programs have become ready. The engine calls this after a compilation."""
         self._proceed_with([one for one in self._present if one.awaits_programs])
 
     def _proceed_with(self, changes: Iterable[Change]) -> None:
@@ -157,7 +169,10 @@ class Changes:
                 one.future.set_exception(error)
 
     def _proceed(self, one: Change) -> None:
-        """Start all changes of groups that can start now. If no group is left, end the change.
+        """Move a change forward as far as possible now.
+
+        All groups that can change now begin to change, unless the change must wait. If no group is left, the change
+        ends.
 
         Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails before
         anything has changed.
@@ -175,7 +190,11 @@ class Changes:
             self._end(one)
 
     def _must_wait(self, one: Change, plans: list[RelayoutPlan | RelocationPlan]) -> bool:
-        """Return whether a change must wait for requests, programs or steps. If so, enter the state of waiting."""
+        """Return whether a change must wait before its next groups can begin to change.
+
+        A change may have to wait for requests, programs or steps. If so, this method enters the state that names the
+        reason.
+        """
         old = [instance for plan in plans for instance in plan.old]
         count = sum(len(instance.running) for instance in old)
         if count and one.options.running == "wait":
@@ -198,7 +217,11 @@ class Changes:
         return True
 
     def _begin(self, one: Change, plan: RelayoutPlan | RelocationPlan) -> None:
-        """Begin the change of a group. Pausing and resuming need no switches, so they end at once."""
+        """Begin to change one group.
+
+        After a pause or resume, the group has already changed, because no layers switch. In all other cases, a
+        transition begins.
+        """
         cluster = self._cluster
         if isinstance(plan, RelocationPlan):
             transition = Relocation(cluster, plan)
@@ -220,9 +243,11 @@ class Changes:
         one.enter(TransformState.SWITCHING)
 
     def _stop(self, one: Change, error: Exception) -> None:
-        """Stop a change after an error. Raise the error if nothing has changed.
+        """Stop a change after an error at the begin of a group's change.
 
-        Transitions that have not started are aborted. Transitions that have started continue.
+        Transitions whose first switch has not begun are aborted. Other transitions continue, and the caller gets the
+        error when all of them have ended. If no group has changed or is changing, the change ends now, and this method
+        raises the error.
         """
         for transition in [t for t in one.transitions if not t.started]:
             transition.fail(self._requeue)
@@ -242,13 +267,14 @@ class Changes:
     # Switches, around the steps of an instance
 
     def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
-        """Launch the switch of the next layers before the next step, or leave it to the programs of this step.
+        """Launch the switch of the next layers of an instance, before the next step of the instance.
 
-        Return whether the instance is still in transition. If the switch fails, it is not.
+        A part of the switch may be left to the programs of that step. The instance must be in transition. Return False
+        if the switch fails, because the transition has then ended. Otherwise return True.
 
         Args:
             num_preempted: number of sequences that have just lost their pages because no page was free.
-            step: next step, if it is known.
+            step: next step. None if it is not known.
         """
         transition = instance.transition
         transition.recomputed += num_preempted
@@ -263,9 +289,9 @@ class Changes:
             transition.switch_layers(step)
 
     def switch_alone(self, instance: Instance) -> bool:
-        """Launch a switch that was left to a step, because the step cannot be launched.
+        """Launch a switch that was left to a step, if this step cannot be launched.
 
-        Return the same as `switch_layers`.
+        Return False if the switch fails, because the transition has then ended. Otherwise return True.
         """
         transition = instance.transition
         try:
@@ -275,10 +301,13 @@ class Changes:
         return instance.transition is transition
 
     def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
-        """Record a launched step of an instance in transition. `plan` is None if there was nothing to compute.
+        """Record that an instance in transition has launched a step, or that there was nothing to compute.
 
-        If there was nothing to compute, a merge or split switches all remaining layers at once. A relocation waits for
-        its weights.
+        If there was nothing to compute, a merge or split switches all remaining layers at once. A relocation switches
+        no layers here, because the weights of the remaining layers must arrive first.
+
+        Args:
+            plan: launched step. None if there was nothing to compute.
         """
         if (transition := instance.transition) is None:
             return  # the step failed, and the transition with it
@@ -297,7 +326,10 @@ class Changes:
     # From the last switch to the end
 
     def _settle(self, transition: Transition) -> None:
-        """End a transition after its last switch: the new instances take over."""
+        """Let the instances of the new placement take over, after the last switch of a transition.
+
+        If the transition must drain and steps are in flight, do nothing yet.
+        """
         if transition.must_drain and transition.instance.pending:
             return  # until `collect` finds that the steps have run
         transition.last_result = transition.settle(self._requeue)
@@ -308,16 +340,19 @@ class Changes:
             one.enter(TransformState.SETTLING)
 
     def wait(self) -> None:
-        """Wait for transitions whose layers have all switched, and end them."""
+        """Block until the last results of transitions have arrived, and end these transitions.
+
+        This concerns only transitions whose layers have all switched.
+        """
         for transition in self.transitions:
             if transition.last_result is not None:
                 transition.last_result.exception()
         self.collect()
 
     def collect(self) -> None:
-        """End transitions whose last result has arrived.
+        """End the transitions whose last result has arrived.
 
-        Continue changes that waited for requests or steps, if these ended.
+        Also continue each change that waited for requests or steps, if these requests or steps have ended.
         """
         for transition in [t for t in self.transitions if t.instance.transition is t]:
             if transition.done and not transition.instance.pending:
@@ -341,9 +376,9 @@ class Changes:
         self._proceed(one)
 
     def _end(self, one: Change) -> None:
-        """End a change and give the caller the report.
+        """End a change, and give the caller the report or the error.
 
-        If devices went out of service during a transformation, the report is an error.
+        If a device went out of service during a transformation, the caller gets an error.
         """
         self._present.remove(one)
         if isinstance(one.options, TransformOptions) and one.error is None:
@@ -366,13 +401,15 @@ class Changes:
     # Failures
 
     def lost(self, instance: Instance, error: Exception, sampled: Iterable[Row] = ()) -> None:
-        """Recover a group that merges or splits after a step or another program has failed on its devices.
+        """Recover a group that merges or splits, after a step or another program has failed on its devices.
 
-        The group gets the higher degree and an empty cache. This is done even if no layer has switched, because pages
-        may be lost.
+        The transition ends. The group then serves at the higher degree with an empty cache. This is so even if no layer
+        has switched, because pages may be lost.
 
         Args:
-            sampled: rows of the failed step whose tokens were in flight.
+            instance: instance in transition.
+            error: error of the step or program.
+            sampled: rows of the failed step whose sampled tokens are lost.
         """
         transition = instance.transition
         clear_in_flight(sampled)
@@ -381,13 +418,16 @@ class Changes:
         self._fail(transition, error)
 
     def forget(self, instance: Instance) -> None:
-        """End the relocation of an instance whose cache is lost. The instance keeps its present placement."""
+        """End the relocation of an instance whose KV cache is lost. The instance keeps its present placement.
+
+        Do nothing if the instance has no relocation.
+        """
         transition = instance.transition
         if isinstance(transition, Relocation):
             self._end_failed(transition, RuntimeError("a step failed"), transition.forget())
 
     def _fail(self, transition: Transition, error: Exception) -> None:
-        """End a transition after an error."""
+        """End a transition that has failed. Record the error in the change to which the transition belongs."""
         drop_frames(error)  # they may hold buffers, and memory is short
         how = transition.fail(self._requeue)
         transition.drop_spent()
@@ -402,7 +442,7 @@ class Changes:
         self._proceed(one)
 
     def fail(self, error: BaseException) -> None:
-        """End all changes, because the engine has failed."""
+        """End all changes, because the engine has failed. Each caller gets a `TransformError`."""
         for one in self._present:
             failure = TransformError(f"the engine failed: {error}")
             failure.__cause__ = error

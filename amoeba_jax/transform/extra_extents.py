@@ -1,4 +1,7 @@
-"""Extra KV extents on a device whose layers have migrated away. The layers that stay get the freed memory."""
+"""Extra KV extents: buffers of pages in the memory that migrated layers have left on a device.
+
+The layers that stay on the device use these extents.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +18,14 @@ from sharding.placement import Home
 
 
 def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
-    """Return the pages of the largest extra extent that fits, as a tuple of one number. Return () if none fits.
+    """Return `(pages,)`: the number of pages of the largest extra extent that fits. Return `()` if none fits.
+
+    Only the shares `EXTRA_SHARES` of `base` are possible sizes.
 
     Args:
-        base: number of pages of the first extent of a layer.
-        free_bytes: memory of the device that the extent may use.
-        page_bytes: bytes of one page of all layers on the device.
+        base: number of pages in the first extent of a layer.
+        free_bytes: bytes of the device that the extra extents of all layers may use together.
+        page_bytes: bytes of one page, summed over the layers that stay on the device.
     """
     if not page_bytes:
         return ()
@@ -29,7 +34,14 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 
 
 def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[int, ...]) -> None:
-    """Add an extent to every layer of a site, if there is enough memory. Raises the error of the allocation."""
+    """Add extra extents to every layer that has KV cache at a site. If there is too little memory, add none.
+
+    If JAX cannot allocate an extent, the error of JAX is raised.
+
+    Args:
+        allocator: page allocator of the site.
+        extra: number of pages of each new extent.
+    """
     (device,), page_bytes = site.group.devices, cluster.memory_plan.page_bytes
     for num_pages in extra:
         layers = [layer for layer, extents in enumerate(site.kv) if extents]
@@ -45,10 +57,11 @@ def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[i
 
 
 def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) -> None:
-    """Remove all extents but the first from every layer of a site. Move their pages to free pages of the first extent.
+    """Remove the extra extents of every layer of a site. Only the first extent of each layer stays.
 
-    Raises `OutOfPagesError` if the first extent has too few free pages. Only cached prefixes may then have been
-    evicted.
+    Used pages in extra extents move to free pages of the first extent. If there are such pages, the prefix caches of
+    the home are emptied first. Raises `OutOfPagesError` if the first extent has too few free pages. In that case,
+    nothing has changed, except that prefix caches may be empty.
     """
     lanes = [lane for instance in cluster.instances for lane in instance.lanes if home in lane.ranks]
     base = site.extent_pages[0] * allocator.max_tp
@@ -87,7 +100,7 @@ def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) 
 
 
 def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
-    """Copy pages inside each layer of a site. `places` maps old page ids to new page ids."""
+    """Copy pages to other pages in every layer of a site. `places` maps old page ids to new page ids."""
     if not places:
         return
     program = cluster.executables.get(cluster.executables.specs.page_copy(site.group, site.extent_pages))
@@ -98,7 +111,13 @@ def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
 
 
 def _renumber(lane: Lane, home: Home, places: dict[int, int]) -> None:
-    """Replace page ids in the block tables of a lane at one home. Its prefix cache must be empty."""
+    """Replace page ids in the block tables of a lane. Only the ids at `home` are replaced.
+
+    The prefix cache of the lane must be empty.
+
+    Args:
+        places: new page id for each page id that changes.
+    """
     (row,) = range(lane.pages.tp)[lane.ranks[home]]
     for sequence in lane.running:
         if sequence.pages is not None:

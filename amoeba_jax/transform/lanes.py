@@ -1,7 +1,9 @@
-"""Sequences and cached prefixes of a group that merges or splits, divided among lanes.
+"""Divide sequences and cached prefixes among lanes when a group merges or splits, and move both between lanes.
 
-Their pages have ids in the old and in the new layout. In a split, a cached prefix goes to an instance whose sequences
-use it, or to the instance with the most free pages. If no pages are free, the least recently used prefixes are dropped.
+A lane is a share of an instance's sequences. During a merge or split, every page has an id in the old layout and an id
+in the new layout. In a split, a cached prefix goes to every instance whose sequences use the prefix. A prefix that no
+sequence uses goes to the instance with the most free pages. If pages are missing, the least recently used prefixes are
+dropped.
 """
 
 from collections import defaultdict
@@ -22,18 +24,21 @@ from kvcache.relayout import staying_pieces
 from sharding.placement import Home
 
 Requeue = Callable[[Instance, Sequence], None]
-"""Function that takes a sequence off its instance and queues it. The sequence is computed again from its tokens."""
+"""Function that removes a sequence from an instance and puts the sequence into the queue.
+
+The sequence is then computed again from its tokens.
+"""
 
 
 @dataclass(frozen=True)
 class LanePages:
-    """Sequences and cached pages that a new lane will get, with their pages in the old layout.
+    """Sequences and cached pages that a new lane will get. The page ids are those in the old layout.
 
     Attributes:
-        sequences: sequences with pages.
-        cached: cached pages, in the order of their eviction.
-        table: `[tp, pages]` page ids of all pages, each page once, ordered by the id on rank 0.
-        references: number of references to each page, by sequences and the cache.
+        sequences: sequences of the new lane.
+        cached: pages of the prefix cache. The page that would be evicted first is first.
+        table: page ids, `[tp, pages]`. Each page has one column. The columns are ordered by the id on rank 0.
+        references: for each column of `table`, number of uses of the page by sequences and by the prefix cache.
     """
 
     sequences: list[Sequence]
@@ -43,7 +48,11 @@ class LanePages:
 
     @classmethod
     def of(cls, sequences: list[Sequence], cached: list[CachedPage], tp: int) -> "LanePages":
-        """Return a `LanePages` with these sequences and cached pages. Collect their pages in `table`."""
+        """Return a `LanePages` with these sequences and cached pages.
+
+        Args:
+            tp: degree of the old layout. Each page has one id for each rank.
+        """
         if not sequences and not cached:
             return cls([], [], np.empty((tp, 0), np.int32), np.empty(0, np.int64))
         tables = [s.pages.table for s in sequences if s.pages is not None]
@@ -58,16 +67,19 @@ class LanePages:
         return self.table.shape[1]
 
     def columns(self, ids: Int32[np.ndarray, " pages"]) -> Int[np.ndarray, " pages"]:
-        """Return the columns of `table` for pages that are given by their ids on rank 0."""
+        """Return the column index in `table` of each given page. `ids` has the page ids on rank 0."""
         return np.searchsorted(self.table[0], ids)
 
 
 def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
-    """Divide the sequences and cached pages of a lane among the new instances of a split. Raises `OutOfPagesError`.
+    """Divide sequences and cached pages of a lane among the new instances of a split.
+
+    Return one `LanePages` for each new instance. Cached pages that do not fit are left out. Raises `OutOfPagesError` if
+    the sequences do not fit.
 
     Args:
-        room: number of free pages of each instance.
-        limits: maximum number of sequences of each instance.
+        room: number of free pages of each new instance.
+        limits: maximum number of sequences of each new instance.
     """
     parts: list[list[Sequence]] = [[] for _ in room]
     if lane.running:
@@ -81,10 +93,11 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
 
 
 def dealt(lane: Lane, count: int) -> list[LanePages]:
-    """Divide the sequences and cached pages of a lane into `count` parts.
+    """Divide the sequences and cached pages of a lane into `count` parts. Return the parts.
 
-    The numbers of sequences of two parts differ by at most one. A cached page goes to all parts whose sequences use it.
-    Cached pages that no sequence uses go to the first part.
+    The numbers of sequences of two parts differ by at most one. A cached page goes to every part whose sequences use
+    the page. A cached page that no sequence uses goes to the first part. If only another part has the page before it in
+    the prefix, the unused page is left out.
     """
     parts: list[list[Sequence]] = [[] for _ in range(count)]
     pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
@@ -97,10 +110,16 @@ def dealt(lane: Lane, count: int) -> list[LanePages]:
 
 
 def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: list[int]) -> list[list[CachedPage]]:
-    """Divide cached pages among parts. Return the cached pages of each part.
+    """Divide cached pages among parts. Return a list of cached pages for each part.
 
-    A part gets the cached pages that its sequences use. Every other prefix goes to a part that already has its first
-    pages, or to the part with the most free pages.
+    A part gets all cached pages that its sequences use. Any other page goes to the part that has the page before it in
+    its prefix. If no part has that page, the prefix goes to the part with the most free pages. Pages that do not fit
+    are left out.
+
+    Args:
+        pages: all cached pages.
+        parts: sequences of each part.
+        room: maximum number of pages of each part, for sequences and cache together.
     """
     used = [{page for s in part if s.pages is not None for page in s.pages.table[0].tolist()} for part in parts]
     left = [free - len(own) for free, own in zip(room, used, strict=True)]
@@ -123,9 +142,9 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 
 
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
-    """Return, by the key of each cached page, its root and the number of pages between the two.
+    """Return, for the key of each cached page, `(key of its root, distance from the root in pages)`.
 
-    The root of a page is the first cached page of its prefix. The function returns the key of the root.
+    The root of a page is the first cached page of its prefix. The distance of a root from itself is 0.
     """
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
@@ -141,13 +160,15 @@ def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
 
 
 def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[LanePages]) -> None:
-    """Adjust the references of a lane's cached pages after the lane was divided into parts.
+    """Correct the reference counts of a lane's cached pages after the lane was divided into parts.
 
-    The lane's prefix cache holds one reference to each page in `before`, and each part's cache needs one. A page that
-    no part caches loses its reference. A page that n parts cache gets n - 1 more references.
+    Before, the prefix cache of the lane held one reference to each cached page. Now each part has its own prefix cache,
+    and each of these caches needs one reference. A page that no part caches loses its reference. A page that n parts
+    cache gets n - 1 more references.
 
     Args:
-        before: pages of the lane's prefix cache.
+        pool: page pool of the divided lane.
+        before: all pages that the prefix cache of the divided lane had.
     """
     counts: dict[int, int] = defaultdict(int)
     for part in parts:
@@ -166,12 +187,12 @@ def lane_at(
     enabled: bool,
     max_running: int,
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
-    """Create a lane with pages at several homes. Return the lane, and its sequences with their pages.
+    """Create a lane from `part`. Return `(lane, [(sequence, pages of the sequence), ...])`.
 
-    The lane has the cached pages of `part`. The caller must add the sequences to it.
+    The new lane has the cached pages of `part`, but no sequences. The caller must add the sequences of the list.
 
     Args:
-        places: page pool of each home, and the ids that the pages of `part` have there.
+        places: for each home of the lane, the page pool, and the ids that the pages of `part` have at this home.
         enabled: whether prefixes are cached.
         max_running: maximum number of sequences of the lane.
     """
@@ -193,7 +214,10 @@ def lane_at(
 
 
 def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
-    """Move the pages that lanes cache at `home`, with their references, to the lane `target` of this home."""
+    """Move the cached pages of `lanes` to the prefix cache of the lane `target`, which is at `home`.
+
+    The references to these pages move too. Only the page ids at `home` are kept.
+    """
     for lane in lanes:
         rows = lane.ranks[home]
         target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())
@@ -202,10 +226,13 @@ def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
 def move_sequences(
     old: list[Instance], views: list[tuple[Instance, Lane, Sequence, SequencePages]], requeue: Requeue
 ) -> None:
-    """Move the sequences of old instances to new instances, lanes and pages. `views` lists the new owners.
+    """Move the sequences of old instances to new instances.
 
-    If that fails, the old instances keep their sequences. A sequence whose sampling state on the device was overwritten
-    is then computed again.
+    If the move fails, the old instances keep their sequences, and the error is raised. Sequences with sampling state on
+    the device are then computed again, because this state may have been overwritten.
+
+    Args:
+        views: for each sequence, its new instance, its lane there, the sequence, and its pages there.
     """
     before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
     try:
@@ -228,10 +255,12 @@ def move_sequences(
 
 
 def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool]) -> None:
-    """Move the sequences and cached pages of lanes to the lane `target`. Free their pages at other homes.
+    """Move the sequences and cached pages of `lanes` to the lane `target`.
+
+    The sequences keep only their pages at the homes of `target`.
 
     Args:
-        pools: page pools of the homes at which pages are freed if `target` lacks the home.
+        pools: page pools by home. If `target` lacks one of these homes, the pages of `lanes` at this home are freed.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])

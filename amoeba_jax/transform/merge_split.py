@@ -1,7 +1,10 @@
-"""Begin of a merge or split: compile programs, reserve memory, and allocate each page in the new layout.
+"""Begin of a merge or split, and of a change of the attention alone.
 
-A group of the higher degree changes to data-parallel attention (`divide`) and back (`join`) in the same way, but FFN
-weights stay where they are. Only pages move.
+The functions compile programs, reserve memory and allocate every page in the new layout. They return a transition that
+will switch the layers.
+
+In a change of the attention alone, only pages move, and FFN weights stay where they are. The change to data-parallel
+attention is `divide`. The change back is `join`.
 
     4 x TP1  <- merge, split ->  TP4  <- divide, join ->  attention at 4 x TP1, FFNs at TP4
 """
@@ -26,30 +29,31 @@ from sharding.placement import Placement
 
 
 def merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
-    """Replace instances by one instance over their devices, and return the transition that will switch its layers.
+    """Replace instances by one instance over all of their devices. Return the transition, which will switch the layers.
 
-    The old instances must have no steps in flight. Raises `RequestError`, `OutOfPagesError` or the error of a program,
-    and changes nothing, if the merge is impossible.
+    The old instances must have no steps in flight. If the merge is impossible, nothing has changed, and this function
+    raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
     """
     with _staging(cluster, plan):
         return _merge(cluster, plan, requeue)
 
 
 def join(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    """Prepare the end of data-parallel attention, and return the transition that will switch the layers.
+    """Prepare the end of an instance's data-parallel attention. Return the transition, which will switch the layers.
 
-    The instance must have no steps in flight. Raises `RequestError`, `OutOfPagesError` or the error of a program, and
-    changes nothing, if the change is impossible.
+    The instance must have no steps in flight. If the change is impossible, nothing has changed, and this function
+    raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
     """
     with _staging(cluster, plan):
         return _join(cluster, plan)
 
 
 def split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    """Prepare the split of an instance, or of its attention, and return the transition that will switch its layers.
+    """Prepare the split of an instance, or only of its attention. Return the transition, which will switch the layers.
 
-    The instance must have no steps in flight. It serves until all of its layers have switched. Raises `RequestError`,
-    `OutOfPagesError` or the error of a program, and changes nothing, if the split is impossible.
+    The instance must have no steps in flight. The instance serves until all of its layers have switched. If the split
+    is impossible, nothing has changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a
+    program that does not compile.
     """
     with _staging(cluster, plan):
         return _split(cluster, plan)
@@ -57,7 +61,7 @@ def split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
 
 @contextmanager
 def _staging(cluster: Cluster, plan: RelayoutPlan) -> Iterator[None]:
-    """Return memory that was reserved for temporaries if an error leaves the block."""
+    """Release the memory that was reserved for temporaries of the change, if the `with` block raises an error."""
     try:
         yield
     except BaseException:
@@ -152,11 +156,11 @@ def _split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
 
 
 class _Dealt(NamedTuple):
-    """Sequences and cached pages of an instance, divided among the new instances.
+    """Result of `_deal_pages`: the sequences and pages of each new instance of a split.
 
     Attributes:
-        kept: pages of paused requests.
-        allocators: new allocators, one for each device.
+        kept: pages of paused requests. They are claimed in `allocators`.
+        allocators: page allocators of the new layout, one for each device.
         limits: maximum number of sequences of each new instance.
         parts: sequences and cached pages of each new instance.
     """
@@ -170,8 +174,12 @@ class _Dealt(NamedTuple):
 def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) -> _Dealt:
     """Divide the sequences and cached pages of an instance among the new instances of degree `tp`.
 
-    If the pages of paused requests leave too few free pages, prefixes that only the paused instances cache are dropped.
-    Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
+    Pages of paused requests also need room. If too few pages are free, the prefix caches of the paused instances are
+    emptied. Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
+
+    Args:
+        released: degree for which weights will be released in the new instances. Weights that this degree does not need
+            become KV cache.
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
@@ -191,10 +199,11 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
 
 
 def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
-    """Raise `RequestError` if a running request may outgrow an instance of degree `tp`.
+    """Raise `RequestError` if a running request may become too long for an instance of degree `tp`.
 
     Args:
-        released: degree for which the weights of the smaller instance will be released.
+        released: degree for which weights will be released in that instance. Weights that this degree does not need
+            become KV cache.
     """
     limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:

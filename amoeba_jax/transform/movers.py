@@ -1,4 +1,4 @@
-"""Moves of a layer's pages to the new layout, and restoring of its weights."""
+"""Move the pages of a layer to a new layout in place, and restore the released weights of the layer."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +19,10 @@ Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
-    """An `Exchange` whose arrays of ids are on the devices, sharded over the ranks."""
+    """An `Exchange` of pages, with its arrays of ids on the devices.
+
+    The arrays are sharded over the ranks.
+    """
 
     kind: ExchangeKind
     send: jax.Array
@@ -28,11 +31,11 @@ class PlacedExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class MovePlan:
-    """Size of the page moves of one layer. It is the same for all layers.
+    """Size of the page moves of one layer. The numbers are the same for all layers.
 
     Attributes:
-        num_pieces: number of pieces of pages that move.
-        num_phases: number of exchanges between ranks that move them.
+        num_pieces: number of pieces (parts of pages) that move.
+        num_phases: number of phases (exchanges of pieces between ranks) that move these pieces.
     """
 
     num_pieces: int
@@ -40,12 +43,13 @@ class MovePlan:
 
 
 class InPlaceMover:
-    """Launcher of programs that move pages within the present extents, and restore weights in place.
+    """Launcher of the programs that move the pages and restore the weights of a layer.
 
-    Pages move in phases of bounded size. The methods launch programs and never wait for them.
+    Pages and weights stay in the memory of the layer's present extents. Pages move in phases: exchanges between ranks,
+    each of bounded size. `move`, `run` and `restore` launch programs and do not wait for them.
 
     Attributes:
-        exchanges: exchanges of the present plan, in order.
+        exchanges: exchanges of the present plan, in the order of their launch.
     """
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
@@ -55,18 +59,23 @@ class InPlaceMover:
         self._divided: dict[int, tuple[list[PlacedExchange], list[PlacedExchange]]] = {}
 
     def prepare(self, max_pieces: int) -> int:
-        """Compile missing programs. Return the maximum bytes of temporaries on a device.
+        """Compile missing programs. Return the maximum bytes of temporary memory that a program needs on a device.
 
         Args:
-            max_pieces: maximum number of pieces that one rank sends to another. 0: no pages move.
+            max_pieces: maximum number of pieces that one rank sends to another rank. If 0, no pages move, and the
+                programs that move pages are not compiled.
         """
         exchanges = self._programs.exchanges if max_pieces else {}
         return self._programs.move_temporaries(pages=bool(exchanges))
 
     def plan(self, old: Tables, new: Tables) -> MovePlan:
-        """Plan the moves of pages from the old to the new layout.
+        """Plan the page moves of a layer. Return their size.
 
-        The tables are arguments of `kvcache.relayout.moves`.
+        `divided` and `move` use this plan until the next call.
+
+        Args:
+            old: page ids in the old layout, as for `kvcache.relayout.moves`.
+            new: page ids in the new layout, as for `kvcache.relayout.moves`.
         """
         programs = self._programs
         source, target = moves(old, new)
@@ -76,10 +85,10 @@ class InPlaceMover:
         return MovePlan(len(source), len(self._phases))
 
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
-        """Return the plan in two parts: exchanges to run as separate programs, and exchanges for step programs.
+        """Return the exchanges of the plan in two lists: for separate programs, and for step programs.
 
-        The second part has the last exchanges of the plan, at most `most`. Each exchange there has one phase and moves
-        pieces between different ranks.
+        The first list runs before the second. The second list has the last exchanges of the plan, and at most `most` of
+        them. Each exchange in the second list has one phase, in which pieces move between different ranks.
         """
         if most not in self._divided:
             count = 0
@@ -97,21 +106,26 @@ class InPlaceMover:
         return [PlacedExchange(exchange.kind, *_put_ids(self._programs, exchange)) for exchange in exchanges]
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
-        """Move the pages of a layer to the new layout. Return the extents after the moves.
+        """Move all pages of a layer to the new layout. Return the extents after the moves.
 
         Args:
-            extents: all extents of the layer in both layouts, `[tp * pages, page_elems]` each. Donated.
+            extents: all extents of the layer, `[tp * pages, page_elems]` each. Donated.
         """
         return self.run(self.exchanges, extents)
 
     def run(self, exchanges: list[PlacedExchange], extents: list[jax.Array]) -> list[jax.Array]:
-        """Run some exchanges of the plan on the extents of a layer. Donates `extents`."""
+        """Run some exchanges of the plan for one layer. Return the extents after the moves. Donates `extents`."""
         for kind, send, receive in exchanges:
             extents = self._programs.exchanges[kind](extents, send, receive)
         return extents
 
     def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
-        """Write the weights of released shards into the extents that these shards had become. Donates `extents`."""
+        """Write released weights into the extents that replaced them. Return the weights. Donates `extents`.
+
+        Args:
+            released: weight shards to restore.
+            extents: extents that these shards had become.
+        """
         return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
 
@@ -121,6 +135,9 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return the shards that ranks send to each other so that the shards `released` can be restored."""
+    """Return the weight shards from which ranks restore the shards `released`.
+
+    Ranks send the returned shards to each other.
+    """
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

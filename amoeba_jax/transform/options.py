@@ -1,4 +1,4 @@
-"""Options of a change."""
+"""Options of `LLM.transform` and of the methods that change a placement."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, TypeAlias
 from amoeba_jax.transform.report import TransformVariant
 
 LayersPerStep: TypeAlias = int | Literal["auto"]
-"""Layers that switch between two steps, rounded up to whole segments. `"auto"`: one segment."""
+"""Number of layers that switch between two steps. It is rounded up to whole segments. `"auto"`: one segment."""
 
 ChangeOrder = Literal["layer", "memory_first"]
 """Order in which the modules of a group change. See `LLM.transform`."""
@@ -16,12 +16,12 @@ RunningRequests = Literal["migrate", "pause", "wait"]
 
 
 PlacementKind = Literal["replicate", "evict", "migrate", "scale_out", "scale_in"]
-"""Change of an instance's placement. See the methods of `LLM` with these names."""
+"""Ways to change the placement of an instance. See the methods of `LLM` with these names."""
 
 PlacementModules = Literal["layer", "attention", "ffn", "kv"]
-"""Modules of a layer that change. `kv`: the KV cache and the attention over it.
+"""Modules of a layer that change.
 
-The old device keeps the weights too.
+With `kv`, the KV cache and the attention over it move. The old device also keeps the attention weights.
 """
 
 
@@ -31,11 +31,11 @@ class PlacementOptions:
 
     Attributes:
         kind: name of the method.
-        device: device that gets modules, or loses them (`evict`, `scale_in`).
-        instance: id of the instance. In `scale_in`, the instance that takes over the sequences.
+        device: index of the device that gets modules. For `evict` and `scale_in`, the device that loses modules.
+        instance: id of the instance that changes. For `scale_in`, the instance that takes over the sequences.
         layers: layers that change. None: all layers.
-        modules: modules of these layers.
-        move_kv: whether the KV cache of migrated layers, and therefore their attention, moves too.
+        modules: modules of these layers that change.
+        move_kv: for `migrate`: whether KV cache and attention of the layers move. If False, only their FFNs move.
     """
 
     kind: PlacementKind
@@ -54,7 +54,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True)
 class TransformOptions:
-    """Arguments of `LLM.transform`, with `devices` filled in."""
+    """Arguments of `LLM.transform`. If the caller named no devices, `devices` has all devices."""
 
     tensor_parallel_size: int
     devices: tuple[int, ...]
@@ -67,11 +67,19 @@ class TransformOptions:
 
     @property
     def attention(self) -> int:
-        """Degree of the attention. It is less than `tensor_parallel_size` with data-parallel attention."""
+        """Requested degree of the attention.
+
+        It is lower than `tensor_parallel_size` for data-parallel attention. Otherwise, the two are equal.
+        """
         return self.tensor_parallel_size if self.attention_degree is None else self.attention_degree
 
     def is_reached_by(self, degree: int, attention_degree: int) -> bool:
-        """Return whether an instance with these degrees does not change."""
+        """Return whether an instance already has the requested degrees.
+
+        Args:
+            degree: degree of the instance.
+            attention_degree: degree of the attention of the instance.
+        """
         return (degree, attention_degree) == (self.tensor_parallel_size, self.attention)
 
     @property

@@ -1,8 +1,10 @@
-"""Pause and resume: the requests of instances pause while one larger instance serves on all of their devices.
+"""Pause the requests of instances while one larger instance serves on all of their devices, and resume the requests.
 
-Nothing is moved, restored or computed again. A page has the same bytes as its sub-pages at the higher degree, so the
-larger instance uses the same extents. Paused sequences keep their pages, slots and sampling state. The larger
-instance uses the pages and slots that are free. Steps in flight end as usual.
+A pause or resume moves no pages, restores no weights and computes nothing again. A page and the sub-pages into which
+the higher degree divides the page have the same bytes. The larger instance therefore uses the same extents.
+
+Paused sequences keep their pages, slots and sampling state. The larger instance uses only pages and slots that are
+free. Steps in flight run to their end.
 """
 
 import time
@@ -24,7 +26,10 @@ from sharding.mesh import SubMesh, assemble, disassemble
 
 
 def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
-    """Replace instances by one instance over their devices, and pause them."""
+    """Pause the requests of several instances, and create one instance over their devices. Return the report.
+
+    The new instance keeps the paused instances for `resume`.
+    """
     start, group, members = time.perf_counter(), plan.group, plan.old
     cluster.check_compiled(group, group.tp, plan.released[1])
     for instance in members:
@@ -40,9 +45,10 @@ def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
-    """Replace an instance by its paused instances, and resume their requests.
+    """Replace an instance by its paused instances. The requests of the paused instances resume. Return the report.
 
-    It must have no sequences and no steps in flight. Its cached prefixes are dropped.
+    The replaced instance must have no sequences and no steps in flight. The cached prefixes of the replaced instance
+    are dropped.
     """
     start, (instance,) = time.perf_counter(), plan.old
     dropped = instance.lane.cache.num_cached_pages
@@ -58,7 +64,10 @@ def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def forget_paused(plan: RelayoutPlan) -> None:
-    """Drop the paused instances of another degree, with their cached prefixes. They have no sequences."""
+    """Drop paused instances whose degree is not the requested degree. Their cached prefixes are dropped too.
+
+    These paused instances must have no sequences.
+    """
     for instance in plan.old:
         if instance.paused and instance.paused[0].tp != plan.options.tensor_parallel_size:
             for member in instance.drop_paused():
@@ -68,7 +77,10 @@ def forget_paused(plan: RelayoutPlan) -> None:
 
 
 def drop_prefixes(members: Iterable[Instance]) -> bool:
-    """Drop the cached prefixes of paused instances that no sequence uses. Return whether any was dropped."""
+    """Empty the prefix caches of paused instances. Return True.
+
+    If paused sequences use all cached pages, no page would become free. In that case, do nothing, and return False.
+    """
     caches = [member.lane.cache for member in members]
     if not any(cache.num_evictable_pages for cache in caches):
         return False
@@ -78,10 +90,13 @@ def drop_prefixes(members: Iterable[Instance]) -> bool:
 
 
 def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_tokens: list[jax.Array]) -> Instance:
-    """Create an instance over a group from the KV extents of its members, without a copy.
+    """Create one instance over `group` from the KV extents of its members, without a copy.
 
-    Each extent becomes part of an array `[tp * pages, page_elems]` over the group. If this fails, the members keep
-    their extents.
+    Each new extent is an array `[tp * pages, page_elems]` over the group, and consists of one extent of each member.
+    The members lose their extents. If this function fails, the members keep their extents.
+
+    Args:
+        last_tokens: last tokens of the members' slots, one buffer for each device.
     """
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]
@@ -98,9 +113,10 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
 
 
 def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
-    """Divide the KV extents of a site among groups of equal degree, without a copy.
+    """Divide the KV extents of a site among groups of equal degree, without a copy. Return the extents of each group.
 
-    Every extent is an array `[tp * pages, page_elems]` over its devices.
+    An extent of the site is an array `[tp * pages, page_elems]`, with `tp` of the site. An extent of a group has the
+    same form, with `tp` of the group.
     """
     tp, whole = groups[0].tp, site.group
 
@@ -115,13 +131,13 @@ def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
 
 
 class KeptPages:
-    """Pages of paused instances in the allocators of the new layout.
+    """Pages of paused instances in a new layout.
 
-    They are claimed there, so no other sequence gets them.
+    The pages are claimed in the allocators of the new layout, so that no other sequence gets them.
 
     Args:
         instance: instance that serves in place of the paused instances.
-        allocators: empty allocators of the new layout, one for each device of the instance.
+        allocators: empty allocators of the new layout, one for each device of `instance`.
     """
 
     def __init__(self, instance: Instance, allocators: list[BuddyAllocator]):
@@ -140,16 +156,19 @@ class KeptPages:
             self._pools.append(PagePool(geometry, ranks, tp))
 
     def settle(self) -> None:
-        """Free pages whose paused sequences were removed during the transition, for example by a cancellation."""
+        """Free the pages that paused sequences no longer use.
+
+        A paused sequence may be removed during the transition, for example if its request is cancelled.
+        """
         for lane, pool, claimed in zip(self._lanes, self._pools, self._claimed, strict=True):
             gone = list((claimed - _references(lane)).elements())
             pool.free(np.array(gone, np.int32).reshape(len(gone), pool.tp).T)
 
 
 def _references(lane: Lane) -> Counter[tuple[int, ...]]:
-    """Count the references of a lane's sequences and prefix cache to each page.
+    """Count, for each page of a lane, the references by the sequences and by the prefix cache.
 
-    A key is the page's column in a block table: its id on each rank.
+    Each key is a page: a tuple of its ids, one for each rank.
     """
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())

@@ -1,15 +1,19 @@
-"""A group between two degrees: some layers have the lower layout, and some have the higher layout.
+"""Relayout: the transition of a group of devices between two degrees.
 
-Layers switch one segment after another, from the last to the first, between two steps. During the transition, the
-instance of the higher degree serves. It has a lane for each instance of the lower degree, and its placement tells the
-home of every layer. `instances/runner.py` runs the steps.
+During a relayout, some layers have the layout of the lower degree. All other layers have the layout of the higher
+degree. Layers switch in segments (runs of consecutive layers), between two steps. The last segment is the first to
+switch.
+
+During a relayout, one instance of the higher degree serves. This instance has a lane (share of the sequences) for each
+instance of the lower degree. The placement of the instance tells the home (devices) of every layer.
+`instances/runner.py` runs the steps.
 
 With `order="memory_first"`, the FFNs change separately. In a merge, the FFNs of all layers get the higher degree
-before any page moves. In a split, they get the lower degree after all pages have moved. In between, the extents of
-released FFN weights are KV cache of the lower degree.
+before any page moves. In a split, the FFNs of all layers get the lower degree after all pages have moved. While pages
+move, layers in the lower layout also use the extents of released FFN weights as KV cache.
 
-Every page has ids in both layouts (see `Lane`). A layer holds the page at the id of the layer's own layout. New pages
-get ids in both layouts.
+Every page has an id in the old layout and an id in the new layout (see `Lane`). In each layer, the page is at the id
+for the layout that this layer has. New pages also get both ids.
 """
 
 import gc
@@ -49,18 +53,18 @@ RECOMPUTED = "its requests are computed again"
 
 
 class Relayout(Transition):
-    """Transition of a group between two degrees.
+    """Transition of a group of devices between two degrees.
 
     Args:
-        instance: instance at the higher degree, with a lane for each of `members`. Its site has the layers in the
-            higher layout.
-        members: sites of the lower degree, by their first device, with the other layers.
+        instance: instance that serves during the transition, at the higher degree. It has a lane for each of `members`.
+            Its own site has the KV extents of the layers in the higher layout.
+        members: sites of the lower degree, ordered by first device. They have the KV extents of all other layers.
         allocators: page allocators of the new layout, one for each device.
-        cached: two numbers of cached pages: before the relayout, and still cached after it.
-        kept: pages of paused requests in the new layout. None in a merge.
+        cached: two numbers: cached pages before the relayout, and those of them that stay cached.
+        kept: pages of paused requests in the new layout. None in a merge or join.
 
     Attributes:
-        restored: restored weights of the layer that switched last. They are ready last.
+        restored: restored weights of the layer that switched last. When these are ready, all restored weights are.
     """
 
     changes_degree = True
@@ -105,7 +109,7 @@ class Relayout(Transition):
 
     @property
     def boundary(self) -> int:
-        """Index of the first layer in the new layout. All earlier layers have the old layout."""
+        """Index of the first layer in the new layout. All layers before this layer have the old layout."""
         return self.num_layers - self.num_switched
 
     @property
@@ -167,9 +171,9 @@ class Relayout(Transition):
             self._restore_ffns()
 
     def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
-        """Leave the switch of a segment to the programs of the next step.
+        """Leave the switch of a segment to the programs of the next step. Return False if that is not possible.
 
-        Return False if there are no programs for it.
+        It is possible only if the step has programs that also exchange pages.
         """
         segments, index = self.programs.plan.segments, len(self._left) - 1
         beside = segments[index + 1 :] if self.up else segments[:index]  # the step computes them at the higher degree
@@ -220,7 +224,7 @@ class Relayout(Transition):
         self._switches.append(LayerSwitch(layer, plan_s, move_s, weights_s, self._moves.num_phases, moved_bytes))
 
     def _place(self, switched: SequenceOf[SegmentPlan]) -> None:
-        """Change the placement: later steps compute the switched segments at their new homes."""
+        """Change the placement, so that later steps compute the switched segments at their new homes."""
         if switched:
             layers = range(switched[0].layers.start, switched[-1].layers.stop)
             runner, homes = self.instance.runner, self._high_homes if self.up else self._low_homes
@@ -232,7 +236,10 @@ class Relayout(Transition):
             jax.block_until_ready(arrays)
 
     def _plan_moves(self) -> None:
-        """Plan the moves of all live pages. The plan serves every layer until a page is allocated or freed."""
+        """Plan the moves of all live pages, or keep the present plan if it is still valid.
+
+        A plan is valid for every layer. It is no longer valid when a page has been allocated or freed.
+        """
         high, low = [], []
         for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
             pages = lane.live_pages()
@@ -248,7 +255,7 @@ class Relayout(Transition):
     def _release_ffns(self) -> None:
         """Switch the FFNs of all layers to the higher degree.
 
-        Their released weights become KV cache of the lower degree.
+        The FFN weights that this degree does not need become KV cache of the lower degree.
         """
         self.started = True
         group, programs, runner = self.high.group, self.programs, self.instance.runner
@@ -270,7 +277,11 @@ class Relayout(Transition):
         self._ffn_first = False
 
     def _restore_ffns(self) -> None:
-        """Switch the FFNs of all layers to the lower degree. All pages must have left the extents of their weights."""
+        """Switch the FFNs of all layers to the lower degree.
+
+        The released FFN weights are restored in the extents that they had become. These extents must have no pages
+        left.
+        """
         group, programs, runner = self.high.group, self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(self.num_layers)
         for layer in layers:
@@ -288,9 +299,10 @@ class Relayout(Transition):
     # Extents
 
     def take_extents(self, layer: int) -> list[jax.Array]:
-        """Return all extents of a layer as arrays over the ranks of the group.
+        """Return all extents of a layer, as arrays over the ranks of the group. This begins the switch of the layer.
 
-        In a merge, the extents move from the lower to the higher layout, and released weights are added to them.
+        In a merge, the extents move from the lower to the higher layout, and the layer gets the extents of its released
+        weights.
         """
         if not self.up:
             return self.high.kv[layer]
@@ -303,7 +315,7 @@ class Relayout(Transition):
         return self.high.kv[layer]
 
     def _take_low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
-        """Remove the extents of a layer from the lower layout. Return the buffers of each rank of the group."""
+        """Remove the extents of a layer from the lower layout. Return a tuple of buffers for each rank of the group."""
         buffers: list[tuple[jax.Array, ...]] = []
         for site in self.members:
             buffers += zip(*(disassemble(site.group, extent) for extent in site.kv[layer]), strict=True)
@@ -312,9 +324,10 @@ class Relayout(Transition):
         return buffers
 
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
-        """Give the extents of a layer to the new layout after its pages have moved. Return the extents.
+        """Give the extents of a layer to the new layout, after its pages have moved. Return the arrays of the extents.
 
-        In a split, the last extents become weights again.
+        In a split, the last extents become weights again. The result then has these weights in place of the last
+        extents.
         """
         self.high.kv[layer] = kv
         if self.up:
@@ -329,14 +342,22 @@ class Relayout(Transition):
         return kept + restored
 
     def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
-        """Turn the extents of a layer's released shards into weights again. Return the weights. Donates `extents`."""
+        """Turn extents of a layer back into weights. Return the weights.
+
+        Args:
+            extents: extents that released weights had become. Donated.
+        """
         restored = self._mover.restore(self.programs.restored(layer), extents)
         self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
         self.restored = restored
         return restored
 
     def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
-        """Append extents, given as arrays over the group, to the extents of a layer in the lower layout."""
+        """Append extents to those that a layer has in the lower layout.
+
+        Args:
+            extents: arrays over the whole group. Each of `members` gets its part of each array.
+        """
         buffers = [disassemble(self.high.group, extent) for extent in extents]
         new: list[list[jax.Array]] = []
         for index, site in enumerate(self.members):
@@ -346,7 +367,7 @@ class Relayout(Transition):
             site.kv[layer] = site.kv[layer] + own
 
     def drop_buffers(self) -> None:
-        """Drop all device buffers, before new ones are allocated."""
+        """Drop all KV extents of the group and the restored weights. Call this before new buffers are allocated."""
         for site in (self.high, *self.members):
             site.kv.clear()
         self.restored, self._in_step = [], None
@@ -370,7 +391,7 @@ class Relayout(Transition):
         return first.reader.when_ready(self.restored) if self.restored else None
 
     def _serve_high(self) -> None:
-        """Let the instance serve at the higher degree: its lanes become one lane."""
+        """Let the instance serve at the higher degree. All of its lanes become one lane."""
         instance, home = self.instance, self.instance.group.home
         instance.allocators = {home: self.cluster.factory.allocators_of(instance.group)}
         self.serve(instance.lanes, *instance.runner.placement.joined(), {})
@@ -379,7 +400,7 @@ class Relayout(Transition):
             instance.take_the_place_of(instance.paused)
 
     def _serve_parallel(self) -> None:
-        """Let the instance serve with data-parallel attention: every lane keeps its pages in the lower layout."""
+        """Let the instance serve with data-parallel attention. Every lane keeps its pages in the lower layout."""
         instance, factory, home = self.instance, self.cluster.factory, self.instance.group.home
         placement = Placement.parallel_attention(home, self.plan.lower, self.num_layers)
         instance.allocators = {site.group.home: factory.allocators_of(site.group) for site in self.members}
@@ -387,9 +408,9 @@ class Relayout(Transition):
         instance.runner.sites = {home: instance.site, **{site.group.home: site for site in self.members}}
 
     def _settle_low(self, requeue: Requeue) -> Instance:
-        """Let instances of the lower degree take over sequences and pages. Return the first instance.
+        """Let instances of the lower degree take over the sequences and pages. Return the first of these instances.
 
-        If the group has paused instances, they resume and take over. Otherwise new instances are created.
+        If the group has paused instances, they resume and take over. Otherwise, new instances are created.
         """
         instance, factory = self.instance, self.cluster.factory
         new = list(instance.paused) or self._low_instances([self.programs.released[1]] * len(self.members))
@@ -405,10 +426,10 @@ class Relayout(Transition):
         return new[0]
 
     def _low_instances(self, released: list[int]) -> list[Instance]:
-        """Return instances of the lower degree without sequences, over the buffers of `members`.
+        """Create instances of the lower degree over the buffers of `members`. The new instances have no sequences.
 
         Args:
-            released: degree for which the weights are released, for each instance.
+            released: for each new instance, the degree for which weights are released.
         """
         factory, tp = self.cluster.factory, self.plan.lower
         tokens = factory.last_tokens_of(self.instance)
@@ -420,7 +441,11 @@ class Relayout(Transition):
         ]
 
     def _views(self, new: list[Instance]) -> list[tuple[Instance, Lane, Sequence, SequencePages]]:
-        """Return a tuple for each sequence: its new instance, the lane there, the sequence, and its pages there."""
+        """Return, for each sequence, `(new instance, lane in the new instance, sequence, pages in the new instance)`.
+
+        Args:
+            new: instances of the lower degree that take over, in the order of the lanes.
+        """
         return [
             (own, own.lane, sequence, SequencePages(own.lane.pages, sequence.pages.table[lane.ranks[own.group.home]]))
             for own, lane in zip(new, self.instance.lanes, strict=True)
@@ -449,7 +474,10 @@ class Relayout(Transition):
         return RECOMPUTED
 
     def _abort(self) -> None:
-        """Restore the old instances. No page has moved, and no step has run."""
+        """Restore the old instances, because the transition ends before its first switch.
+
+        No page has moved, and no step has run during the transition.
+        """
         instance = self.instance
         if not self.up:
             self._serve_high()
@@ -470,9 +498,10 @@ class Relayout(Transition):
         self.cluster.replace([instance], old)
 
     def _recover(self, requeue: Requeue) -> None:
-        """Let the group serve at the higher degree, because its devices always keep the weights of that degree.
+        """Let the group serve at the higher degree with an empty cache, after a failure.
 
-        All other extents become an empty cache, and the requests are computed again from their tokens.
+        The requests are computed again from their tokens. The group can always serve at the higher degree, because its
+        devices never release the weights for that degree.
         """
         instance, factory = self.instance, self.cluster.factory
         instance.requeue_all(requeue)
@@ -485,10 +514,11 @@ class Relayout(Transition):
         self.cluster.replace([instance], [factory.new_instance(instance.group, allocators, kv, released, tokens)])
 
     def fail_settled(self, requeue: Requeue) -> str:
-        """Recover a group whose last result cannot be read.
+        """Recover a group whose last result is an error. Return a text that tells what happened to the group.
 
-        After a merge, the last result is a step. `Steps.recover` has already handled its failure. After a split, the
-        last result is the restored weights. They are marked as released, and loaded again.
+        After a merge, the last result is the result of a step. `Steps.recover` has already handled the error, so
+        nothing more is done. After a split, the last result is the restored weights. These weights are loaded again,
+        and the requests are computed again.
         """
         if self.up:
             return RECOMPUTED
@@ -504,9 +534,9 @@ class Relayout(Transition):
         return f"its weights are loaded again, and {RECOMPUTED}"
 
     def _undo(self) -> list[list[jax.Array]]:
-        """Collect all extents in the higher layout after a failure. Return the extents of each layer.
+        """Bring all extents back to the higher layout after a failure. Return the extents of each layer.
 
-        The contents of their pages are invalid. Lost buffers are replaced by zeros.
+        The extents have no valid pages. Lost buffers are replaced by zeros.
         """
         group, programs = self.high.group, self.programs
         before, after = programs.released
@@ -526,19 +556,22 @@ class Relayout(Transition):
 
 @dataclass(eq=False)
 class SwitchInStep:
-    """Switch of a segment that runs inside the next step. The step's programs run the last phases of its page exchange.
+    """Switch of one segment that runs inside the next step.
+
+    Pages move in n phases (exchanges between ranks). The first phases run as separate programs. The last phases run
+    inside programs of the step that compute other segments. From left to right, the order is:
 
         merge   layers 8-11 at 4 x TP1 | their first phases | layers 12-15 and phase n-1, layers 16-19 and phase n
         split   their first phases | layers 0-3 and phase n-1, layers 4-7 and phase n | layers 8-11 at 4 x TP1
 
-    In a merge, the layers of `segment` have computed the step at the lower degree before `begin`. In a split, they
-    compute it at the lower degree after `end`. A backend with asynchronous collectives exchanges pages while it
-    computes. The CPU backend does not.
+    In a merge, the step computes the layers of `segment` at the lower degree, before `begin`. In a split, the step
+    computes these layers at the lower degree, after `end`. A backend with asynchronous collectives exchanges pages and
+    computes at the same time. The CPU backend does not.
 
     Attributes:
         shape: shape of the step for which `parts` was made.
         first: exchanges that run as separate programs, before `parts`.
-        parts: exchanges inside the programs of other segments, by segment.
+        parts: for each segment whose program also exchanges pages, the exchange in that program.
     """
 
     relayout: Relayout
@@ -549,12 +582,12 @@ class SwitchInStep:
     _begin_s: float = field(default=0.0, init=False)
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the first exchanges, or all exchanges if the step has another shape.
+        """Launch the first exchanges. Return the other exchanges, by the segment in whose program they must run.
 
-        Return the exchanges that must run inside the programs of segments.
+        If the step does not have the planned shape, launch all exchanges, and return an empty mapping.
 
         Args:
-            shape: shape of a step of all lanes; None for a step of one lane.
+            shape: shape of a step of all lanes. None if the step has only one lane, or if there is no step.
         """
         start, fits, relayout = time.perf_counter(), shape == self.shape, self.relayout
         relayout._in_step = None
@@ -565,7 +598,10 @@ class SwitchInStep:
         return self.parts if fits else {}
 
     def end(self) -> None:
-        """Give the segment's extents to the new layout, and change the placement."""
+        """Complete the switch after the last exchange.
+
+        The extents of the segment go to the new layout. In a merge, the placement changes too.
+        """
         relayout, layers = self.relayout, self.segment.layers
         for layer in reversed(layers):
             start = time.perf_counter()
@@ -576,6 +612,6 @@ class SwitchInStep:
             relayout._place([self.segment])
 
     def run_alone(self) -> None:
-        """Run the whole switch without a step."""
+        """Launch the whole switch without a step."""
         self.begin(None)
         self.end()

@@ -1,6 +1,6 @@
-"""Plans of merges and splits: checks of the options, the groups that change, and the programs that they need.
+"""Plan merges and splits: check the options, find the groups that change, and list the programs that they need.
 
-All programs are compiled before a change begins, so that no request waits for a compiler during it.
+All programs are compiled before a change begins. No request then waits for a compiler during the change.
 """
 
 import time
@@ -27,9 +27,15 @@ def check_options(
 ) -> None:
     """Check the arguments of `LLM.transform`.
 
-    Raises `LayoutError` if the devices cannot form instances of the degree. Raises `RequestError` if options exclude
-    each other, if the devices are changing (`present` has the options of changes that have not ended) or out of
-    service, or if paused requests ran at another degree.
+    Raises `LayoutError` if the devices cannot form instances of the requested degree. Raises `RequestError` in these
+    cases:
+
+    - options exclude each other,
+    - devices are changing or out of service,
+    - requests that ran at another degree than the requested one are paused on the devices.
+
+    Args:
+        present: options of the changes that have not ended.
     """
     tp, devices, chosen = options.tensor_parallel_size, options.devices, set(options.devices)
     meshes = cluster.sub_meshes
@@ -122,18 +128,20 @@ ChangeKind = Literal["merge", "split", "join", "divide", "pause", "resume"]
 
 @dataclass(frozen=True)
 class RelayoutPlan:
-    """Plan of the change of a group of devices from one degree to another. The change has not begun.
+    """Plan to change a group of devices from one degree to another. The change has not begun.
 
     Attributes:
-        old: instances that change: several instances that merge, or one instance that splits.
-        group: the devices, as a group of the higher degree.
-        lower: lower degree.
-        released: degrees for which weights are released before and after the change.
-        kind: `divide` and `join`: only attention changes its degree, to data-parallel attention and back. FFN weights
-            stay where they are. `pause`: a merge that lets the running requests wait. `resume`: the end of a pause if
-            no other requests run. These two move no pages.
-        memory_first: whether the FFNs of all layers change before any page moves (merge), or after all pages have moved
-            (split).
+        old: instances that change. A merge or pause has several, and any other change has one.
+        group: devices of the change, as one group of the higher degree.
+        lower: lower one of the two degrees. In `divide` and `join`, the lower degree of the attention.
+        released: two degrees for which weights are released: one before the change, and one after the change. Weights
+            that this degree does not need are KV cache.
+        kind: `merge`: several instances become one. `split`: one instance becomes several. `divide`: the instance gets
+            data-parallel attention. `join`: the instance gets attention of its own degree again. In `divide` and
+            `join`, FFN weights stay where they are. `pause`: like a merge, but the running requests pause. `resume`:
+            the paused instances serve again. In `pause` and `resume`, no pages move.
+        memory_first: whether the FFNs of all layers change together. In a merge, the FFNs change before any page moves.
+            In a split, the FFNs change after all pages have moved.
     """
 
     options: TransformOptions
@@ -146,7 +154,7 @@ class RelayoutPlan:
 
     @classmethod
     def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "RelayoutPlan":
-        """Return the plan of a merge of several instances, or of a change of one instance."""
+        """Return the plan for the instances `old`: a merge or pause of several, or a change of one."""
         tp, first = options.tensor_parallel_size, old[0]
         group = cluster.sub_meshes.group(first.id, sum(instance.tp for instance in old))
         before = after = max(instance.released for instance in old)
@@ -168,7 +176,7 @@ class RelayoutPlan:
 
     @property
     def up(self) -> bool:
-        """Whether the degree increases."""
+        """Whether the degree of the group or of its attention increases."""
         return self.kind in ("merge", "join", "pause")
 
     @property
@@ -178,14 +186,15 @@ class RelayoutPlan:
 
     @property
     def target(self) -> int:
-        """Degree after the change."""
+        """Degree after the change. In `divide` and `join`, degree of the attention after the change."""
         return self.group.tp if self.up else self.lower
 
     @property
     def draining(self) -> list[Instance]:
         """Instances whose steps in flight must end before the change begins.
 
-        If requests only pause, these are the instances that must first release weights.
+        In a `pause`, these are only the instances that must first release weights. In any other change, these are all
+        of `old`.
         """
         if self.kind != "pause":
             return self.old
@@ -194,8 +203,11 @@ class RelayoutPlan:
     def programs(self, cluster: Cluster) -> list[ProgramSpec]:
         """Return the programs that the change needs.
 
-        These are the programs of steps during the change (if any sequence runs), the programs that move pages and
-        weights, and the fewest programs with which the new instances can serve.
+        These programs are:
+
+        - the programs of steps during the change, if any sequence runs,
+        - the programs that move pages and restore weights,
+        - the fewest programs with which the new instances can serve.
         """
         old, group, buckets = self.old, self.group, cluster.plan.buckets(self.lower)
         kinds = sampler_kinds(old)
@@ -227,10 +239,11 @@ class RelayoutPlan:
 
 
 def relayout_plans(cluster: Cluster, options: TransformOptions) -> list[RelayoutPlan]:
-    """Return the plans of all groups that can change next: merges of instances of one degree, and splits.
+    """Return the plans of all groups that can change next.
 
-    An instance with data-parallel attention first gets attention of its own degree. An instance gets data-parallel
-    attention when it has the right degree.
+    A plan merges several instances of one degree, or changes one instance. An instance that has data-parallel attention
+    first gets attention of its own degree. An instance that is to get data-parallel attention first gets the requested
+    degree. Further plans follow when these changes have ended.
     """
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
@@ -249,11 +262,13 @@ def relayout_plans(cluster: Cluster, options: TransformOptions) -> list[Relayout
 
 
 class Prepared(NamedTuple):
-    """Compiled programs and reserved memory of a relayout.
+    """Result of `prepare`: compiled programs, and the size of the reserved memory.
 
     Attributes:
-        staging_bytes: maximum temporary bytes on a device.
-        seconds: time to compile the programs.
+        programs: programs of the transition.
+        mover: launcher of the programs that move pages and restore weights.
+        staging_bytes: maximum bytes of temporary memory on a device.
+        seconds: duration of `prepare`, mostly compilation.
     """
 
     programs: TransitionPrograms
@@ -263,12 +278,13 @@ class Prepared(NamedTuple):
 
 
 def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Prepared:
-    """Compile the programs of a merge or split, and reserve memory for its temporaries.
+    """Compile the programs of a merge or split, and reserve memory for temporaries of the page moves.
 
-    Raises `RequestError` if the memory exceeds the budget, and `NotCompiledError` if a program is missing.
+    Raises `RequestError` if the memory exceeds the budget. Raises `NotCompiledError` if programs are missing and
+    `strict_compile` is set.
 
     Args:
-        parts: sequences and cached pages of the instances of the lower degree.
+        parts: sequences and cached pages of each instance of the lower degree.
     """
     start = time.perf_counter()
     if not plan.attention_only:
@@ -295,9 +311,14 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
 def _transition_programs(
     cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms:
-    """Return the programs of a transition during which each lower-degree instance decodes up to `rows` sequences.
+    """Return the programs of a transition.
 
-    The decode step is the smallest step whose programs are compiled. If there is none, it is the smallest step.
+    During the transition, each instance of the lower degree can decode up to `rows` sequences. The result is for the
+    smallest batch size that is large enough and whose programs are all compiled. If there is none, the result is for
+    the smallest batch size that is large enough.
+
+    Args:
+        kinds: kinds of samplers that the steps need.
     """
     found = _compiled_for_steps(cluster, plan, rows, kinds)
     return found or _programs(cluster, plan, cluster.plan.buckets(plan.lower).step(rows).num_rows)
@@ -306,9 +327,12 @@ def _transition_programs(
 def _compiled_for_steps(
     cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms | None:
-    """Return the transition programs with the fewest rows for which all step programs are compiled.
+    """Return the programs of a transition for the smallest batch size whose step programs are all compiled.
 
-    Return None if none are.
+    Batch sizes with fewer than `rows` rows do not count. Return None if no batch size is found.
+
+    Args:
+        kinds: kinds of samplers that the steps need.
     """
     for bucket in cluster.plan.buckets(plan.lower).decode_sizes:
         if bucket >= rows:
@@ -332,7 +356,7 @@ def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int) -> TransitionProg
 
 
 def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramSpec]:
-    """Return the programs of all steps that can run during a transition, with their samplers."""
+    """Return the programs of all steps that can run during a transition, and the programs of their samplers."""
     specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
     needed = programs.step_specs() + programs.prompt_specs()
     for count in (rows, cluster.plan.buckets(programs.lower).few_rows):
@@ -347,16 +371,18 @@ def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[Sampl
 
 
 def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
-    """Return the kinds of samplers that the running sequences of instances need."""
+    """Return the kinds of samplers that running sequences of these instances need."""
     return {sequence.sampling.kind for instance in instances for sequence in instance.running}
 
 
 def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
-    """Reserve memory for temporaries of a transition on each device.
+    """Reserve memory for temporaries of a transition on each of the devices. This replaces the present reservation.
 
-    If `num_bytes` is 0, reserve the planned staging bytes.
+    The reservation has at least the planned staging bytes. To return to the planned size, pass 0. Raises
+    `MemoryBudgetError` if too little memory is free.
 
-    Raises `MemoryBudgetError`.
+    Args:
+        num_bytes: bytes to reserve on each device.
     """
     for device in devices:
         cluster.ledgers[device].reserve("staging", max(num_bytes, cluster.memory_plan.staging_bytes))

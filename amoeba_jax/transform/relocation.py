@@ -1,13 +1,14 @@
 """Relocation: modules of an instance replicate, migrate or leave a device while its requests run.
 
-A relocation leads from one placement to another. Layers switch in chunks, between two steps. Before a chunk switches,
-its weights must have arrived at the new home. At the switch, the pages of its layers are copied there.
+A relocation changes the placement of the instance. Chunks of layers switch one after another, between two steps. Before
+a chunk switches, the weights of its layers must have arrived at the new home. At the switch, the pages of these layers
+are copied to the new home.
 
-A sequence has page ids at all homes of its microbatch. Every placement on the way is therefore valid, and a relocation
-may end after any chunk.
+A microbatch is a share of the instance's sequences. Each sequence has page ids at all old and new homes of its
+microbatch. The instance can therefore serve after any chunk, and a relocation may end there.
 
-Only homes of one device take part. If a device already computes layers of another instance with the same model, no
-weights are copied, and the new pages come from that instance's allocator.
+Only homes of one device take part. A device may already compute layers of another instance with the same model. In that
+case, weights that the device holds are not copied, and the new pages come from the allocator of that instance.
 """
 
 import time
@@ -49,11 +50,13 @@ from sharding.placement import Home, Placement
 class _Part(NamedTuple):
     """Sequences and cached pages that become a microbatch.
 
+    Two new lanes must not share a page, because a prefix cache only notices when sequences of its own lane release
+    pages. A page that several parts of a lane have must therefore be copied.
+
     Attributes:
         pages: the sequences and cached pages.
-        lane: lane to which they belong before.
-        shared: mask of the pages that an earlier part of the same lane has too. They must be copied, because new lanes
-            must not share pages: a prefix cache notices only releases by sequences of its own lane.
+        lane: lane that has the sequences before the relocation.
+        shared: for each column of `pages.table`, whether an earlier part of the same lane has this page too.
     """
 
     pages: LanePages
@@ -65,10 +68,10 @@ class Relocation(Transition):
     """Transition in which modules replicate, migrate or leave a device.
 
     Attributes:
-        copied_bytes: bytes of weights copied so far.
-        shared_bytes: bytes of weights that the new homes already held.
-        kv_moved_bytes: bytes of KV cache copied so far.
-        arrays: weights whose copies may still run.
+        copied_bytes: bytes of weights that were copied so far.
+        shared_bytes: bytes of weights that were not copied, because the new homes already held them.
+        kv_moved_bytes: bytes of KV cache that were copied to another device so far.
+        arrays: copied weights. Some of the copies may still run.
     """
 
     def __init__(self, cluster: Cluster, plan: RelocationPlan):
@@ -86,20 +89,27 @@ class Relocation(Transition):
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether the source device keeps the weights of modules that leave it."""
+        """Whether a device keeps the weights of modules that leave this device.
+
+        True if only KV cache, and the attention over it, migrates.
+        """
         return self.plan.options.kind == "migrate" and self.plan.options.modules == "kv"
 
     @property
     def must_drain(self) -> bool:
-        """True for `scale_out`, because the sampling state of sequences moves to another device."""
+        """Whether steps in flight must end before `settle`.
+
+        True for `scale_out`, because the sampling state of sequences moves to another device.
+        """
         return self.plan.options.kind == "scale_out"
 
     # Begin
 
     def begin(self, requeue: Requeue) -> None:
-        """Allocate pages at the new homes for every sequence, and divide sequences among the microbatches.
+        """Divide the sequences among the microbatches, and allocate pages for every sequence at the new homes.
 
-        Raises `OutOfPagesError` or `MemoryBudgetError`. Sequences and placement are then unchanged.
+        Raises `OutOfPagesError` or `MemoryBudgetError` if memory is missing. In that case, sequences and placement have
+        not changed.
         """
         plan, cluster = self.plan, self.cluster
         with ExitStack() as undo:
@@ -128,7 +138,7 @@ class Relocation(Transition):
             undo.pop_all()
 
     def _parts(self) -> list[_Part]:
-        """Return the sequences and cached pages of each microbatch."""
+        """Return the part of each microbatch: the sequences and cached pages that the microbatch gets."""
         count, old = self.plan.before.num_microbatches, self.instance.lanes
         joining: list[Lane] = self.plan.joining.lanes if self.plan.joining else []
         parts: list[_Part] = []
@@ -141,15 +151,20 @@ class Relocation(Transition):
         return parts
 
     def _homes(self, number: int) -> list[Home]:
-        """Return all homes that compute the attention of a microbatch before or after the relocation."""
+        """Return all homes that compute attention for a microbatch, before or after the relocation.
+
+        Args:
+            number: index of the microbatch.
+        """
         before, after = self.plan.before.layers_by_home(number), self._after.layers_by_home(number)
         return list(dict.fromkeys([*before, *after]))
 
     def _make_room(self, parts: list[_Part]) -> None:
-        """Evict cached prefixes of other instances at homes that need pages.
+        """Evict cached prefixes of other instances at homes where a microbatch needs free pages.
 
-        A microbatch needs new pages at homes where it has none. It also needs copies of pages that another microbatch
-        uses. Raises `OutOfPagesError` if too few pages are then free.
+        At a home where a microbatch has no pages yet, it needs a new page for each of its pages. At any other home, it
+        needs a copy of each page that an earlier microbatch also has. Raises `OutOfPagesError` if too few pages become
+        free.
         """
         needed: dict[Home, int] = defaultdict(int)
         for number, part in enumerate(parts):
@@ -171,7 +186,11 @@ class Relocation(Transition):
                 )
 
     def _open(self, home: Home, undo: ExitStack) -> tuple[Site, SequenceOf[BuddyAllocator]]:
-        """Return the site and the allocators of a new home. If the device is empty, first allocate its buffers."""
+        """Return the site and the page allocators of a new home. If the device is empty, first allocate its buffers.
+
+        Args:
+            undo: exit stack. This method adds functions that free these buffers after an error.
+        """
         cluster = self.cluster
         site, allocators = site_at(cluster, home), allocators_at(cluster, home)
         if site is not None and allocators is not None:
@@ -185,9 +204,13 @@ class Relocation(Transition):
     def _places(
         self, number: int, part: _Part, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], undo: ExitStack
     ) -> dict[Home, tuple[PagePool, np.ndarray]]:
-        """Allocate the pages that a microbatch lacks at its homes. Return pools and page ids, by home.
+        """Allocate the pages that a microbatch lacks. Return the page pool and the page ids at each of its homes.
 
-        A page that an earlier microbatch also uses is copied.
+        A page that an earlier microbatch also has is copied.
+
+        Args:
+            number: index of the microbatch.
+            undo: exit stack. This method adds functions that free the new pages after an error.
         """
 
         def new_pages(pool: PagePool, references: np.ndarray) -> np.ndarray:
@@ -220,7 +243,7 @@ class Relocation(Transition):
         allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         requeue: Requeue,
     ) -> None:
-        """Give the instance a lane for each microbatch. If this raises, nothing has changed."""
+        """Give the instance a new lane for each microbatch. If this method raises an error, nothing has changed."""
         cluster, instance, joining = self.cluster, self.instance, self.plan.joining
         most = max(1, instance.max_running // len(parts))
         found = [
@@ -249,7 +272,10 @@ class Relocation(Transition):
     # Switches
 
     def switch_layers(self, step: StepPlan | None = None) -> None:
-        """Switch the next chunk of layers if its weights have arrived. If no sequence runs, switch all chunks."""
+        """Switch the next chunk of layers if the weights of these layers have arrived.
+
+        If no sequence runs, switch all remaining chunks, and wait for their weights.
+        """
         while self._left:
             chunk = self._left[0]
             self._request(chunk)
@@ -264,10 +290,10 @@ class Relocation(Transition):
                 return
 
     def switch_alone(self) -> None:
-        """Do nothing: no switch is left to a step."""
+        """Do nothing, because a relocation leaves no switch to a step."""
 
     def _request(self, chunk: range) -> None:
-        """Start to copy the weights that the new homes of a chunk lack."""
+        """Start to copy the missing weights of a chunk of layers to the new homes of these layers."""
         if self._requested == chunk:
             return
         self._waiting, self._requested = [], chunk
@@ -306,15 +332,21 @@ class Relocation(Transition):
         self.num_switched += len(chunk)
 
     def _ids(self, source: Home, target: Home, numbers: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all live pages of some microbatches, at the home `source` and at the home `target`."""
+        """Return `(ids at source, ids at target)` of all live pages of some microbatches.
+
+        Args:
+            numbers: indices of these microbatches.
+        """
         tables = [(lane, lane.live_pages()) for lane in (self.instance.lanes[number] for number in numbers)]
         old = np.concatenate([table[lane.ranks[source]] for lane, table in tables], axis=1)
         return old, np.concatenate([table[lane.ranks[target]] for lane, table in tables], axis=1)
 
     def _move(self, layer: int, source: Home, target: Home, old: np.ndarray, new: np.ndarray) -> None:
-        """Copy pages of a layer to another device, or to other pages of the same home.
+        """Copy pages of a layer to another home, or to other pages of the same home.
 
-        `old` and `new` are the page ids `[tp, pages]` at `source` and `target`.
+        Args:
+            old: page ids at `source`, `[tp, pages]`.
+            new: page ids at `target`, `[tp, pages]`.
         """
         cluster, sites, count = self.cluster, self.instance.runner.sites, self.cluster.plan.transfer_pages
         specs, here, there = cluster.executables.specs, sites[source], sites[target]
@@ -333,7 +365,11 @@ class Relocation(Transition):
             self.kv_moved_bytes += old.shape[1] * cluster.memory_plan.page_bytes
 
     def _drop(self, modules: Iterable[Module], *, weights: bool = True) -> None:
-        """Free KV cache and weights of modules on their devices. Modules that another instance needs there are kept."""
+        """Free the KV cache and the weights of modules on their devices. Keep modules that another instance uses there.
+
+        Args:
+            weights: whether weights are freed. If False, only KV cache is freed.
+        """
         cluster = self.cluster
         for module in modules:
             if is_used(cluster, module, self.instance):
@@ -347,7 +383,7 @@ class Relocation(Transition):
     # End
 
     def _stop(self) -> None:
-        """Stop at the present placement. Free the weights of layers that have not switched at their new homes."""
+        """Stop at the present placement, and free weights that were copied for layers that have not switched."""
         for layer in [layer for chunk in self._left for layer in chunk]:
             self._drop(self._gained(layer))
         self._left, self._after = [], self.instance.runner.placement
@@ -359,7 +395,10 @@ class Relocation(Transition):
         return "what had not switched is as it was"
 
     def forget(self) -> str:
-        """End the relocation because the cache is lost. The instance keeps its present placement."""
+        """End the relocation because the KV cache is lost. Return a text that tells what happened.
+
+        The instance keeps its present placement.
+        """
         self._stop()
         self.instance.transition = None
         self.instance.enter(Phase.SERVING)
@@ -371,10 +410,13 @@ class Relocation(Transition):
         return "copies of weights have failed"
 
     def settle(self, requeue: Requeue) -> "Future[Any] | None":
-        """Merge microbatches that have the same homes, and free unneeded homes.
+        """Let the instance serve at the final placement.
 
-        If layers have migrated away, the layers that stay get extra extents. In a `scale_out`, the last microbatch
-        becomes an instance.
+        Microbatches that have the same homes become one. Homes that are no longer needed are freed. If layers have left
+        a device, the layers that stay there get extra extents. In a `scale_out`, the last microbatch becomes a separate
+        instance.
+
+        Return a future that is done when all weight copies have arrived. Return None if no weights were copied.
         """
         is_complete = self._after is self.plan.after
         cluster, instance, runner = self.cluster, self.instance, self.instance.runner
@@ -394,7 +436,11 @@ class Relocation(Transition):
         return instance.reader.when_ready(self.arrays) if self.arrays else None
 
     def _leave_homes(self) -> None:
-        """Free the homes that the present placement does not use. Close devices that no instance uses."""
+        """Remove unused homes from the instance: those that the present placement does not need.
+
+        The KV cache at such a home is freed, unless another instance uses the home. Devices that no instance uses are
+        closed.
+        """
         instance, placement = self.instance, self.instance.runner.placement
         gone = [home for home in instance.runner.sites if home not in homes_of(placement)]
         instance.allocators = {home: of for home, of in instance.allocators.items() if home not in gone}
@@ -408,7 +454,7 @@ class Relocation(Transition):
                     self.cluster.close_device(home.start)
 
     def _hand_over_last(self, pools: dict[Home, PagePool], requeue: Requeue) -> list[Lane]:
-        """Turn the last microbatch into a separate instance. Return the lanes of the other microbatches."""
+        """Turn the last microbatch into a separate instance. Return the lanes of all other microbatches."""
         cluster, instance, device = self.cluster, self.instance, self.plan.options.device
         *others, last = instance.lanes
         home, weights = Home(device, 1), cluster.weights
@@ -455,11 +501,16 @@ class Relocation(Transition):
 
 
 def _free(pool: PagePool, table: np.ndarray, references: np.ndarray) -> None:
-    """Drop the given number of references to each page."""
+    """Release references to pages.
+
+    Args:
+        table: page ids, with one column for each page.
+        references: for each column of `table`, the number of references to release.
+    """
     for extra in range(int(references.max(initial=0))):
         pool.free(table[:, references > extra])
 
 
 def _has_arrived(array: Any) -> bool:
-    """Return whether an array is computed, without waiting."""
+    """Return whether an array is ready. Does not wait for the array."""
     return array.is_ready()

@@ -1,4 +1,4 @@
-"""Plan of a relocation: checks, placements before and after, memory and programs."""
+"""Plan relocations: check the options, and find the placements, the memory and the programs that are needed."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -22,13 +22,14 @@ Module = tuple[int, int, ModuleKind]
 
 @dataclass(frozen=True)
 class RelocationPlan:
-    """Plan of a relocation that has not started.
+    """Plan of a relocation. The relocation has not begun.
 
     Attributes:
-        before, after: placements with equally many microbatches.
-        chunks: ranges of layers that switch together, in order.
-        extents: number of pages of each extent of a layer, by home, after all layers have switched.
-        joining: instance that ends and whose sequences become a microbatch (`scale_in`).
+        before: placement at the begin. It has as many microbatches as `after`.
+        after: placement at the end.
+        chunks: ranges of layers, in the order of their switches. The layers of a range switch together.
+        extents: for each home, the number of pages of each extent of a layer, after all layers have switched.
+        joining: for `scale_in`, the instance whose sequences become a microbatch. This instance ends. Otherwise None.
     """
 
     options: PlacementOptions
@@ -41,23 +42,24 @@ class RelocationPlan:
 
     @property
     def device_indices(self) -> set[int]:
-        """Devices of both placements."""
+        """Indices of the devices in either placement."""
         return {*self.before.devices, *self.after.devices}
 
     @property
     def old(self) -> list[Instance]:
-        """Instances that the change ends."""
+        """Instances that end because of the relocation: `joining`, if there is one."""
         return [] if self.joining is None else [self.joining]
 
     @property
     def draining(self) -> list[Instance]:
-        """Instances whose steps in flight must end before the change begins."""
+        """Instances whose steps in flight must end before the relocation begins."""
         return self.old
 
     def programs(self, cluster: Cluster) -> list[ProgramSpec]:
-        """Return the programs of steps during and after the relocation, and the programs that copy pages.
+        """Return all programs that the relocation needs.
 
-        Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
+        These are the programs of steps during the relocation, the programs of steps after the relocation, and the
+        programs that copy pages. Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
         """
         placements = [self.before]
         for chunk in self.chunks:
@@ -85,15 +87,15 @@ class RelocationPlan:
 
 
 def homes_of(placement: Placement) -> list[Home]:
-    """Return all homes of a placement. The home of the head is first."""
+    """Return all homes of a placement, each once. The home of the model's output head is first."""
     modules = (*placement.attention, *placement.ffn)
     return list(dict.fromkeys([placement.head, *(home for homes in modules for home in homes)]))
 
 
 def plan_relocation(cluster: Cluster, options: PlacementOptions) -> RelocationPlan:
-    """Check a change of a placement, and return its plan. Changes nothing.
+    """Check the arguments of a method that changes a placement. Return the plan, and change nothing.
 
-    Raises `LayoutError` or `RequestError` with the reason if the change is impossible.
+    If the relocation is impossible, raises `LayoutError`, `RequestError` or `MemoryBudgetError` with the reason.
     """
     instance = _instance(cluster, options.instance)
     num_devices, home = len(cluster.sub_meshes.devices), Home(max(options.device, 0), 1)
@@ -186,9 +188,10 @@ def _check(cluster: Cluster, instance: Instance, before: Placement, after: Place
 
 
 def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ...]]:
-    """Return the number of pages of each extent of a layer, for each home of the new placement.
+    """Return, for each home of the new placement, the number of pages of each extent of a layer.
 
-    Raises `MemoryBudgetError` if a device has too little memory for new modules.
+    Raises `MemoryBudgetError` if a device has too little memory for new modules. Raises `LayoutError` if a device
+    without KV cache would compute attention.
     """
     found: dict[Home, tuple[int, ...]] = {}
     page_bytes = cluster.memory_plan.page_bytes
@@ -229,9 +232,10 @@ def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ..
 
 
 def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
-    """Return the bytes that a relocation needs on an empty device, in addition to the modules and their KV cache.
+    """Return the bytes that an empty device needs before it can compute modules.
 
-    A device that becomes a separate instance also needs the embedding, the head and a sampling state.
+    KV cache and weights of the modules are not included. If the device becomes a separate instance, the embedding, the
+    head and a sampling state are included.
     """
     memory, weights = cluster.memory_plan, cluster.weights
     fixed = memory.hidden_bytes + memory.staging_bytes + cluster.activation_bytes
@@ -241,12 +245,18 @@ def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
 
 
 def difference(one: Placement, other: Placement, layer: int) -> list[Module]:
-    """Return the modules of a layer that devices compute in the placement `one`, but not in `other`."""
+    """Return the modules of a layer that the placement `one` has and the placement `other` lacks.
+
+    A module is `(device, layer, kind)`: the attention or the FFN of the layer on one device.
+    """
     return sorted(_modules(one, layer) - _modules(other, layer))
 
 
 def _modules(placement: Placement, layer: int) -> set[Module]:
-    """Return the modules of a layer, on each device that computes them."""
+    """Return all modules of a layer.
+
+    A module is `(device, layer, kind)`: the attention or the FFN of the layer on one device.
+    """
     pairs: list[tuple[ModuleKind, Homes]] = [
         ("attention", placement.attention[layer]),
         ("ffn", placement.ffn[layer]),
@@ -255,7 +265,7 @@ def _modules(placement: Placement, layer: int) -> set[Module]:
 
 
 def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
-    """Return whether an instance other than `but` computes with a module on the module's device."""
+    """Return whether any instance except `but` computes with a module on the device of this module."""
     return any(module in _modules(i.runner.placement, module[1]) for i in cluster.instances if i is not but)
 
 
@@ -264,7 +274,7 @@ def site_at(cluster: Cluster, home: Home) -> Site | None:
 
 
 def in_use(cluster: Cluster, home: Home) -> bool:
-    """Return whether an instance has a home that shares a device with `home`."""
+    """Return whether any instance has a home that shares a device with `home`."""
     return any(home.overlaps(other) for instance in cluster.instances for other in instance.runner.sites)
 
 

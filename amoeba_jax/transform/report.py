@@ -1,4 +1,4 @@
-"""Report of a transformation."""
+"""Reports of transformations and of changes of a placement."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ from sharding.ledger import format_bytes
 
 
 class TransformVariant(StrEnum):
-    """Way in which instances change their tensor-parallel degree."""
+    """Way in which layers switch during a transformation."""
 
     IN_PLACE_OVERLAPPED = "in_place_overlapped"
     """Layers switch between steps, in the memory that they have.
@@ -25,15 +25,16 @@ class TransformVariant(StrEnum):
 class LayerSwitch:
     """Switch of one layer to the new layout.
 
-    All times are measured on the host. They are times to launch the work. With the variant `in_place`, they are times
-    to run it.
+    All times are measured on the host. With the variant `in_place`, they are the times until the work has run. With the
+    variant `in_place_overlapped`, they are only the times to launch the work.
 
     Attributes:
-        plan_s: seconds to plan the moves of pages; 0 if the plan of the layer before is still valid.
+        layer: index of the layer.
+        plan_s: seconds to plan the page moves. 0 if an earlier plan was still valid.
         kv_s: seconds to move pages.
-        weights_s: seconds to turn weights into KV extents, or extents into weights.
-        phases: number of exchanges that moved the pages.
-        moved_bytes: bytes of pages that moved, on all ranks together.
+        weights_s: seconds to turn weights into KV extents (merge), or KV extents into weights (split).
+        phases: number of phases (exchanges of pieces between ranks) in which the pages moved.
+        moved_bytes: bytes of pages that moved, summed over the ranks.
     """
 
     layer: int
@@ -46,22 +47,24 @@ class LayerSwitch:
 
 @dataclass(frozen=True)
 class GroupTransform:
-    """Change of one group of devices from one degree to another.
+    """Report on one group of devices that changed from one degree to another.
 
     Attributes:
-        seconds: time from the start until the switch of the last layer has run, including the steps in between.
-        layers: switches of layers, in order.
+        seconds: duration of the change of this group, until the switch of the last layer has run. Steps that ran during
+            the change are included.
+        layers: switches of the layers, in the order of the switches.
         steps: number of steps that ran during the change.
         tokens: number of tokens that these steps generated.
-        staging_bytes: maximum temporary bytes on a device: temporaries of the page exchange.
-        restored_bytes: bytes of restored weights that came from other ranks, on all ranks together.
-        recomputed: number of times that a sequence lost its pages because no page was free.
+        staging_bytes: maximum bytes of temporary memory on a device, for the page moves.
+        restored_bytes: bytes of restored weights that came from other ranks, summed over the ranks.
+        recomputed: number of times that a sequence lost its pages because no page was free. The sequence was then
+            computed again.
         paused: number of sequences that this change paused.
-        resumed: number of paused sequences that this change resumed.
-        prefix_pages_kept: number of cached pages that are still cached after the change.
-        prefix_pages_dropped: number of cached pages that were dropped because no page was free for them.
-        step_s: seconds of a decode step before the change: the median of the latest 16 steps of the slowest instance.
-            None if no step had run.
+        resumed: number of sequences that this change resumed after a pause.
+        prefix_pages_kept: number of pages that were cached before the change and are still cached after it.
+        prefix_pages_dropped: number of pages that were cached before the change and no longer are.
+        step_s: seconds of a decode step before the change, as the median of the latest 16 steps. If there were several
+            instances, the slowest one counts. None if no step had run.
     """
 
     devices: tuple[int, ...]
@@ -82,10 +85,10 @@ class GroupTransform:
 
     @property
     def step_overhead(self) -> float | None:
-        """Fraction of `seconds` that the change added, from 0 to 1.
+        """Share of `seconds` that was not needed for the steps themselves, from 0 to 1.
 
-        The rest of `seconds` is the time that the steps would have taken without the change: `steps * step_s`. None if
-        no step ran before or during the change.
+        Without the change, the steps would have taken `steps * step_s` seconds. The rest of `seconds` is the overhead.
+        None if no step ran before the change, or if no step ran during it.
         """
         if not self.steps or self.step_s is None:
             return None
@@ -99,15 +102,16 @@ class PlacementReport:
     Attributes:
         kind: name of the method.
         instance: id of the instance.
-        device: device that got or lost modules.
-        layers: first layer, and the layer after the last.
-        seconds: time from the start of the change until all copies have arrived.
-        copied_bytes: bytes of weights copied from device to device.
-        shared_bytes: bytes of weights that the new home already held, because it serves another instance.
-        kv_moved_bytes: bytes of KV cache copied from device to device.
-        device_bytes_delta: change of the live bytes of each device.
+        device: index of the device that got or lost modules.
+        layers: two layer indices: the first layer that changed, and the layer after the last that changed.
+        seconds: duration in seconds, until all copies have arrived.
+        copied_bytes: bytes of weights that were copied from device to device.
+        shared_bytes: bytes of weights that were not copied, because the new home already held them for another
+            instance.
+        kv_moved_bytes: bytes of KV cache that were copied from device to device.
+        device_bytes_delta: for each device, live bytes after the change minus live bytes before.
         steps: number of steps that the instance launched during the change.
-        recomputed: number of times that a sequence lost its pages during the change.
+        recomputed: number of times that a sequence lost its pages during the change and was computed again.
     """
 
     kind: str
@@ -129,11 +133,13 @@ class TransformReport:
 
     Attributes:
         tensor_parallel_size: requested degree.
-        seconds: time from the call to the end, including compilation of missing programs.
-        prepare_s: part of `seconds` in which the engine compiled programs itself.
-        groups: changes of groups, in the order of completion. Empty if all instances had the degree already.
-        awaited_programs: number of programs that were missing at the call, or that became necessary later.
-        waited_s: part of `seconds` in which the call waited for these programs while requests ran as before.
+        seconds: duration of the call in seconds. The compilation of missing programs is included.
+        prepare_s: seconds in which the engine itself compiled missing programs, not in the background. Included in
+            `seconds`.
+        groups: reports of the groups, in the order in which the groups completed their change. Empty if all instances
+            already had the requested degree.
+        awaited_programs: number of programs for which the call had to wait.
+        waited_s: seconds that the call waited for these programs. Requests ran as before. Included in `seconds`.
     """
 
     variant: TransformVariant
@@ -146,22 +152,22 @@ class TransformReport:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of pages that moved, on all ranks together."""
+        """Bytes of pages that moved, summed over the ranks of all groups."""
         return sum(layer.moved_bytes for group in self.groups for layer in group.layers)
 
     @property
     def extra_bytes(self) -> int:
-        """Maximum temporary bytes on a device."""
+        """Maximum bytes of temporary memory on a device."""
         return max((group.staging_bytes for group in self.groups), default=0)
 
     @property
     def steps(self) -> int:
-        """Number of steps that ran on the changing devices during the change."""
+        """Number of steps that ran during the change, summed over the groups."""
         return sum(group.steps for group in self.groups)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the steps during the change generated."""
+        """Number of tokens that the steps during the change generated, summed over the groups."""
         return sum(group.tokens for group in self.groups)
 
     def __str__(self) -> str:

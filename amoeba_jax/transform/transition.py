@@ -1,7 +1,7 @@
-"""An instance between two placements: its layers switch to other homes between steps.
+"""Transition: the time in which an instance is between two placements, and its layers switch to other homes.
 
-There are two kinds. `Relayout` merges or splits: the pages of a group move in place among its ranks. `Relocation`
-replicates, migrates or evicts modules: pages and weights are copied from device to device.
+There are two kinds of transitions. `Relayout` is a merge or split. The pages of a group move in place among the ranks
+of the group. `Relocation` replicates, migrates or evicts modules. Pages and weights are copied from device to device.
 """
 
 import time
@@ -22,21 +22,23 @@ from sharding.placement import Home, Placement
 
 
 class Transition(ABC):
-    """Transition of an instance. `Instance.transition` refers to it. Used by the dispatcher thread only.
+    """Transition of one instance between two placements. Only the dispatcher thread may use this object.
+
+    During the transition, `Instance.transition` is this object.
 
     Args:
-        instance: instance whose layers switch. It serves meanwhile.
-        devices: devices before and after the transition, in order.
+        instance: instance whose layers switch. The instance serves during the transition.
+        devices: indices of all devices of the two placements, in order.
         num_layers: number of layers that must switch.
 
     Attributes:
-        changes_degree: whether the instance merges or splits.
+        changes_degree: whether the instance or its attention changes its degree.
         num_switched: number of layers that have switched to their new homes.
-        started: whether the first switch has begun. After that, the transition cannot be aborted.
-        last_result: result after which the transition has ended. None while layers switch.
-        prepare_s: seconds in which the engine compiled missing programs itself.
+        started: whether the first switch has begun. If so, the transition can no longer be aborted.
+        last_result: future of the last work. The transition ends when this future is done. None while layers switch.
+        prepare_s: seconds in which the engine itself compiled missing programs.
         steps: number of steps launched during the transition.
-        tokens: number of tokens that these steps sample.
+        tokens: number of tokens sampled by these steps.
         recomputed: number of times that a sequence lost its pages during the transition.
     """
 
@@ -64,61 +66,63 @@ class Transition(ABC):
 
     @property
     def must_drain(self) -> bool:
-        """Whether the steps in flight must end before `settle`."""
+        """Whether all steps in flight must end before `settle` is called."""
         return False
 
     @abstractmethod
     def switch_layers(self, step: StepPlan | None = None) -> None:
-        """Launch the switch of the next layers, or of all layers if no sequence runs.
+        """Launch the switch of the next layers. If no sequence runs, launch the switch of all layers.
 
         Args:
-            step: next step, if it is known. Its programs may run the last of these switches if `overlaps`.
+            step: next step. If `overlaps` is True, the last part of the switch may be left to the programs of this
+                step. None if the next step is not known.
         """
 
     @abstractmethod
     def switch_alone(self) -> None:
-        """Launch the switch that was left to a step, if the step has not launched it."""
+        """Launch the switch that was left to a step. Do nothing if there is none, or if the step has launched it."""
 
     def drop_spent(self) -> None:
         """Drop arrays whose buffers now belong to other arrays.
 
-        A switch of all layers leaves hundreds of such arrays. Call this after the launch of the next step, so that the
-        step does not wait for it.
+        A switch of all layers leaves hundreds of such arrays, and it takes time to drop them. Call this method after
+        the launch of the next step. The step then does not wait.
         """
         self._spent.clear()
 
     @abstractmethod
     def settle(self, requeue: Requeue) -> "Future[Any] | None":
-        """End the transition after its last switch: the instance, or new instances, serve at the new placement.
+        """Let instances serve at the new placement, after the last switch.
 
-        Return the result after which the transition has ended, or None if it has ended.
+        Return a future. The transition ends when this future is done. Return None if the transition has already ended.
         """
 
     @abstractmethod
     def fail(self, requeue: Requeue) -> str:
-        """End the transition after an error. Return a description of the result.
+        """End the transition after an error. Return a text that tells what happened to the instances.
 
-        If no switch has started, restore the old instances. Otherwise bring the instance to a placement at which it
-        can serve.
+        If no switch has begun, the old instances are restored. Otherwise, the instance gets a placement at which it can
+        serve.
         """
 
     @abstractmethod
     def fail_settled(self, requeue: Requeue) -> str:
-        """Handle an error of `last_result`. Return a description of the result."""
+        """Handle an error of `last_result`. Return a text that tells what happened to the instances."""
 
     @abstractmethod
     def report(self) -> GroupTransform | PlacementReport:
-        """Return the report of the ended transition."""
+        """Return the report of the transition, which has ended."""
 
     def serve(
         self, lanes: SequenceOf[Lane], placement: Placement, numbers: SequenceOf[int], pools: Mapping[Home, PagePool]
     ) -> None:
-        """Let the instance serve at its last placement, with a new lane for each microbatch.
+        """Let the instance serve at `placement`, where the transition ends. Create a new lane for each microbatch.
 
         Args:
             lanes: old lanes. Their sequences and cached pages move to the new lanes.
-            numbers: microbatch of each old lane.
-            pools: page pools of the homes at which pages are freed if a new lane lacks the home.
+            numbers: for each old lane, the index of the microbatch that gets its sequences.
+            pools: page pools by home. If a new lane lacks one of these homes, the pages of its sequences there are
+                freed.
         """
         cluster, instance = self.cluster, self.instance
         new = cluster.factory.new_lanes(placement, instance.allocators, instance.width)
