@@ -170,9 +170,9 @@ class Sequences:
         self.release_siblings(sequence)
 
     def report(self, update: Update) -> None:
-        """Pass an update to the function that takes the updates of its sequence.
+        """Pass an update to the callback of the update's sequence (`Sequence.sink`).
 
-        If this function raises an error, abort the sequence.
+        If the callback raises an error, abort the sequence.
         """
         sequence = update.sequence
         try:

@@ -137,7 +137,7 @@ class InstanceFactory:
         return PagePool(self._dims.pages, allocators[home], home.degree)
 
     def _lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
-        """Return an empty lane. Its page pool joins the given page pools of the homes."""
+        """Return an empty lane for up to `max_running` sequences. Its page pool combines the pools of the homes."""
         ranks, first = {}, 0
         for home, pool in pools.items():
             ranks[home] = slice(first, first + pool.tp)

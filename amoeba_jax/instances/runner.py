@@ -77,7 +77,7 @@ class StepInputs(NamedTuple):
         work: prepared items of the work list, in order.
         rows: array `StepBatch.rows`, for the head.
         head: program of the head.
-        shape: shape of a step that has all microbatches. None if the step has only one of several microbatches.
+        shape: shape of the step, if the inputs cover the whole step. None if they cover one of several microbatches.
     """
 
     work: list[_Prepared]

@@ -301,8 +301,7 @@ class Relayout(Transition):
     def take_extents(self, layer: int) -> list[jax.Array]:
         """Return all extents of a layer, as arrays over the ranks of the group. This begins the switch of the layer.
 
-        In a merge, the extents move from the lower to the higher layout, and the layer gets the extents of its released
-        weights.
+        In a merge, the extents move from the lower to the higher layout, together with released weights.
         """
         if not self.up:
             return self.high.kv[layer]
@@ -326,8 +325,7 @@ class Relayout(Transition):
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
         """Give the extents of a layer to the new layout, after its pages have moved. Return the arrays of the extents.
 
-        In a split, the last extents become weights again. The result then has these weights in place of the last
-        extents.
+        In a split, the last extents become weights again, and the result has these weights instead.
         """
         self.high.kv[layer] = kv
         if self.up:
@@ -342,22 +340,14 @@ class Relayout(Transition):
         return kept + restored
 
     def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
-        """Turn extents of a layer back into weights. Return the weights.
-
-        Args:
-            extents: extents that released weights had become. Donated.
-        """
+        """Turn extents, which released weights of a layer had become, into weights again. Donates the extents."""
         restored = self._mover.restore(self.programs.restored(layer), extents)
         self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
         self.restored = restored
         return restored
 
     def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
-        """Append extents to those that a layer has in the lower layout.
-
-        Args:
-            extents: arrays over the whole group. Each of `members` gets its part of each array.
-        """
+        """Append extents, given as arrays over the group, to the extents that a layer has in the lower layout."""
         buffers = [disassemble(self.high.group, extent) for extent in extents]
         new: list[list[jax.Array]] = []
         for index, site in enumerate(self.members):
@@ -441,11 +431,7 @@ class Relayout(Transition):
         ]
 
     def _views(self, new: list[Instance]) -> list[tuple[Instance, Lane, Sequence, SequencePages]]:
-        """Return, for each sequence, `(new instance, lane in the new instance, sequence, pages in the new instance)`.
-
-        Args:
-            new: instances of the lower degree that take over, in the order of the lanes.
-        """
+        """Return, for each sequence, `(new instance, lane of the new instance, sequence, pages in the new lane)`."""
         return [
             (own, own.lane, sequence, SequencePages(own.lane.pages, sequence.pages.table[lane.ranks[own.group.home]]))
             for own, lane in zip(new, self.instance.lanes, strict=True)
@@ -474,10 +460,7 @@ class Relayout(Transition):
         return RECOMPUTED
 
     def _abort(self) -> None:
-        """Restore the old instances, because the transition ends before its first switch.
-
-        No page has moved, and no step has run during the transition.
-        """
+        """Restore the old instances, because the transition ends before its first switch: no page has moved."""
         instance = self.instance
         if not self.up:
             self._serve_high()
@@ -598,10 +581,7 @@ class SwitchInStep:
         return self.parts if fits else {}
 
     def end(self) -> None:
-        """Complete the switch after the last exchange.
-
-        The extents of the segment go to the new layout. In a merge, the placement changes too.
-        """
+        """Give the extents of the segment to the new layout. In a merge, change the placement too."""
         relayout, layers = self.relayout, self.segment.layers
         for layer in reversed(layers):
             start = time.perf_counter()

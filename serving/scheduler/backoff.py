@@ -1,7 +1,6 @@
 """Memory of actions that the executor refused, so that a policy does not request them again immediately."""
 
 from dataclasses import dataclass, field
-from typing import get_args
 
 from serving.scheduler.actions import (
     Action,
@@ -15,8 +14,6 @@ from serving.scheduler.actions import (
     identity,
 )
 from serving.scheduler.view import ClusterView
-
-_LASTING = get_args(Transformation | PlacementChange)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Backoff:
         There is one exception: the refusals of a merge, split or placement change are forgotten only when the change
         has succeeded.
         """
-        if isinstance(action, _LASTING):
+        if isinstance(action, Transformation | PlacementChange):
             self._under_way.append(action)
         elif self._refused:
             self._refused.pop(identity(action), None)
