@@ -255,11 +255,11 @@ def block_tokens(pairs: int, experts: int, tokens: int) -> int:
 
 
 def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
-    """Return the same sum as `used_experts`. Used on GPUs and TPUs.
+    """Return the same sum as `used_experts`. Used on TPUs, and on GPUs that do not run `grouped_experts`.
 
-    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. This is
-    used on GPUs without the kernel of `grouped_experts`. There, XLA's `lax.ragged_dot` computes all experts too. The
-    length of the loop does not depend on data, so the host does not wait for the device.
+    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. On GPUs,
+    XLA's `lax.ragged_dot` computes all experts too. The length of the loop does not depend on data, so the host does
+    not wait for the device.
     """
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:

@@ -33,10 +33,10 @@ from serving.simulator.tally import Limit, Records, Tally
 
 TICK_S = 1.0
 """Seconds from one tick to the next if no event happens, as in `EngineScheduler.interval_s`."""
-IDLE_TICK_S = 10.0
+IDLE_TICK_S = 5.0
 """Seconds between ticks of a host without waiting requests, if there are several hosts. It replaces `TICK_S`.
 
-A large cluster needs fewer ticks, but merged instances may split up to 9 s later.
+A large cluster needs fewer ticks, but merged instances may split up to 4 s later.
 """
 _AGAIN_S = 1e-3
 """Seconds from a tick that preempted, paused or resumed requests to the next tick."""
