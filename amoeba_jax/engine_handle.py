@@ -310,8 +310,8 @@ class EngineHandle:
         `instance` are as for `replicate`. The errors are those of `replicate`.
 
         Args:
-            modules: as for `replicate`, or `"kv"`. `"kv"` moves the attention and its KV cache, like `"attention"`, but
-                the old device keeps a copy of the attention weights. A later move back then copies no weights.
+            modules: a value of `replicate`, or `"kv"`. `"kv"` moves the attention and its KV cache, like `"attention"`.
+                The old device then keeps a copy of the attention weights, and a later move back copies no weights.
             move_kv: whether the KV cache moves. If False, only the FFNs move. The attention stays, because it must run
                 on the device that holds the KV cache.
         """

@@ -32,7 +32,7 @@ def assign_down(
         pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
             same page.
         room: free pages of each instance, in pages of the lower degree.
-        staying: for each sequence, the number of its page pieces that could stay in place on each instance
+        staying: number of page pieces of each sequence that could stay in place on each instance
             (`relayout.staying_pieces`). If given, each sequence is first assigned to the instance with the highest
             number. Sequences are then moved until the free pages of the instances differ by at most the pages of the
             longest sequence, or until no move helps. If the result does not fit, `staying` is ignored.

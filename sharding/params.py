@@ -57,12 +57,12 @@ class Source:
     Attributes:
         name: name in the checkpoint.
         shape: shape in the checkpoint; matrices are `[out, in]`.
-        rows: for each shard, the rows of the tensor that the shard gets. A row is a slice at one index along `axis`.
-            Position i of shard c gets row `rows[c, i]`, or zeros if `rows[c, i]` is -1. None: every shard has the whole
-            tensor.
+        rows: rows of the tensor that each shard gets. A row is a slice at one index along `axis`. Position i of shard c
+            gets row `rows[c, i]`, or zeros if `rows[c, i]` is -1. None: every shard has the whole tensor.
         axis: axis of the tensor that is split over the shards.
-        blocks: for shards that are stacks of tensors (such as experts). `blocks[c]` is the index of this tensor in the
-            stack of shard c, or None if shard c does not have this tensor. Default: shards are not stacks.
+        blocks: positions of this tensor in shards that are stacks of tensors (such as experts). `blocks[c]` is the
+            index of this tensor in the stack of shard c, or None if shard c does not have this tensor. Default: shards
+            are not stacks.
         start: position along `axis` in a shard at which the rows of this tensor begin. None: after the rows of the
             previous source.
     """

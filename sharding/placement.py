@@ -106,8 +106,8 @@ class Placement:
 
     Attributes:
         head: home of the embedding, the output projection and the sampling state.
-        attention: for each layer, the homes of its attention: one for each microbatch.
-        ffn: for each layer, the homes of its FFN: one for each microbatch.
+        attention: homes of the attention of each layer: one for each microbatch.
+        ffn: homes of the FFN of each layer: one for each microbatch.
 
     Raises `LayoutError` if a module has no home, if modules differ in their number of microbatches, or if different
     homes of one module share devices.

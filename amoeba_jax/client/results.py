@@ -180,7 +180,7 @@ class PlacementChange:
         copied_bytes: bytes of weights that were copied between devices.
         shared_bytes: bytes of weights of these layers that the device had before the change.
         kv_moved_bytes: bytes of KV pages that moved.
-        device_bytes_delta: for each device, the bytes of all buffers after the change minus before the change.
+        device_bytes_delta: bytes of all buffers of each device after the change, minus before the change.
         steps: number of model steps of the instance during the change.
         recomputed: number of times that a sequence lost its KV cache and was computed again.
     """

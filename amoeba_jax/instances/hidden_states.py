@@ -127,7 +127,7 @@ class ExpertLoads(DeviceBuffers):
     buffer counts modulo 2**32, and starts at zero again when `collect` takes it. Used by the dispatcher thread only.
 
     Attributes:
-        totals: for each device, the sum of all collected buffers, as int64 `[layers, E]`.
+        totals: sum of all collected buffers of each device, as int64 `[layers, E]`.
     """
 
     def __init__(self, shape: tuple[int, int]):

@@ -57,10 +57,10 @@ class _Prepared(NamedTuple):
 
     Attributes:
         work: the item.
-        programs: for a `Compute`, a program for each segment. For a `join` or `split`, one program. For a `copy`, two
+        programs: a program for each segment of a `Compute`. For a `join` or `split`, one program. For a `copy`, two
             programs for each of its copies: one reads, and one writes.
         packed: inputs of a `Compute` (`StepBatch.packed`). None if no segment takes them.
-        columns: for a `Transfer`, the number of columns of a microbatch. For a `join` or `split`, this is a scalar
+        columns: number of columns of a microbatch, for a `Transfer`. For a `join` or `split`, this is a scalar
             array on all ranks.
     """
 

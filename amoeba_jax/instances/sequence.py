@@ -82,7 +82,7 @@ class HostPages:
 
     Attributes:
         num_computed: number of leading tokens whose keys and values are in the pages.
-        layers: for each layer, a list of pairs `(block, used)` with the contents of the pages. Each block has the shape
+        layers: contents of the pages: a list of pairs `(block, used)` for each layer. Each block has the shape
             `[tp * pages, page_elems / tp]`, where `tp` is the degree at which the block was copied. `used` is the
             number of pages in the block that are not padding. Blocks are in pinned host memory if the device supports
             it.

@@ -49,7 +49,7 @@ class Site:
         kv: extents of every layer.
         extent_pages: number of pages of each extent on a rank, the same for all layers.
         begins: arrays False and True on all ranks. A program gets True if its segment begins the step.
-        layer_numbers: for each rank, the index of each layer as an int32 scalar. Empty for models without experts.
+        layer_numbers: index of each layer as an int32 scalar, for each rank. Empty for models without experts.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Site:
         Args:
             packed: batch of the step. None if all segments are dense FFNs, which need no batch.
             last_tokens: `[num_slots]` on all ranks. None if no segment embeds.
-            exchanges: for some segments, the exchange that the segment's program also runs. The exchanges move pages of
+            exchanges: exchanges that programs of segments also run, by segment. The exchanges move pages of
                 other layers of this site.
             begins: whether the first segment begins the step.
         """

@@ -127,7 +127,7 @@ def unpack(packed: Int32[jax.Array, " size"], fields: dict[str, tuple[int, tuple
 
     Args:
         packed: row of one rank in `StepBatch.packed` or in `StepBatch.rows`.
-        fields: for each name, `(offset, shape)` in the row.
+        fields: `(offset, shape)` in the row, by name.
     """
     return {
         name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)

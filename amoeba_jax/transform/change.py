@@ -39,7 +39,7 @@ class Change:
         estimated_s: expected seconds to compile these programs. None if unknown.
         waited_s: seconds that the change has waited for programs.
         error: first error of any group. None if no group has failed.
-        outcomes: for each failed group, a text that tells what happened to it. The error message contains these texts.
+        outcomes: text for each failed group, which tells what happened to it. The error message contains these texts.
         recovered: whether any group has failed after its first switch.
     """
 

@@ -38,7 +38,7 @@ class LanePages:
         sequences: sequences of the new lane.
         cached: pages of the prefix cache. The page that would be evicted first is first.
         table: page ids, `[tp, pages]`. Each page has one column. The columns are ordered by the id on rank 0.
-        references: for each column of `table`, number of uses of the page by sequences and by the prefix cache.
+        references: number of uses of each page of `table`, by sequences and by the prefix cache.
     """
 
     sequences: list[Sequence]
@@ -192,7 +192,7 @@ def lane_at(
     The new lane has the cached pages of `part`, but no sequences. The caller must add the sequences of the list.
 
     Args:
-        places: for each home of the lane, the page pool, and the ids that the pages of `part` have at this home.
+        places: page pool of each home of the lane, and the ids that the pages of `part` have at this home.
         enabled: whether prefixes are cached.
         max_running: maximum number of sequences of the lane.
     """
@@ -232,7 +232,7 @@ def move_sequences(
     the device are then computed again, because this state may have been overwritten.
 
     Args:
-        views: for each sequence, its new instance, its lane there, the sequence, and its pages there.
+        views: tuples of a new instance, its lane, a sequence, and the pages of the sequence there.
     """
     before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
     try:

@@ -35,7 +35,7 @@ class PlacementOptions:
         instance: id of the instance that changes. For `scale_in`, the instance that takes over the sequences.
         layers: layers that change. None: all layers.
         modules: modules of these layers that change.
-        move_kv: for `migrate`: whether KV cache and attention of the layers move. If False, only their FFNs move.
+        move_kv: whether KV cache and attention of the layers move, in `migrate`. If False, only their FFNs move.
     """
 
     kind: PlacementKind

@@ -419,7 +419,7 @@ class Relayout(Transition):
         """Create instances of the lower degree over the buffers of `members`. The new instances have no sequences.
 
         Args:
-            released: for each new instance, the degree for which weights are released.
+            released: degree for which weights are released, for each new instance.
         """
         factory, tp = self.cluster.factory, self.plan.lower
         tokens = factory.last_tokens_of(self.instance)
@@ -554,7 +554,7 @@ class SwitchInStep:
     Attributes:
         shape: shape of the step for which `parts` was made.
         first: exchanges that run as separate programs, before `parts`.
-        parts: for each segment whose program also exchanges pages, the exchange in that program.
+        parts: exchange in the program of a segment, for each segment whose program exchanges pages.
     """
 
     relayout: Relayout

@@ -56,7 +56,7 @@ class _Part(NamedTuple):
     Attributes:
         pages: the sequences and cached pages.
         lane: lane that has the sequences before the relocation.
-        shared: for each column of `pages.table`, whether an earlier part of the same lane has this page too.
+        shared: mask of the columns of `pages.table` whose pages an earlier part of the same lane has too.
     """
 
     pages: LanePages
@@ -505,7 +505,7 @@ def _free(pool: PagePool, table: np.ndarray, references: np.ndarray) -> None:
 
     Args:
         table: page ids, with one column for each page.
-        references: for each column of `table`, the number of references to release.
+        references: number of references to release, for each column of `table`.
     """
     for extra in range(int(references.max(initial=0))):
         pool.free(table[:, references > extra])

@@ -28,8 +28,8 @@ class RelocationPlan:
         before: placement at the begin. It has as many microbatches as `after`.
         after: placement at the end.
         chunks: ranges of layers, in the order of their switches. The layers of a range switch together.
-        extents: for each home, the number of pages of each extent of a layer, after all layers have switched.
-        joining: for `scale_in`, the instance whose sequences become a microbatch. This instance ends. Otherwise None.
+        extents: number of pages of each extent of a layer at each home, after all layers have switched.
+        joining: instance whose sequences become a microbatch (`scale_in`). This instance ends. Otherwise None.
     """
 
     options: PlacementOptions

@@ -109,7 +109,7 @@ class PlacementReport:
         shared_bytes: bytes of weights that were not copied, because the new home already held them for another
             instance.
         kv_moved_bytes: bytes of KV cache that were copied from device to device.
-        device_bytes_delta: for each device, live bytes after the change minus live bytes before.
+        device_bytes_delta: live bytes of each device after the change, minus live bytes before.
         steps: number of steps that the instance launched during the change.
         recomputed: number of times that a sequence lost its pages during the change and was computed again.
     """

@@ -120,7 +120,7 @@ class Transition(ABC):
 
         Args:
             lanes: old lanes. Their sequences and cached pages move to the new lanes.
-            numbers: for each old lane, the index of the microbatch that gets its sequences.
+            numbers: index of the microbatch that gets the sequences of a lane, for each old lane.
             pools: page pools by home. If a new lane lacks one of these homes, the pages of its sequences there are
                 freed.
         """

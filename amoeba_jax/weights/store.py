@@ -29,7 +29,7 @@ class _Change:
 
     Attributes:
         places: indices of the shards in the order of release.
-        keys: for each rank, the keys of its shards, in the order of `places`.
+        keys: keys of the shards of each rank, in the order of `places`.
         releases: release keys of the shards (`DeviceShards.take`).
         sizes: bytes of the shards on one device, by owner. The bytes are equal on all devices.
         degrees: lowest tensor-parallel degree that needs none of the shards, by parameter name.

@@ -59,7 +59,7 @@ def paged_attention(
         queries: queries after rotary embedding; f32, bf16 or f16.
         extents: KV buffers (extents) of pages, each `[pages, K, 2, S, h]` with keys at index 0 and values at index 1.
             Their dtype is the dtype of the queries, or fp8 (e4m3fn, e5m2).
-        tables: for each extent, the pages that the sequences use, with the positions of the pages in the sequences.
+        tables: pages of each extent that the sequences use, with the positions of the pages in the sequences.
         query_positions: position of each query in its sequence. -1 marks padding, whose output is zero.
         scale: factor on the scores, usually `h ** -0.5`.
         sliding_window: number of positions that a query sees, including its own. None: no limit.

@@ -164,8 +164,8 @@ def _of_copies(
 
     Args:
         blocks: block ids of the original requests, by row.
-        rows: for each request, the row in `blocks` of its original.
-        copies: for each request, 0 if it is an original, or n if it is the n-th copy of its original.
+        rows: row in `blocks` of the original of each request.
+        copies: number of the copy, for each request: n for the n-th copy of its original, 0 for an original.
     """
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
     pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))

@@ -108,7 +108,7 @@ class Piece:
     """Next part of an answer. The part belongs to the content, to the reasoning or to a tool call.
 
     Attributes:
-        kind: what the part belongs to.
+        kind: kind of output to which the part belongs.
         text: next part of the content, of the reasoning, or of the arguments of a tool call.
         index: index of the tool call in the answer.
         call_id: id of the tool call, in the first part of a tool call only.

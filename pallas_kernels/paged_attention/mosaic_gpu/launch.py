@@ -215,7 +215,7 @@ def _merge(
 
     Args:
         out: partial sums of weighted values.
-        statistics: for each partial result, the maximum score times log2(e), and the sum of weights.
+        statistics: maximum score times log2(e), and sum of weights, of each partial result.
         live: bool `[B, 1, tiles, rows]`; False for padding rows.
     """
     max_logit, total = statistics[..., 0, :], statistics[..., 1, :]
