@@ -45,8 +45,9 @@ class Admission:
     def admit(self) -> None:
         """Start waiting sequences in the order of the queue, until the next sequence must wait for room.
 
-        Skip sequences that wait for the compilation of a program. If a sequence does not fit now, preempt sequences of
-        a lower priority. If that does not suffice, stop: no later sequence starts first, so no sequence waits forever.
+        If there is no room for the next sequence, preempt sequences of a lower priority. If that does not suffice,
+        start no further sequence. Sequences that are later in the queue can therefore not overtake the next sequence.
+        Only sequences that wait for the compilation of a program are overtaken.
 
         Reject sequences whose deadline has passed, and sequences that are too long for every instance.
         """
@@ -73,7 +74,7 @@ class Admission:
     def awaits_program(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence needs a program that is not compiled yet.
 
-        If so, request the compilation of the missing programs in the background.
+        The missing programs are then compiled in the background.
         """
         wanted = []
         for instance in self._cluster.instances:
@@ -99,8 +100,7 @@ class Admission:
     def _never_fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence is too long for every instance.
 
-        Return False while instances may still become larger, because a change is in progress or devices are out of
-        service.
+        Return False during a change, and while devices are out of service. Larger instances may follow in these cases.
         """
         if self._changes.busy or self._cluster.lost:
             return False
@@ -126,8 +126,8 @@ class Admission:
     def preempt(self, sequence: Sequence) -> None:
         """Free the pages of a running sequence, and return the sequence to the queue.
 
-        Later, the sequence is computed again from its tokens. Raises `RequestError`, and changes nothing, if the
-        sequence does not run or its instance is being transformed.
+        When the sequence starts again, the KV cache of its tokens is computed again. Raises `RequestError`, and changes
+        nothing, if the sequence does not run or its instance is being transformed.
         """
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
@@ -136,9 +136,14 @@ class Admission:
     def offload(self, sequence: Sequence) -> None:
         """Copy the KV cache of a running sequence to host memory, and return the sequence to the queue.
 
-        Later, the sequence continues without being computed again. Raises `RequestError`, and changes nothing, if the
-        sequence does not run, if its instance is changing, if programs are still being compiled, if the host memory for
-        offloaded requests is used up, or if the copy fails.
+        When the sequence starts again, the KV cache is copied back and not computed again.
+
+        Raises `RequestError`, and changes nothing, in these cases:
+
+        - The sequence does not run, or its instance is being transformed.
+        - The programs that copy pages are not compiled yet.
+        - The KV cache does not fit in the host memory that is left (`EngineConfig.offload_memory`).
+        - The copy fails.
         """
         if sequence.slot < 0 or sequence.paused or sequence.pages is None:
             raise RequestError(f"request {sequence.request_id!r} does not run")
@@ -169,7 +174,7 @@ class Admission:
     # Start of one sequence
 
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Remove a sequence from the queue, and give the sequence pages and a slot.
+        """Let a sequence of the queue run in a lane. Give the sequence pages and a slot (place for a running sequence).
 
         If that fails, the sequence ends with an error. Other sequences continue.
         """
@@ -205,9 +210,10 @@ class Admission:
         sequence.start()
 
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Let a further sample of a request use the prompt pages of the first sample, its leader.
+        """Let a further sample of a request share the prompt pages of its leader.
 
-        The further sample computes the last token of the prompt again, in its own copy of the last prompt page.
+        The further sample gets a copy of the last prompt page. In this copy, the further sample computes the last token
+        of the prompt again.
         """
         leader = sequence.leader
         assert leader is not None, "only siblings fork"
@@ -228,8 +234,8 @@ class Admission:
     def leader_home(self, sequence: Sequence) -> Instance | None:
         """Return the instance where a further sample of a request can share the prompt pages of its leader.
 
-        Return None if there is no such instance. The further sample needs a free slot there, and one available page for
-        its own copy of the last prompt page.
+        Return None if there is no such instance. The instance must have a free slot. One page must be available for a
+        copy of the last prompt page.
         """
         leader = sequence.leader
         if leader is None or sequence.host_pages is not None or sequence.num_generated:
@@ -243,10 +249,10 @@ class Admission:
         return home if home.num_free_slots and lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
     def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
-        """Return the instance and the lane in which to start a sequence now. Return None if no lane has room.
+        """Return `(instance, lane)` in which to start a sequence now. Return None if no lane has room.
 
-        Among the lanes with room, the lane with the least work is chosen. A further sample that can share the prompt
-        pages of its leader gets the leader's lane.
+        If the sequence can share the prompt pages of its leader, choose the leader's lane. Otherwise, choose the lane
+        with the least work among the lanes with room.
         """
         if (home := self.leader_home(sequence)) is not None:
             assert sequence.leader is not None, "it has a home"
@@ -267,10 +273,10 @@ class Admission:
         return best[1:] if best else None
 
     def _lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
-        """Return the lane of an instance in which to start a sequence. Return None if the sequence fits in no lane.
+        """Return the lane of an instance in which to start a sequence. Return None if no lane has room.
 
-        If the sequence can share the prompt pages of its leader, this is the leader's lane. Otherwise, it is the lane
-        with the most available pages.
+        If the sequence can share the prompt pages of its leader, choose the leader's lane. Otherwise, choose the lane
+        with the most available pages among the lanes with room.
         """
         if self.leader_home(sequence) is instance:
             assert sequence.leader is not None, "it has a home"
@@ -289,12 +295,13 @@ class Admission:
     def _victims(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences to preempt so that `sequence` can start. Return [] if preemption does not suffice.
 
-        All returned sequences are in one lane. Running sequences are returned only if their priority (`Sequence.rank`)
-        is lower than the priority of `sequence`. The last sequence in order is preempted first. Paused sequences of the
-        same or a lower priority are preempted before running sequences.
+        The returned sequences hold pages that one lane can use. The priority of a sequence is `Sequence.rank`.
 
-        If several lanes qualify, compare the most important victim of each lane. The lane whose most important victim
-        is last in order is chosen.
+        If enough pages belong to paused sequences of the same or a lower priority, only such sequences are returned.
+        Otherwise, running sequences of a lower priority are returned. Among these, sequences that are last in
+        `Sequence.order` are taken first.
+
+        If preemption suffices in several lanes, choose the lane where the preempted sequences are the least important.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
         for instance, _, lane in self._suitable(sequence):
@@ -312,7 +319,7 @@ class Admission:
         return max(found, key=lambda item: item[0])[1] if found else []
 
     def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
-        """Return the lanes that could hold a sequence if they were empty, as `(instance, lane index, lane)`."""
+        """Return `(instance, lane index, lane)` for each lane that could hold a sequence if the lane were empty."""
         return [
             (instance, number, lane)
             for instance in self._cluster.instances
@@ -332,15 +339,16 @@ class Admission:
         return sequence.page_keys.keys[: (sequence.num_known - 1) // self._geometry.page_size]
 
     def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
-        """Return the number of tokens for which a lane must have available pages before a sequence starts.
+        """Return the number of tokens that must fit in the available pages of a lane before a sequence starts there.
 
-        The number includes one page for each running sequence, for its next tokens. Without these pages, the new
-        sequence could soon be preempted.
+        The number counts the known tokens of `sequence`. The number also counts one page for the next tokens of
+        `sequence`, and one page for the next tokens of each running sequence. Without these pages, `sequence` could
+        soon be preempted.
 
         Args:
             lane: lane in which the sequence would start.
             sequence: sequence to start.
-            num_leaving: number of running sequences that leave the lane first. They need no page.
+            num_leaving: number of running sequences that leave the lane before the start. They do not count.
         """
         page_size = self._geometry.page_size
         return min(sequence.num_known + page_size, sequence.max_total_tokens) + page_size * (

@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWarmup:
-    """Compilation of programs by degree while requests run. Used by the dispatcher thread only.
+    """Compilation of programs while requests run, one degree after another. Used by the dispatcher thread only.
 
-    Keeps the progress of the latest background warm-up. A degree is the number of devices of an instance.
+    A degree is the number of devices of an instance. The object knows the progress of the latest background warm-up.
     """
 
     def __init__(self, cluster: Cluster):
@@ -33,7 +33,7 @@ class BackgroundWarmup:
         """Start to compile all programs of some degrees in the background. Return the number of missing programs.
 
         Programs of transformations between these degrees are included. Programs of the present degree are compiled
-        first. If `degrees` has all degrees of the engine, the registry of programs is marked as `complete` at the end.
+        first. If `degrees` has all degrees of the engine, `Executables.complete` is set after the last compilation.
         """
         cluster, executables = self._cluster, self._cluster.executables
         for tp in degrees:
@@ -54,7 +54,7 @@ class BackgroundWarmup:
     def take_arrived(self) -> bool:
         """Store the programs that background threads have compiled since the last call.
 
-        Return False if there are none.
+        Return whether there were any.
         """
         arrived = set(self._cluster.executables.take_arrived(self._cluster.reserve_temporaries))
         if not arrived:

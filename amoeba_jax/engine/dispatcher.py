@@ -1,8 +1,9 @@
 """The thread that launches all programs.
 
 One thread launches the programs of all instances, for two reasons. On CPU, two threads that launch collective programs
-on different sub-meshes can deadlock (measured). On GPU, all ranks must launch NCCL programs in the same order. Other
-threads pass calls to this thread and get futures.
+on different sub-meshes can deadlock (measured). On GPU, all ranks must launch NCCL programs in the same order.
+
+Other threads use `Dispatcher.call` to run a function in this thread. They get a future of the result.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ class Dispatcher:
     """Thread that runs the loop of an `Engine` and serves calls of other threads.
 
     Attributes:
-        outputs: thread that converts updates of sequences to outputs.
-        num_held: number of turns of the loop that launched nothing, because `outputs` had too many updates to convert.
+        outputs: thread that converts new tokens of sequences to outputs of requests.
+        num_held: number of turns of the loop that launched nothing, because `outputs` had too much left to convert.
     """
 
     def __init__(self, engine: Engine):
@@ -62,7 +63,7 @@ class Dispatcher:
     def close(self) -> None:
         """End all requests, stop the dispatcher thread and the output thread, and free the device memory.
 
-        May be called twice.
+        May be called more than once.
         """
         with self._lock:
             if self._closed is None:
@@ -97,9 +98,9 @@ class Dispatcher:
             engine.close()
 
     def _serve_calls(self, timeout_s: float | None) -> bool:
-        """Wait until another thread calls or wakes this thread, at most `timeout_s` seconds. Run all queued calls.
+        """Wait until another thread calls or wakes this thread. Then run all queued calls.
 
-        If `timeout_s` is None, wait without limit. Return False if the loop must stop.
+        Wait at most `timeout_s` seconds, or without limit if `timeout_s` is None. Return False if the loop must stop.
         """
         block = True
         while True:
@@ -139,7 +140,7 @@ class Dispatcher:
     def _end_early(self, sequence: Sequence, stop: str | None) -> None:
         """Ask the engine to end a sequence early. Return at once.
 
-        `stop` is the stop string at which the sequence finishes. If `stop` is None, the sequence is aborted.
+        `stop` is the stop string that was found in the output. If `stop` is None, the sequence is aborted.
         """
         with contextlib.suppress(EngineClosedError):
             self.call(self._engine.finish, [sequence], "abort" if stop is None else "stop", stop)

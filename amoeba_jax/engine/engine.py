@@ -3,7 +3,7 @@
 `Dispatcher` runs the loop in one thread. A turn of the loop:
 
 1. `Dispatcher` runs the calls of other threads, such as `submit`, `finish` and `transform`.
-2. `collect`: take the results of finished steps. End each change of degree or placement whose last step has finished.
+2. `collect`: take the results of finished steps. End each change of degree or placement that is now complete.
 3. `advance`: continue changes whose programs are now compiled. Start waiting sequences, as the scheduler or `Admission`
    decides. Launch a step on each instance that has fewer than two steps in flight (`Steps.launch`).
 
@@ -45,10 +45,11 @@ class SchedulerHook(Protocol):
     def schedule(self) -> None:
         """Start, preempt or reject sequences, or change instances, as the scheduler decides.
 
-        The methods for this are in `Engine.admission`, `Sequences.reject` and `Engine.transform`. Waiting sequences
-        that are not started or rejected stay in `Engine.waiting`. If `Sequences.num_changes` is the same as in the
-        previous call, the decision would be the same too. This method runs in the dispatcher thread between steps, and
-        must not wait for a device.
+        An implementation calls `Engine.transform`, `Sequences.reject` and the methods of `Engine.admission`. Waiting
+        sequences that are neither started nor rejected stay in `Engine.waiting`.
+
+        If `Sequences.num_changes` is the same as in the previous call, nothing has happened that could let a waiting
+        sequence start. This method runs in the dispatcher thread, and must not wait for a device.
         """
         ...
 
@@ -61,9 +62,9 @@ class Engine:
     Attributes:
         waiting: queue of sequences, in the order in which the sequences start.
         scheduler_hook: scheduler that starts sequences and changes instances. If None, `Admission` starts sequences,
-            and instances change only when a caller asks for it (`transform`, `change_placement`).
-        closing: True when `close` will be called soon. Any thread may set `closing`. A warm-up then ends before its
-            next program.
+            and instances change only when `transform` or `change_placement` is called.
+        closing: whether `close` will be called soon. Any thread may set `closing`. If `closing` is True, a warm-up ends
+            before its next program.
     """
 
     def __init__(self, cluster: Cluster):
@@ -85,7 +86,7 @@ class Engine:
     def collect(self) -> None:
         """Take the results of finished steps, in the order of the steps.
 
-        Also end each change of degree or placement whose last step has finished.
+        Also end each change of degree or placement that is now complete.
         """
         for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
@@ -93,7 +94,7 @@ class Engine:
         self.changes.collect()
 
     def advance(self) -> bool:
-        """Continue changes, start waiting sequences, and launch one step on each instance that can take one.
+        """Continue changes, start waiting sequences, and launch one step on each instance that can take a step.
 
         Return whether anything was launched. If True, call `advance` again, because more launches may be possible.
         Raises `RuntimeError` if requests are left that can never be served.
@@ -157,9 +158,10 @@ class Engine:
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `ContextLengthError` if a request is too long for every instance.
+        """Raise `ContextLengthError` if a request is too long for the model or for every instance.
 
-        The instances count as they will be after the transformations in progress. Any thread may call this.
+        The check uses the capacities that instances will have after the transformations in progress. Any thread may
+        call this.
         """
         total = num_prompt_tokens + max_tokens
         if not self.instances:
@@ -176,18 +178,19 @@ class Engine:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        The number is the room that the smallest instance has left after the prompt. An instance with room for fewer
-        than `ENOUGH_TOKENS` tokens does not count, except the largest instance. Any thread may call this.
+        The room of an instance is the number of tokens that the instance can hold after the prompt. The result is the
+        smallest room that is at least `ENOUGH_TOKENS`. If no instance has that much room, the result is the largest
+        room. Any thread may call this.
         """
         free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it, _ in self._capacities()) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
 
     def _capacities(self) -> list[tuple[int, int]]:
-        """Return `(capacity in tokens, degree)` of each instance, as it will be after the transformations in progress.
+        """Return `(capacity in tokens, degree)` pairs of the instances after the transformations in progress.
 
-        A scheduler may form instances of any degree. If there is a scheduler, the capacity at each possible degree is
-        therefore added. Engines with data-parallel attention are an exception, because a scheduler does not change
-        their instances.
+        If there is a scheduler, also return a pair for each possible degree, because the scheduler may form instances
+        of any degree. Engines with data-parallel attention are an exception, because a scheduler does not change their
+        instances.
         """
         instances = self.instances
         found = [self.changes.capacity_to_come(instance) for instance in instances]
@@ -198,8 +201,8 @@ class Engine:
     def submit(self, sequences: list[Sequence]) -> None:
         """Add sequences to the queue, except sequences that are already cancelled.
 
-        Each sequence is checked again (`check_request`), because instances may have become smaller since the check in
-        the caller's thread. A sequence that no longer fits ends with an error.
+        The caller has already checked the sequences with `check_request`. Each sequence is checked again here, because
+        instances may have become smaller. A sequence that no longer fits ends with an error.
         """
         for sequence in [sequence for sequence in sequences if not sequence.finished]:
             number = next(self._numbers)
@@ -217,7 +220,7 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there are requests: waiting, running or paused."""
+        """Whether any request is waiting, running or paused."""
         # Other siblings wait for a sequence that counts here.
         return bool(len(self.waiting) or self.sequences.siblings.held or self.sequences.running)
 
@@ -230,13 +233,16 @@ class Engine:
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """Instances that serve requests, in the order of their first devices. Paused instances are left out."""
+        """Instances that serve requests, sorted by the index of their first device.
+
+        Paused instances are left out. They keep requests while a merged instance serves on their devices.
+        """
         return self.cluster.instances
 
     def capacity_tokens(self, tp: int) -> int:
         """Return the number of tokens that fit in the KV cache of an instance of degree `tp`.
 
-        The instance is assumed to have released all weights that it does not need, so that they are KV cache.
+        Assume that the memory of all weights that the instance does not need is used as KV cache.
         """
         return self.cluster.plan.capacity_tokens(tp, tp)
 
@@ -288,7 +294,8 @@ class Engine:
     def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
         """Regroup all devices into instances of degree `tp`. Return the duration of the change in seconds.
 
-        Raises `RequestError` if requests are waiting, running or paused.
+        `LLM.transform` explains `release_weights`. Raises `RequestError` if requests are waiting, running or paused, or
+        if another change is in progress.
         """
         self.cluster.sub_meshes.check_degree(tp)
         self.check_idle("the layout cannot change")

@@ -12,10 +12,13 @@ from kvcache.pages import SequencePages
 
 
 def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
-    """Return the logits at every position of a sequence, `[len(tokens), V]` in f32. V is the size of the vocabulary.
+    """Return the logits at every position of `tokens`, as f32 `[len(tokens), V]`. V is the size of the vocabulary.
 
-    Positions before `decode_from` are computed in chunks. Later positions are computed one token at a time. Runs in the
-    dispatcher thread. Raises `RequestError` if the sequence is too long, or if running requests leave too few pages.
+    Positions before `decode_from` are computed in chunks. The other positions are computed one token at a time. Runs in
+    the dispatcher thread.
+
+    Raises `RequestError` if the sequence is too long, if running requests leave too few pages, or if every instance is
+    being transformed.
     """
     engine.check_request(len(tokens), 0)
     steady = [instance for instance in engine.instances if instance.transition is None]

@@ -40,7 +40,7 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
 
 
 def expert_load_report(engine: Engine) -> ExpertLoadReport:
-    """Return the number of tokens that each expert has computed, and the imbalance of each instance.
+    """Return the number of tokens of each expert, and the load imbalance between the ranks of each instance.
 
     Only steps that `ExpertLoads.collect` has already counted are included. The model must have experts.
     """
@@ -53,7 +53,7 @@ def expert_load_report(engine: Engine) -> ExpertLoadReport:
 
 
 def memory_report(engine: Engine) -> MemoryReport:
-    """Return the bytes that each owner, such as weights or KV cache, uses on each device."""
+    """Return the bytes that weights, KV cache and other buffers use on each device."""
     dims = engine.dims
     cluster = engine.cluster
     padding_bytes = [cluster.weights.padding_bytes(device) for device in range(len(cluster.ledgers))]
@@ -79,9 +79,9 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 
 def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two tuples with the bytes of KV pages on each device: `(used, kept)`.
+    """Return `(used, kept)`: the bytes of two kinds of KV pages on each device.
 
-    `used` counts the pages in use by sequences. `kept` counts the pages that only the prefix cache holds.
+    `used` is for pages in use by sequences. `kept` is for pages that only the prefix cache holds.
     """
     cluster, dims = engine.cluster, engine.dims
     unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp

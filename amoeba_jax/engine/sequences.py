@@ -17,11 +17,13 @@ logger = logging.getLogger(__name__)
 class Sequences:
     """All sequences of an engine. Used by the dispatcher thread only.
 
+    A sequence is one sample of a request, with the prompt and the output of this sample.
+
     Attributes:
         waiting: queue of sequences, in the order in which the sequences start.
         siblings: second and later samples of requests with `n > 1`, until they enter the queue.
-        num_changes: number of events so far after which a waiting sequence may be able to start. Examples: a sequence
-            was queued, ended or lost its pages, or the last token of a preempted sequence arrived.
+        num_changes: counter of events. After such an event, a waiting sequence may be able to start. Examples: A
+            sequence was queued, ended or lost its pages. The last token of a preempted sequence arrived.
     """
 
     def __init__(self, cluster: Cluster, stats: EngineStats):
@@ -45,10 +47,10 @@ class Sequences:
         self.num_changes += 1
 
     def share_out(self) -> None:
-        """Sort the queue again if anything has changed since the last call.
+        """Sort the queue so that sequences beyond the share of their client come last.
 
-        Each client has an equal share of the engine (`mark_beyond_share`). Sequences beyond the share of their client
-        start after the others.
+        All clients have equal shares of the engine (`mark_beyond_share`). Do nothing if `num_changes` is the same as
+        after the previous call.
         """
         if self._shared_at == self.num_changes:
             return
@@ -63,11 +65,13 @@ class Sequences:
         self._shared_at = self.num_changes
 
     def preempt(self, instance: Instance, sequence: Sequence) -> None:
-        """Free the pages of a running sequence, and put the sequence back into the queue, first of its priority.
+        """Free the pages of a running sequence, and put the sequence back into the queue.
 
-        Later, the sequence is computed again from its tokens. If one of its tokens is in flight, this token is still
-        used when it arrives. The exception is a token of structured output whose sampling was put off. This token is
-        sampled again later.
+        In the queue, the sequence precedes newer requests of the same priority. When the sequence starts again, the KV
+        cache of its tokens is computed again.
+
+        If the sampling of the next token is already launched, the token is used when it arrives. With structured
+        output, the sampling may have been put off. The token is then sampled only after the sequence has started again.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0
@@ -94,8 +98,8 @@ class Sequences:
     def cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Add the full pages of a sequence to the prefix cache.
 
-        Only pages whose tokens are known on the host are added. The steps that compute these pages must be done or in
-        flight.
+        A page is added only if the host knows all tokens of the page. The steps that compute these tokens must be
+        launched already.
         """
         cache = instance.lane_of(sequence).cache
         if sequence.needs_prompt_logits or not cache.enabled:
@@ -114,7 +118,10 @@ class Sequences:
     # The end of sequences
 
     def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End sequences early and free their pages. Skip sequences that have already ended."""
+        """End sequences early and free their pages. Skip sequences that have already ended.
+
+        `stop_reason` is the stop string that was found in the output. None: the sequences end for another reason.
+        """
         for sequence in sequences:
             if not sequence.finished:
                 sequence.finish(reason, stop_reason)
@@ -123,8 +130,8 @@ class Sequences:
     def reject(self, sequence: Sequence, error: Exception) -> None:
         """End a sequence, and pass an error to the client.
 
-        Later samples of the same request that wait for this sequence end too. A `RequestError` is passed on unchanged.
-        An unexpected error becomes a `RequestFailedError`.
+        Later samples of the same request that wait for this sequence end too. The client gets a `RequestError` or
+        `NotANumberError` unchanged. Any other error becomes a `RequestFailedError`.
         """
         if not isinstance(error, RequestError | NotANumberError | RequestFailedError):
             logger.error("request %s cannot be served", sequence.request_id, exc_info=error)
@@ -170,7 +177,7 @@ class Sequences:
         self.release_siblings(sequence)
 
     def report(self, update: Update) -> None:
-        """Pass an update to the callback of the update's sequence (`Sequence.sink`).
+        """Pass an update, such as new tokens of a sequence, to the callback `Sequence.sink`.
 
         If the callback raises an error, abort the sequence.
         """

@@ -1,8 +1,8 @@
-"""Life of a step: plan the step, launch it, take its results, and recover the instance if the step failed.
+"""Life of a step: plan and launch the step, take the results, and recover the instance if the step failed.
 
-Each program takes the KV cache as a donated argument and returns it. If a program fails, for example for lack of
-memory, the donated buffers are lost. Later steps cannot use them, so the instance gets new, empty buffers. Weights are
-never donated in a step, so that a failure cannot lose them.
+A step is one pass of some sequences through the model. Each program of a step takes the KV cache as a donated argument,
+and returns the KV cache. If a program fails, for example for lack of memory, the donated buffers are lost. The instance
+then gets new, empty buffers. Steps never donate weights. A failure can therefore not lose weights.
 """
 
 import bisect
@@ -43,7 +43,10 @@ MAX_FAILURES_IN_A_ROW = 16
 
 
 class Steps:
-    """Planning, launch, results and failures of the steps of all instances. Used by the dispatcher thread only."""
+    """Methods that plan and launch steps, take the results, and handle failures. Used by the dispatcher thread only.
+
+    One object serves all instances.
+    """
 
     def __init__(
         self,
@@ -59,11 +62,12 @@ class Steps:
     # Launch
 
     def launch(self, instance: Instance) -> bool:
-        """Launch the next step of an instance.
+        """Launch the next step of an instance. Return False if nothing was done.
 
-        If the instance is changing, first switch layers to the new degree or placement. Return False if nothing was
-        done, because `MAX_PENDING_STEPS` steps are in flight, or because there is nothing to compute. Return True for a
-        step that fails at its launch.
+        If the instance is changing, first switch layers to the new degree or placement.
+
+        Nothing is done if `MAX_PENDING_STEPS` steps are in flight, if a change waits for steps in flight, or if there
+        is nothing to compute. If the launch fails, return True.
         """
         changes, transition = self._changes, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance):
@@ -96,7 +100,7 @@ class Steps:
     def _reserve_next_tokens(self, instance: Instance) -> int:
         """Reserve pages for the next tokens of all running sequences. Return the number of preempted sequences.
 
-        When no page is available, the last sequence in order is preempted.
+        If pages are missing, preempt sequences, the last in `Sequence.order` first.
         """
         num_preempted = 0
         for sequence in sorted((s for s in instance.running if s.num_uncomputed_tokens > 0), key=lambda s: s.order):
@@ -107,10 +111,11 @@ class Steps:
         return num_preempted
 
     def _plan(self, instance: Instance) -> StepPlan | None:
-        """Return the best step that can be launched now, or None. All programs of this step are compiled.
+        """Return the best step whose programs are all compiled. Return None if there is no such step.
 
-        If there is a better step whose programs are missing, request their compilation. Until these programs are
-        compiled, sequences that do not need them continue.
+        If programs of a better step are missing, these programs are compiled in the background. If a program of the
+        best step has failed to compile, and no other step is possible, return the best step. Its launch then raises the
+        error.
         """
         plans, runner = self._plans(instance), instance.runner
         best = next(plans, None)
@@ -136,8 +141,8 @@ class Steps:
     def _request_programs(self, instance: Instance, best: StepPlan, other: StepPlan | None) -> None:
         """Compile the programs of the best step in the background, for all instances of the same degree.
 
-        If `other` is None or leaves sequences out, first compile the programs of larger steps that can run any number
-        of sequences.
+        If `other` is None or leaves sequences out, first compile the programs of larger step shapes. These shapes have
+        room for any number of sequences.
 
         Args:
             instance: instance that runs the step.
@@ -164,8 +169,8 @@ class Steps:
     def _launched(self, instance: Instance, plan: StepPlan, step: PendingStep) -> None:
         """Record a launched step.
 
-        If the step completes a prompt, add the pages of the prompt to the prefix cache, and let further samples of its
-        request enter the queue.
+        If the step completes the prompt of a request, add the prompt pages to the prefix cache. Further samples of this
+        request can then enter the queue.
         """
         if instance.transition is not None:
             step.decodes = False
@@ -187,11 +192,11 @@ class Steps:
                 self._sequences.cache_pages(instance, row.sequence)
 
     def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:
-        """Reject the sequence that most likely prevents a step, so that the other sequences can continue.
+        """Reject the sequence that most likely prevents the launch of a step. The other sequences can then continue.
 
-        The sequences of a step differ only in the programs that sample for them. Sequences with the sampler `full` are
-        therefore rejected first, then sequences with `sample`, then sequences with `greedy`. Among equals, the last
-        sequence in order is rejected.
+        All sequences of a step use the same programs, except the programs that sample. The most likely cause is
+        therefore a sequence with the sampler `full`, next a sequence with `sample`, and last a sequence with `greedy`.
+        Among sequences with the same sampler, the last in `Sequence.order` is rejected.
         """
         kinds = ("greedy", "sample", "full")
         sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
@@ -205,7 +210,8 @@ class Steps:
     def take(self, instance: Instance, step: PendingStep) -> None:
         """Wait for the results of a step, report the new tokens, and end sequences that are complete.
 
-        If the sampling of the next step needs these tokens, launch this sampling now.
+        If the next step has put off its sampling until these tokens are known, launch the sampling now. If the step
+        has failed, recover the instance.
         """
         try:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
@@ -247,8 +253,8 @@ class Steps:
     def _sample_late(self, instance: Instance) -> None:
         """Launch the sampling of the oldest step in flight, if the sampling was put off.
 
-        With structured output, the allowed tokens depend on the previous token. The sampling is then put off until the
-        host knows the previous token.
+        Sampling is put off with structured output, because the allowed tokens depend on the previous token. The host
+        must know the previous token before it can launch the sampling.
         """
         step = next(iter(instance.pending), None)
         if step is None or step.logits is None:
@@ -267,7 +273,7 @@ class Steps:
 
         Args:
             instance: instance that computed the chunk.
-            row: row of the step with the chunk.
+            row: row of the step that computed the chunk.
             packed: log-probabilities as the program returns them (`unpack_logprobs`).
         """
         sequence = row.sequence
@@ -288,7 +294,7 @@ class Steps:
     def _reject_nan(self, instance: Instance, sequence: Sequence) -> None:
         """Reject a sequence whose logits are infinite or not numbers, and remove its pages from the prefix cache.
 
-        The freed pages need no zeroing. A later sequence writes each position of a page before it reads the position.
+        The freed pages need no zeroing, because a sequence never reads a position of a page before writing it.
         """
         self._stats.nan_logits += 1
         self._sequences.reject(
@@ -319,19 +325,17 @@ class Steps:
     ) -> None:
         """Give an instance an empty cache after a program failed, and requeue the sequences of the instance.
 
-        If the instance is changing its degree, its devices continue as one instance of the higher degree. If the
-        instance is paused, another instance serves on its devices and has the cache. That instance is recovered
-        instead.
+        If the degree of the instance is changing, the devices continue as one instance of the higher degree. If the
+        instance is paused, recover the merged instance that serves on the same devices.
 
         Args:
             instance: instance whose program failed.
             error: error of the program.
-            rows: rows of the failed step. The sequence of a row ends with an error after `MAX_FAILURES` failed steps in
-                a row.
+            rows: rows of the failed step. A sequence ends with an error after `MAX_FAILURES` consecutive failed steps.
             sampled: rows of the failed step that were to sample a token. These tokens are lost.
 
-        Raises `error` after `MAX_FAILURES_IN_A_ROW` failures without a success between them, because the device then
-        does not work.
+        Raises `error` after more than `MAX_FAILURES_IN_A_ROW` failures without a successful step between them. The
+        devices are then assumed to be broken.
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
         if instance.transition is not None and instance.transition.changes_degree:
@@ -360,7 +364,7 @@ class Steps:
     def recover_if_lost(self, instance: Instance, error: Exception) -> None:
         """Recover an instance if a failed program has destroyed buffers of the instance.
 
-        Call this for programs that are not part of a step. `error` is the error of the program.
+        Call this when a program that is not part of a step has failed. `error` is the error of that program.
         """
         runner, state = instance.runner, instance.sampler.state
         buffers = [extent for site in runner.sites.values() for extent in site.extents()]
@@ -370,9 +374,10 @@ class Steps:
             self.recover(instance, error)
 
     def _rebuild(self, instances: list[Instance]) -> None:
-        """Requeue all sequences of instances that share buffers, and give the instances new, empty caches.
+        """Requeue all sequences of some instances, and give these instances new, empty caches.
 
-        If the allocation fails twice, take the devices of the instances out of service.
+        The argument must contain every instance that shares buffers with one of these instances. If the allocation
+        fails twice, `Cluster.take_back` replaces the instances, or takes their devices out of service.
         """
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)

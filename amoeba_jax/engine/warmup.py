@@ -35,16 +35,18 @@ Specs = dict[Hashable, ProgramSpec]
 
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
-    """Return the number of programs that a warm-up of these degrees prepares."""
+    """Return the number of programs in a warm-up of these degrees. Programs that are already compiled count too."""
     return len({key for specs in _wanted(engine, degrees) for key in specs})
 
 
 def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs, Specs]:
-    """Return three dicts of the programs that a warm-up of these degrees prepares, each by program key.
+    """Return `(usual, pausing, placements)`: dicts of the programs that a warm-up of these degrees needs.
 
-    The first dict is for instances that release weights to the KV cache, and for transformations between them. The
-    second is for instances that keep all weights. The third is for data-parallel attention, and for replicated or
-    migrated layers. A warm-up compiles the programs of the third dict, but does not run them.
+    `usual` is for instances that use the memory of unneeded weights as KV cache. `pausing` is for merged instances that
+    keep all weights, so that they can pause requests. Both include the transformations of such instances.
+
+    `placements` is for data-parallel attention, and for replicated or migrated layers. A warm-up compiles the programs
+    of `placements`, but does not run them.
     """
     plan, executables, in_order = engine.cluster.plan, engine.cluster.executables, tuple(sorted(set(degrees)))
     for tp in degrees:
@@ -61,17 +63,19 @@ def _by_key(specs: list[ProgramSpec]) -> Specs:
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
     """Compile the missing programs of these degrees, and run each program once. Return the number of missing programs.
 
+    Programs for data-parallel attention, and for replicated or migrated layers, are compiled but not run.
+
     The prefix caches are empty afterwards. The devices form the same groups as before, but the instances are new. A
-    warm-up of all degrees marks the registry of programs as `complete`. Runs in the dispatcher thread.
+    warm-up of all degrees sets `Executables.complete`. Runs in the dispatcher thread.
 
     Args:
-        engine: engine, which must have no requests.
+        engine: engine without requests and without a change in progress.
         degrees: degrees whose programs are compiled. Programs of transformations between them are included.
-        on_program: function called once after the compilation of each program, and once after its run.
+        on_program: function that is called after each compilation of a program, and after each run of a program.
 
     Raises:
-        RequestError: requests are waiting or running.
-        MemoryBudgetError: the temporaries of the programs exceed the budget.
+        RequestError: the engine has requests, or a change is in progress.
+        MemoryBudgetError: the temporary buffers of the programs exceed the memory budget.
         EngineClosedError: `close` was called during the warm-up.
     """
 
@@ -81,7 +85,10 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
     def run_all(specs: Specs, released: int | None = None) -> None:
-        """Run the programs for which a present instance has the buffers. Remove these programs from `specs`."""
+        """Run the programs for which a present instance has the buffers. Remove these programs from `specs`.
+
+        `_run_here` explains `released`.
+        """
         _clear_caches(engine)
         for spec in list(specs.values()):
             if _run_here(engine, spec, released):
@@ -132,8 +139,8 @@ def _clear_caches(engine: Engine) -> None:
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
     """Run a program on a present instance that has the program's buffers. Return False if no instance has them.
 
-    The instance must have released exactly the weights that degree `released` does not need. Default: the degree of the
-    instance.
+    The KV cache of the instance must use the memory of exactly those weights that degree `released` does not need.
+    Default of `released`: the degree of the instance.
     """
     for instance in engine.instances:
         if spec.kind in COLUMNS:
@@ -151,7 +158,7 @@ def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) ->
 def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
     """Run a program once without changing data in use, and wait for the results.
 
-    The instance must have the buffers that the program updates. It must have no sequences.
+    The instance must have the buffers that the program updates, and must have no sequences.
     """
     program, hidden = engine.cluster.executables.get(spec), instance.runner.hidden
     sites = instance.runner.sites.values()
@@ -200,9 +207,9 @@ def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: ja
 
 
 def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program that copies columns of hidden states. Return an array to wait for.
+    """Run a program that reads or writes columns of hidden states. Return an array to wait for.
 
-    A program that writes columns writes zeros.
+    A column is the hidden state of one token. If the program writes columns, let the program write zeros.
     """
     hidden, device = instance.runner.hidden, engine.cluster.sub_meshes.group(spec.devices[0], 1)
     states = hidden.take(device)
@@ -215,9 +222,9 @@ def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program:
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
-    """Run a program that samples. Return arrays to wait for.
+    """Run a program of a kind in `ON_FIRST`, such as a program that samples. Return arrays to wait for.
 
-    The arguments are padding, or the program writes to an unused slot.
+    The arguments are zeros or padding. Data in use does not change.
     """
     state = instance.sampler.state
     if kind == "set_state":

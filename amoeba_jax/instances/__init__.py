@@ -1,4 +1,8 @@
-"""Sequences, the instances that compute them, and the cluster of instances.
+"""Sequences, the instances that compute them, and the cluster of all instances.
+
+A *sequence* is one sample of a request. An *instance* is a serving replica on one device or a group of devices. A
+*page* holds the keys and values (KV cache) of a fixed number of tokens. A *step* is one pass of an instance through the
+model.
 
 Read the files in this order:
 
@@ -8,7 +12,7 @@ Read the files in this order:
     lane.py           sequences that travel through the layers together, with their pages
 
     pace.py           durations of recent steps
-    batcher.py        contents of the next step
+    batcher.py        choice of the next step
     step.py           a step: plan, inputs, the launched step, and the thread that reads results
     runner.py         launch of a step
     hidden_states.py  buffers of hidden states, which all steps share

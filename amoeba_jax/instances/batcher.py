@@ -1,11 +1,12 @@
-"""Plans of the next step: one token of each decoding sequence, and chunks of prompts.
+"""Choice of the next step of an instance.
 
-`plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes. A lane (`Lane`) is a
-set of sequences that travel through the layers together.
+A step is one pass through the model. Each row of a step is one sequence: one token of a decoding sequence, or a chunk
+of a prompt. `plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes. A lane
+(`Lane`) is a set of sequences that travel through the layers together.
 
-With several lanes, a step has equally many rows for each lane, or rows of one lane only. A row is one sequence in the
-step. The step computes either decodes or a prompt. Its shape is also a shape of steps with one lane, so no further
-programs must be compiled.
+With several lanes, a step either decodes or computes a chunk of one prompt. A step that decodes has equally many rows
+for each lane, or rows of one lane only. The shapes of these steps also occur with one lane. Several lanes therefore
+need no further compiled programs.
 """
 
 import math
@@ -28,14 +29,14 @@ _MAX_ABSENT = 256
 
 
 class PromptTurns:
-    """Order in which prompts are computed.
+    """Order in which the prompts of an instance are computed.
 
     Prompts of a higher priority (a lower `Sequence.rank`) come first. Among prompts of equal priority, prompts of the
-    client with the lowest counter come first. A client's counter is the number of its prompt tokens that steps have
-    computed.
+    client with the lowest counter come first. Each step adds its prompt tokens to the counters of the clients that sent
+    the prompts.
 
-    A client may be absent, that is, have no prompts for some time. When the client returns, its counter is raised to
-    the smallest counter of the other clients that have prompts. So a client gains nothing by an absence.
+    A client is absent while the client has no prompts. When a client returns, the client's counter is raised at least
+    to the lowest counter of the other clients that have prompts. So a client gains nothing by an absence.
 
     The counters follow the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024.
     Only prompt tokens are counted. Decodes need no counter, because every decoding sequence has a row in each step.
@@ -66,7 +67,7 @@ class PromptTurns:
         return sorted(prompts, key=lambda s: (s.rank, self._tokens[s.client], lengths[s.client], s.order))
 
     def took(self, rows: Iterable[Row]) -> None:
-        """Add the prompt tokens in the rows of a launched step to the counters of the clients."""
+        """Add the prompt tokens of a launched step to the counters of the clients. `rows` are the rows of the step."""
         for row in rows:
             if row.length > 1:
                 client = row.sequence.client
@@ -83,19 +84,22 @@ def plan_step(
 ) -> StepPlan | None:
     """Plan the next step of an instance with one lane. Return None if there is nothing to compute.
 
-    All sequences must already have pages for the step. The step has a row for every decoding sequence, except if the
-    step computes log-probabilities of a prompt. The first prompt in the order of `turns` sets the chunk size. Other
-    prompts join while the step stays within the token budget.
+    Usually, the step has a row for every decoding sequence, and rows for up to four prompts. The first prompt in the
+    order of `turns` determines the size of the chunks. Other prompts join if a step shape has room for them.
 
-    Prompt tokens make a step longer, so they delay the decodes of the step. The first prompt must not delay decodes of
-    a higher priority (a lower `Sequence.rank`), or decodes of equal priority of other clients. If the step has such
-    decodes, its prompt tokens are limited to what takes as long as two decode steps. One chunk of the smallest size is
-    always allowed.
+    A step with prompt tokens takes longer, which delays the decoding sequences. Some decoding sequences are protected
+    from the first prompt: sequences of a higher priority (a lower `Sequence.rank`), and sequences of other clients with
+    equal priority. If the step has a protected sequence, the prompt tokens may take at most the time of two decode
+    steps. One chunk of the smallest size is allowed in any case.
 
     Args:
-        prompt_logits_turn: whether a prompt with requested log-probabilities comes first, if there is one. Such a
-            prompt needs logits at all positions, so its steps have no other rows. These steps should alternate with
-            other steps.
+        running: running sequences of the lane. They must already have pages for the step.
+        buckets: step shapes of the instance.
+        turns: order of the prompts.
+        pace: durations of recent steps. These durations tell how much time prompt tokens take.
+        prompt_logits_turn: whether a prompt whose log-probabilities are requested comes before all other sequences. If
+            False, such a prompt is computed only if there is nothing else to compute. Such a prompt needs logits at all
+            positions, so its steps have no other rows. The caller should alternate between True and False.
     """
     active = _active(running)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -118,13 +122,14 @@ def plan_step(
 
 
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps that can run until the programs of the best step (`plan_step`) are compiled.
+    """Yield steps that can replace the best step (`plan_step`) as long as programs of the best step are missing.
 
-    First come steps of all sequences. Then come steps without the sequences that need the `full` sampler. Last come
-    steps without the sequences that need the `full` or the `sample` sampler.
+    The steps come in three groups. The steps of the first group are for all sequences. The second group leaves out the
+    sequences that need the `full` sampler. The third group leaves out the sequences that need the `full` or the
+    `sample` sampler. `sampler_kind` explains these samplers.
 
-    In each of these three groups, steps with a prompt come first, then steps of all decodes, and then steps of some of
-    the decodes. No step computes log-probabilities of a prompt.
+    In each group, steps with a prompt come first. Then come steps that decode all decoding sequences. Last come steps
+    that decode only some of the decoding sequences. No step computes log-probabilities of a prompt.
     """
     active = [s for s in _active(running) if not s.needs_prompt_logits]
     for left_out in ((), ("full",), ("sample", "full")):
@@ -137,10 +142,11 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 
 
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
-    """Return plans without rows, whose shapes have room for as many sequences as possible.
+    """Return plans whose step shapes have room for as many sequences as possible.
 
-    The last plan has the shape of a step that only decodes. If a prompt must be computed, the plan before it has the
-    shape of a step with decodes and one prompt.
+    The caller compiles programs for these shapes. The plans have no rows. The last plan has the shape of a step that
+    only decodes. If a prompt must be computed, another plan comes first, with the shape of a step with decodes and one
+    prompt.
     """
     prompts = [s for s in _active(running) if s.num_uncomputed_tokens > 1 and not s.needs_prompt_logits]
     decodes = StepPlan(buckets.step(buckets.max_num_seqs), ())
@@ -151,13 +157,15 @@ def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
 
 
 def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, last_was_prompt: bool) -> Iterator[StepPlan]:
-    """Yield steps of several lanes, the best next step first.
+    """Yield possible next steps of an instance with several lanes, the best step first.
 
-    The other steps can run until the programs of the best step are compiled.
+    If programs of the best step are missing, the caller can launch one of the other steps.
 
     Args:
-        buckets: step shapes of an instance that has only one of these lanes.
-        last_was_prompt: whether the latest step computed a prompt. If so, decodes come first.
+        lanes: lanes of the instance. A lane is a set of sequences that travel through the layers together.
+        buckets: step shapes that an instance with only one of these lanes would have.
+        turns: order of the prompts.
+        last_was_prompt: whether the latest step computed a prompt. If so, steps that decode come first.
     """
     decodes = [
         [s for s in lane.running if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits] for lane in lanes
@@ -191,7 +199,7 @@ def _plan(shape: BatchShape, decodes: list[Sequence], prompts: list[Sequence]) -
 
 
 def _first_prompt_row(shape: BatchShape) -> int:
-    """Return the index of the first prompt row in a step. The rows before it are decodes or padding."""
+    """Return the index of the first prompt row in a step of this shape. All earlier rows are decodes or padding."""
     return shape.num_rows - shape.groups[-1][0]
 
 
@@ -213,10 +221,10 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
 
 
 def _prompt_left(sequence: Sequence) -> int:
-    """Return the number of tokens that prompt steps of a sequence must still compute.
+    """Return the number of tokens of a sequence that prompt steps must still compute.
 
-    If log-probabilities of the prompt are still needed, only prompt tokens count. Otherwise, generated tokens without
-    keys and values count too, for example after a preemption.
+    If log-probabilities of the prompt are still needed, only prompt tokens count. Otherwise, generated tokens whose
+    keys and values are missing count too. Such tokens exist after a preemption, for example.
     """
     if sequence.needs_prompt_logits:
         return len(sequence.prompt) - sequence.num_computed
@@ -224,9 +232,9 @@ def _prompt_left(sequence: Sequence) -> int:
 
 
 def _prompt_step(sequence: Sequence, chunk: int, buckets: Buckets, lane: int | None = None) -> StepPlan:
-    """Return a step with one chunk of one prompt.
+    """Return a step that computes only one chunk of one prompt. `chunk` is the size of the chunk in tokens.
 
-    The step computes logits of all tokens of the chunk if the sequence needs log-probabilities of the prompt.
+    If the sequence needs log-probabilities of the prompt, the step computes logits of all tokens of the chunk.
     Otherwise, the step computes logits of the last token only.
     """
     shape = buckets.step(0, 1, chunk)
@@ -235,7 +243,10 @@ def _prompt_step(sequence: Sequence, chunk: int, buckets: Buckets, lane: int | N
 
 
 def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps with one chunk of a prompt in lane `lane`. The step with the best chunk size comes first."""
+    """Yield steps that compute one chunk of a prompt. The step with the best chunk size comes first.
+
+    `lane` is the index of the sequence's lane.
+    """
     best = buckets.chunk_size(_prompt_left(sequence))
     sizes = buckets.prompt_logits_chunks if sequence.needs_prompt_logits else buckets.chunk_sizes
     for chunk in sorted(sizes, key=lambda size: (size < best, abs(size - best))):
@@ -243,10 +254,10 @@ def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[S
 
 
 def _lane_decode_plans(decodes: list[list[Sequence]], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps with all decoding sequences of all lanes. The step with the fewest rows comes first.
+    """Yield steps that decode all decoding sequences of all lanes. The step with the fewest rows comes first.
 
-    `decodes` lists the decoding sequences of each lane. If only one lane has decoding sequences, the steps contain only
-    this lane.
+    `decodes` lists the decoding sequences of each lane. If only one lane has decoding sequences, the steps have rows of
+    this lane only.
     """
     busy = [number for number, sequences in enumerate(decodes) if sequences]
     if not busy:

@@ -1,4 +1,4 @@
-"""Devices of an engine, their memory, and the instances on them."""
+"""Cluster: the devices of an engine, the memory of the devices, and the instances on them."""
 
 import contextlib
 import gc
@@ -48,19 +48,20 @@ _TAKE_BACK_ATTEMPTS = 3
 
 
 class Cluster:
-    """Devices with their weights and memory, and the instances that serve on them.
+    """Devices of an engine with their weights and memory, and the instances (serving replicas) on these devices.
 
     The constructor loads the weights, and calls `on_load(name)` after each loaded parameter. Then the constructor
-    divides the remaining memory and creates the first instances. Meanwhile, background threads compile the programs of
-    the tensor-parallel degrees `compile_first`.
+    creates the first instances. Meanwhile, background threads compile the programs of the tensor-parallel degrees
+    `compile_first`.
 
     Attributes:
         instances: present instances, in the order of their first devices. Paused instances are not included.
-        factory: factory of instances and their parts. Exists only after the weights are loaded.
-        lost: dict of the groups of devices that are out of service. The value of a group is the degree for which the
-            group's weights are released: weights that this degree does not need are KV cache. The memory of these
-            groups stays reserved. Any thread may read the dict, because every change replaces the whole dict.
-        activation_bytes: bytes that are reserved on each device for temporaries of the programs of steps.
+        factory: factory of instances and their parts. The attribute exists only after the weights are loaded.
+        lost: dict whose keys are the device groups that are out of service. The value is the degree for which the
+            weights of the group are released. The memory of weights that this degree does not need is KV cache. The
+            memory of these groups stays reserved. Any thread may read the dict, because every change replaces the whole
+            dict.
+        activation_bytes: bytes reserved on each device for temporary arrays of step programs.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Cluster:
     # Memory of the devices
 
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
-        """Load the weights, and create the first instances."""
+        """Load the weights, and create the first instances with their buffers."""
         plan, tp = self.plan, self.plan.start_tp
         with self.open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load, plan.start_shards())
@@ -113,18 +114,20 @@ class Cluster:
         self._unused_bytes = {device: self.ledgers[device].free_bytes for device in plan.start_devices}
 
     def unused_bytes(self, device: int) -> int:
-        """Return the number of bytes of a device that were free right after the start of the engine.
+        """Return how many bytes of a device's memory budget were unused right after the start of the engine.
 
-        The option `kv_cache_tokens` limits the KV cache, so it may leave memory unused. For a device that held nothing
-        at the start, return the smallest such number of all other devices.
+        Memory may be unused because the option `kv_cache_tokens` limits the KV cache. If the device was empty at the
+        start, return the smallest number among the devices that were not empty.
         """
         return self._unused_bytes.get(device, min(self._unused_bytes.values()))
 
     def reserve_temporaries(self, executable: Executable) -> None:
-        """Reserve memory on all devices for the temporaries of a program.
+        """Reserve memory for the temporary arrays of a program, on all devices.
 
-        Raises `MemoryBudgetError` if the memory does not suffice. The reservations are unchanged then. Programs of
-        transformations reserve nothing here, because the reservation `staging_bytes` is for them.
+        Do nothing if the reserved memory suffices already. Also do nothing for programs of transformations (changes of
+        the tensor-parallel degree or the placement), because `staging_bytes` is reserved for them.
+
+        Raises `MemoryBudgetError` if too little memory is free. The reservations are then unchanged.
         """
         if executable.info.temp_bytes <= self.activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
             return
@@ -141,13 +144,16 @@ class Cluster:
         self.activation_bytes = executable.info.temp_bytes
 
     def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
-        """Check that the step programs of instances of degree `tp` on a group's devices are compiled.
+        """Check that the step programs of new instances are compiled, if no compilation is allowed any more.
 
-        Raises `NotCompiledError` if `strict_compile` is set and programs are missing.
+        If the option `strict_compile` is set, no compilation is allowed after the warm-up. Raises `NotCompiledError` if
+        a program is missing in that case.
 
         Args:
-            group: devices of one or more instances of degree `tp`.
-            released: degree for which the weights of these instances are released.
+            group: devices of all new instances together.
+            tp: tensor-parallel degree of each new instance.
+            released: degree for which the weights of the new instances are released. The memory of weights that this
+                degree does not need is KV cache.
         """
         shape = self.plan.buckets(tp).step(1)
         for start in range(group.start, group.start + group.tp, tp):
@@ -156,10 +162,10 @@ class Cluster:
             self.executables.check(self.plan.step_specs(self.executables.specs, part, shape, extents))
 
     def release_more(self, instance: Instance, degree: int) -> None:
-        """Release more weights of an instance. Their memory becomes KV cache.
+        """Turn the memory of further weights of an instance into KV cache.
 
-        All weights that an instance of degree `degree` does not need are released. `degree` may be higher than the
-        degree of this instance.
+        Afterwards, the memory of all weights that an instance of degree `degree` does not need is KV cache. `degree` is
+        at most the degree of this instance.
         """
         for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
@@ -171,9 +177,10 @@ class Cluster:
         instance.released = degree
 
     def add_layer(self, site: Site, layer: int) -> None:
-        """Allocate the KV extents (page buffers) of a layer at a site of one device, unless the site has them already.
+        """Allocate the KV extents (page buffers) of a layer, unless the site has them already.
 
-        Raises `MemoryBudgetError` if the budget is too small, or the error of the allocation. Nothing has changed then.
+        `site` holds the buffers of one device. Raises `MemoryBudgetError` if the budget is too small. If the allocation
+        itself fails, the error of the allocation is raised. After an error, nothing has changed.
         """
         if not site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
@@ -186,18 +193,20 @@ class Cluster:
                 raise
 
     def drop_layer(self, site: Site, layer: int) -> None:
-        """Free the KV extents (page buffers) of a layer at a site of one device."""
+        """Free the KV extents (page buffers) of a layer. `site` holds the buffers of one device."""
         if site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
             self.ledgers[site.group.start].remove(Owner.KV_CACHE, size, layer)
             site.kv[layer] = []
 
     def open_device(self, device: int, *, samples: bool = False) -> None:
-        """Allocate the buffers with which a device computes steps, and reserve their memory.
+        """Allocate the buffers that a device needs to compute steps, and reserve memory for temporary arrays.
 
-        If `samples`, also allocate the state of the sampler. Existing buffers stay. The call waits until the buffers
-        are allocated, so that missing memory is noticed here. Raises `MemoryBudgetError` or the error of the
-        allocation. After an error, the caller must call `close_device`.
+        If `samples`, also allocate the state of the sampler. Buffers that exist already stay. The call waits for the
+        new buffers, so that missing memory is noticed here.
+
+        Raises `MemoryBudgetError` if the budget is too small. If an allocation itself fails, the error of the
+        allocation is raised. After an error, the caller must call `close_device`.
         """
         ledger, plan, factory, at = (
             self.ledgers[device],
@@ -222,7 +231,7 @@ class Cluster:
     def close_device(self, device: int) -> None:
         """Free the weights and buffers of a device that no instance uses, and end the reservations on the device.
 
-        The KV cache on the device must already be free.
+        The KV cache of the device must already be free.
         """
         factory, ledger = self.factory, self.ledgers[device]
         for layer in (None, *range(self.dims.config.num_layers)):
@@ -242,18 +251,18 @@ class Cluster:
 
     @property
     def empty_devices(self) -> list[int]:
-        """Indices of the devices in service on which no instance has modules."""
+        """Indices of the devices that are in service and on which no instance has modules (attention or FFNs)."""
         used = {device for instance in self.instances for device in instance.runner.placement.devices}
         used |= {device for group in self.lost for device in group.device_indices}
         return [device for device in range(len(self.sub_meshes.devices)) if device not in used]
 
     @property
     def all_instances(self) -> list[Instance]:
-        """Present instances and paused instances. Each present instance is followed by its paused instances."""
+        """Present and paused instances. Each present instance is followed by the instances that are paused for it."""
         return [each for instance in self.instances for each in (instance, *instance.paused)]
 
     def instance_of(self, sequence: Sequence) -> Instance:
-        """Return the instance of a running or paused sequence."""
+        """Return the instance to which a running or paused sequence belongs."""
         return next(instance for instance in self.all_instances if sequence in instance.running)
 
     def swap(self, old: Iterable[Instance], new: Iterable[Instance]) -> None:
@@ -262,9 +271,9 @@ class Cluster:
         self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
-        """Replace present instances by new instances on the same devices.
+        """Replace present instances by new instances on the same devices, and retire the old instances.
 
-        The old instances drop all device buffers except the KV cache.
+        A retired instance keeps only the device buffers of its KV cache.
         """
         self.swap(old, new)
         for instance in old:
@@ -281,8 +290,9 @@ class Cluster:
     def rebuild(self, instances: list[Instance]) -> None:
         """Replace instances by new instances that have the same buffers and an empty KV cache.
 
-        The old instances must have no sequences. `instances` must contain every instance that shares buffers with one
-        of them. Buffers that failed programs have lost are allocated again.
+        Call this after a program has failed. Buffers that the failed program has lost are allocated again. The old
+        instances must have no sequences. `instances` must include every instance that shares buffers with one of the
+        old instances.
         """
         for instance in instances:
             for home, site in instance.runner.sites.items():
@@ -299,9 +309,10 @@ class Cluster:
         return self.factory.instance(runner.placement, runner.sites, old.allocators, old.released, old.width, tokens)
 
     def link_lanes(self) -> None:
-        """Let the prefix cache of each lane evict cached pages of other lanes that use the same page allocators.
+        """Let the prefix cache of each lane evict cached pages of other lanes that use the same memory.
 
-        Instances with paused instances are left out, because `Instance.take_the_place_of` connects their lanes.
+        A lane is a set of sequences with a page pool. Lanes of an instance that has paused instances are left out. For
+        these lanes, `Instance.take_the_place_of` determines what the prefix cache may evict.
         """
         lanes = [lane for instance in self.instances if not instance.paused for lane in instance.lanes]
         for lane in lanes:
@@ -312,14 +323,14 @@ class Cluster:
     # Groups that are out of service
 
     def take_back(self, old: list[Instance]) -> None:
-        """Replace instances by empty instances, after a change of these instances has failed half-way.
+        """Replace instances by new, empty instances, after a change of the old instances has failed half-way.
 
-        Each new instance has the device group of an old instance, and the same released weights. With a start
-        placement, the new instance has the start placement instead. The old instances must have no sequences and empty
-        prefix caches.
+        Each new instance has the devices of an old instance. The weights of the new instance are released for the same
+        degree. An engine with a start placement has only one instance. In that case, the new instance has the start
+        placement. The old instances must have no sequences and empty prefix caches.
 
-        Each group is tried several times, because buffers may be freed late. If all attempts for a group fail, the
-        group is out of service (`lost`).
+        For each group of devices, several attempts are made, because buffers may be freed late. If all attempts for a
+        group fail, the group is out of service (`lost`).
         """
         for instance in old:
             instance.enter(Phase.LOST)
@@ -336,13 +347,13 @@ class Cluster:
         self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
 
     def _abandon(self, instance: Instance) -> None:
-        """Free the KV cache of an instance that goes out of service.
+        """Free the KV cache of an instance whose devices go out of service.
 
         The memory of the KV cache stays reserved for the next instance on these devices.
 
-        One case is different: layers of the instance are at several homes, but not because of data-parallel attention.
-        Then the reservation also ends at homes of one device. The next instance has all modules on the first device of
-        the old instance, or it has the start placement.
+        There is one exception: an instance without data-parallel attention whose layers are at several homes (device
+        groups). On the homes of one device, the reservation ends. In that case, the next instance has all modules on
+        the first device of the old instance, or it has the start placement.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:
@@ -353,11 +364,11 @@ class Cluster:
     def revive(self) -> bool:
         """Try to bring groups of devices that are out of service back into service.
 
-        Return whether at least one group is in service again. A group whose attempt fails stays out of service, and no
+        Return whether at least one group is in service again. A group whose attempt fails stays out of service. No
         error is raised.
 
-        The dispatcher calls this often. A call does nothing if no group is out of service, or if the latest attempt was
-        a short time ago.
+        The dispatcher calls this method often. The method does nothing if no group is out of service, or if the latest
+        attempt was a short time ago.
         """
         start = time.monotonic()
         if not self.lost or start < self._next_revival_s:
@@ -380,7 +391,7 @@ class Cluster:
                 )
 
     def _make_again(self, group: SubMesh) -> str | None:
-        """Create an instance for a group that is out of service. Return None if this succeeds, otherwise the reason."""
+        """Create an instance for a group that is out of service. Return None on success, otherwise an error text."""
         try:
             if self.plan.placement is not None:
                 instance = self._placed_instance(self.plan.placement)
@@ -397,9 +408,10 @@ class Cluster:
         return None
 
     def _placed_instance(self, placement: Placement) -> Instance:
-        """Create an instance with the start placement and an empty KV cache.
+        """Create an instance with a start placement and an empty KV cache.
 
-        Weights that have moved to other devices are copied back.
+        The placement tells which devices compute which modules. Weights that have moved to other devices are copied
+        back.
         """
         for device in placement.devices:
             self.open_device(device, samples=device == placement.head.start)
@@ -430,11 +442,11 @@ class Cluster:
         return self.factory.placed_instance(placement)
 
     def _empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
-        """Create an instance with an empty KV cache.
+        """Create an instance with an empty KV cache on a group.
 
-        The weights that degree `released` does not need become KV cache. If the group lacks weights that this degree
-        needs, the weights are read again. If `attention_degree` is below the degree of the group, the instance has
-        data-parallel attention.
+        The memory of weights that degree `released` does not need becomes KV cache. If the group lacks weights that
+        this degree needs, these weights are read again. If `attention_degree` is below the degree of the group, the
+        instance has data-parallel attention: parts of the group compute the attention of different sequences.
         """
         layers, weights = range(self.dims.config.num_layers), self.weights
         base = self.memory_plan.num_pages * self.memory_plan.page_bytes
@@ -469,7 +481,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
-    """Convert failed allocations inside this context to `MemoryBudgetError`. The message names the budget.
+    """Raise `MemoryBudgetError` if an allocation inside this context fails. The message names the budget.
 
     JAX allocates arrays asynchronously, so the code in the context must wait for its arrays.
     """
@@ -487,7 +499,7 @@ def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Clear the stack frames of an error and of its causes.
+    """Clear the stack frames of an error and of the errors that caused it.
 
     Otherwise, local variables in these frames would keep device buffers alive as long as the error exists.
     """

@@ -1,4 +1,4 @@
-"""Factory of instances and their parts: allocators, sites, lanes and scratch buffers."""
+"""Factory that creates instances and their parts: page allocators, sites, lanes and scratch buffers."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -26,18 +26,18 @@ from sharding.placement import Home, Placement
 
 
 class InstanceFactory:
-    """Factory of instances and their parts, for devices whose weights are loaded. Used by the dispatcher thread only.
+    """Factory of instances and their parts, on devices whose weights are loaded. Used by the dispatcher thread only.
 
     Attributes:
-        allocators: one page allocator for each device. The allocators stay the same objects when instances change. The
-            list is empty with a start placement.
-        hidden: buffers of hidden states on all devices that hold modules. They come with the loads of experts, that is,
-            the number of tokens of each expert.
-        sampling_states: state of the sampler on each device that samples.
-        begins: arrays False and True on each device that holds modules. A `Site` passes one of them to a program as a
-            flag.
-        layer_numbers: indices of the layers, as arrays on each device that holds modules. Programs need them to count
-            the loads of experts. Empty for models without experts.
+        allocators: one page allocator for each device. The allocators stay the same objects when instances change. With
+            a start placement, the list is empty.
+        hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
+            `hidden.loads` counts the tokens of each expert.
+        sampling_states: state of the sampler on each device that samples, by device index.
+        begins: boolean scalars False and True on each device that holds modules, by device index. A `Site` passes one
+            of these scalars to a program, to tell whether the program begins the step.
+        layer_numbers: indices of the layers, as scalars on each device that holds modules, by device index. With these
+            indices, programs count the tokens of each expert. For models without experts, there are no indices.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
@@ -56,9 +56,13 @@ class InstanceFactory:
     # Allocators
 
     def open_allocator(self, index: int, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return a page allocator for a device that was empty.
+        """Return an empty page allocator for a device that held no pages so far.
 
-        The allocator has one extent for each number of pages in `extent_pages`. `index` is the index of the device.
+        With a start placement, the allocator is a new object. Otherwise, it is the device's object in `allocators`.
+
+        Args:
+            index: index of the device.
+            extent_pages: number of pages of each extent. An extent is a range of pages with a buffer of its own.
         """
         new = self.empty_allocator(extent_pages)
         if not self.allocators:
@@ -69,13 +73,16 @@ class InstanceFactory:
     def new_allocator(self, released: int) -> BuddyAllocator:
         """Return an empty page allocator for a device whose weights are released for degree `released`.
 
-        An extent is a range of pages with a buffer of its own. The allocator has the first extent, which every device
-        has, and the extents made of the weights that degree `released` does not need.
+        The pages are in extents, and each extent has a buffer of its own. Every device has the first extent. The other
+        extents are in the memory of weights that degree `released` does not need.
         """
         return self.empty_allocator(self._plan.extent_pages(released))
 
     def empty_allocator(self, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return an empty page allocator. It has one extent for each number of pages in `extent_pages`."""
+        """Return an empty page allocator with extents of the given sizes.
+
+        `extent_pages` has the number of pages of each extent. An extent is a range of pages with a buffer of its own.
+        """
         allocator = BuddyAllocator(self._dims.max_tp)
         for num_pages in extent_pages:
             allocator.add_extent(num_pages)
@@ -86,9 +93,10 @@ class InstanceFactory:
         return [self.allocators[device] for device in group.device_indices]
 
     def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
-        """Give the page allocators of a group's devices the state of planned allocators.
+        """Give the page allocators of a group's devices the contents of the allocators `planned`.
 
-        Return the allocators of the devices. They stay the same objects. `planned` has one allocator for each device.
+        Return the allocators of the devices, which stay the same objects. `planned` has one allocator for each device.
+        Do not use `planned` afterwards.
         """
         own = self.allocators_of(group)
         for allocator, plan in zip(own, planned, strict=True):
@@ -98,9 +106,10 @@ class InstanceFactory:
     # Parts of instances
 
     def new_site(self, group: SubMesh, kv: KvBuffers, released: int) -> Site:
-        """Return the site of a group, with the KV extents `kv`.
+        """Return a site (the buffers of one device group) with the KV extents `kv`.
 
-        `released` is the degree for which the weights of the group are released.
+        `released` is the degree for which the weights of the group are released. The memory of weights that this degree
+        does not need is KV cache.
         """
         return self._site(group, kv, self._plan.extent_pages(released))
 
@@ -111,21 +120,32 @@ class InstanceFactory:
         return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins, numbers)
 
     def empty_site(self, home: Home, extent_pages: tuple[int, ...]) -> Site:
-        """Return a site without layers.
+        """Return a site (the buffers of one home) without layers.
 
-        Each layer that is added later gets one extent for each number of pages in `extent_pages`.
+        Layers can be added later. `extent_pages` has the number of pages of each KV extent that an added layer gets.
         """
         group = self._plan.sub_meshes.group(home.start, home.degree)
         return self._site(group, [[] for _ in range(self._dims.config.num_layers)], extent_pages)
 
     def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
-        """Return an empty lane with pages from `pool`, for an instance that has all modules on one group."""
+        """Return an empty lane (set of sequences) for an instance that has all modules on `group`.
+
+        The sequences of the lane get their pages from `pool`.
+        """
         return self._lane({group.home: pool}, self._plan.buckets(group.tp).max_num_seqs)
 
     def new_lanes(
         self, placement: Placement, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], width: int
     ) -> list[Lane]:
-        """Return empty lanes for an instance, one for each microbatch. `width` is defined in `Instance`."""
+        """Return empty lanes for an instance, one for each microbatch of the placement.
+
+        A lane is a set of sequences that travel through the layers together.
+
+        Args:
+            placement: placement of the instance.
+            allocators: page allocators of each home, one for each rank of the home.
+            width: the instance runs up to `max_num_seqs * width` sequences. The lanes share this limit evenly.
+        """
         most = max(1, self._plan.buckets(width).max_num_seqs // placement.num_microbatches)
         return [
             self._lane({home: self.pool_at(home, allocators) for home in placement.layers_by_home(number)}, most)
@@ -133,11 +153,14 @@ class InstanceFactory:
         ]
 
     def pool_at(self, home: Home, allocators: Mapping[Home, SequenceOf[BuddyAllocator]]) -> PagePool:
-        """Return a page pool for a home, built on the home's allocators."""
+        """Return a page pool for a home. The pages come from the allocators of this home."""
         return PagePool(self._dims.pages, allocators[home], home.degree)
 
     def _lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
-        """Return an empty lane for up to `max_running` sequences. Its page pool combines the pools of the homes."""
+        """Return an empty lane for up to `max_running` sequences.
+
+        `pools` has the page pool of each home. A page of the lane takes a page from each of these pools.
+        """
         ranks, first = {}, 0
         for home, pool in pools.items():
             ranks[home] = slice(first, first + pool.tp)
@@ -149,7 +172,7 @@ class InstanceFactory:
     def last_tokens_of(self, instance: Instance) -> list[jax.Array]:
         """Return the last token of each slot of an instance: one buffer `[num_slots]` for each rank.
 
-        The instance must not launch steps any longer. If a failed program has lost the buffers, return new buffers.
+        The instance must no longer launch steps. If a failed program has lost the buffers, return new buffers of zeros.
         """
         runner = instance.runner
         if is_lost(runner.last_tokens):
@@ -169,25 +192,30 @@ class InstanceFactory:
         released: int,
         last_tokens: list[jax.Array] | None = None,
     ) -> Instance:
-        """Return an instance that computes all layers on a group.
+        """Return an instance that computes all layers on one group.
 
         Args:
             allocators: page allocators of the KV extents, one for each rank.
-            kv: KV extents of each layer.
-            released: degree for which weights are released, as in `Instance`.
-            last_tokens: buffers of the previous instances (`last_tokens_of`), one for each rank. None: new buffers.
+            kv: KV extents (page buffers) of each layer.
+            released: degree for which weights are released. The memory of weights that this degree does not need is KV
+                cache.
+            last_tokens: last tokens of the previous instances (`last_tokens_of`), one buffer for each rank. None: new
+                buffers.
         """
         placement = Placement.uniform(group.home, self._dims.config.num_layers)
         sites = {group.home: self.new_site(group, kv, released)}
         return self.instance(placement, sites, {group.home: allocators}, released, group.tp, last_tokens)
 
     def _parallel_attention_instance(self, group: SubMesh, degree: int, kv: KvBuffers, released: int) -> Instance:
-        """Return an instance on a group with data-parallel attention.
+        """Return an instance with data-parallel attention on a group.
+
+        Parts of the group compute the attention of different sequences. The whole group computes the FFNs.
 
         Args:
-            degree: degree of the attention, below the degree of the group.
-            kv: KV extents of each layer, sharded over the whole group.
-            released: degree for which FFN weights are released.
+            degree: number of devices of each part, below the degree of the group.
+            kv: KV extents (page buffers) of each layer, sharded over the whole group.
+            released: degree for which FFN weights are released. The memory of FFN weights that this degree does not
+                need is KV cache.
         """
         placement = Placement.parallel_attention(group.home, degree, self._dims.config.num_layers)
         sites = {group.home: self.new_site(group, [[] for _ in kv], released)}
@@ -200,11 +228,15 @@ class InstanceFactory:
         return self.instance(placement, sites, allocators, released, group.tp)
 
     def empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
-        """Return an instance with new, empty KV extents.
+        """Return an instance with a new, empty KV cache on a group.
 
-        If `attention_degree` is below the degree of the group, the instance has data-parallel attention.
+        The call waits for the KV cache, so that missing memory is noticed here and not in the first step.
 
-        The call waits for the extents, so that missing memory is noticed here and not in the first step.
+        Args:
+            released: degree for which weights are released. The memory of weights that this degree does not need is KV
+                cache.
+            attention_degree: degree of the attention. If this degree is below the degree of the group, the instance has
+                data-parallel attention. None: the degree of the group.
         """
         allocators = self.settle_allocators(group, [self.new_allocator(released) for _ in group.devices])
         layers = range(self._dims.config.num_layers)
@@ -214,7 +246,11 @@ class InstanceFactory:
         return self.new_instance(group, allocators, kv, released)
 
     def placed_instance(self, placement: Placement) -> Instance:
-        """Return an instance with a start placement, new KV extents and empty page allocators."""
+        """Return an instance with a start placement and a new, empty KV cache.
+
+        The placement tells which devices compute which modules. The call waits for the KV cache, so that missing memory
+        is noticed here.
+        """
         plan = self._plan
         pages = home_pages(placement, plan.device_plans)
         sites: dict[Home, Site] = {}
@@ -235,7 +271,18 @@ class InstanceFactory:
         width: int,
         last_tokens: list[jax.Array] | None = None,
     ) -> Instance:
-        """Return an instance with empty lanes. `Instance`, `Runner` and `new_instance` explain the arguments."""
+        """Return an instance with empty lanes.
+
+        Args:
+            placement: placement of the instance, which tells which home (device group) computes which modules.
+            sites: buffers of each home.
+            allocators: page allocators of each home, one for each rank of the home.
+            released: degree for which weights are released. The memory of weights that this degree does not need is KV
+                cache.
+            width: the instance runs up to `max_num_seqs * width` sequences at once.
+            last_tokens: last tokens of the previous instances (`last_tokens_of`), one buffer for each rank. None: new
+                buffers.
+        """
         plan, executables = self._plan, self._executables
         head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
         tokens = assemble(head, last_tokens or self._new_last_tokens(head), replicated=True)
@@ -250,9 +297,11 @@ class InstanceFactory:
         )
 
     def _new_extents(self, group: SubMesh, extent_pages: Iterable[int], layers: Collection[int]) -> KvBuffers:
-        """Allocate KV extents on a group, and return them by layer. Only the layers `layers` get extents.
+        """Allocate KV extents (page buffers) of zeros on a group. Return a list of extents for each layer.
 
-        `extent_pages` has the number of pages of each extent on one rank.
+        Args:
+            extent_pages: number of pages of each extent, on one rank.
+            layers: indices of the layers that get extents. The lists of other layers are empty.
         """
         shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in extent_pages]
         return [

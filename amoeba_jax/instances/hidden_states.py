@@ -1,6 +1,6 @@
-"""Buffers on each device that the programs of a step update in turn: hidden states, and loads of experts.
+"""Buffers that the programs of a step update one after another: hidden states, and loads of experts.
 
-The load of an expert is the number of tokens that this expert has computed.
+Each device has buffers of its own. The load of an expert is the number of tokens that this expert has computed.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,12 @@ from sharding.mesh import SubMesh, assemble, disassemble, is_lost
 
 
 class StepStates(NamedTuple):
-    """Buffers of a group that a program of a step updates.
+    """Buffers of a device group that a step program takes and returns with new contents.
 
     Attributes:
-        hidden: hidden states, `[D, hidden_tokens]`.
-        loads: number of tokens of each expert in each layer, `[layers, E]`. None: the model has no experts.
+        hidden: hidden states, `[D, hidden_tokens]`, with one column for each token.
+        loads: number of tokens that each expert of each layer has computed, `[layers, E]`. None: the model has no
+            experts.
     """
 
     hidden: jax.Array
@@ -26,11 +27,11 @@ class StepStates(NamedTuple):
 
 
 class DeviceBuffers:
-    """One buffer for each device.
+    """One buffer on each device, all of the same shape. Used by the dispatcher thread only.
 
-    All instances with modules on a device use the device's buffer in turn. This is possible because the programs of a
-    step are launched one right after another. The buffers are donated to programs: `take` removes a buffer before a
-    program runs, and `put` stores the buffer that the program returns. Used by the dispatcher thread only.
+    Several instances may have modules on a device. These instances use the device's buffer in turn. This is possible
+    because all programs of one step are launched before the programs of the next step. The buffers are donated to
+    programs: `take` removes a buffer before a program runs, and `put` stores the buffer that the program returns.
 
     Args:
         shape: shape of each buffer.
@@ -61,7 +62,7 @@ class DeviceBuffers:
             del self._devices[index]
 
     def take(self, group: SubMesh, *, replicated: bool = True) -> jax.Array:
-        """Remove the buffers of a group's devices, and return them as one array.
+        """Take the buffers of a group's devices out of this object, and return them as one array.
 
         If `replicated`, the array has the shape of one buffer, and each device has the whole array. Otherwise, the
         array is the concatenation of the buffers along the first axis.
@@ -121,13 +122,14 @@ class DeviceBuffers:
 
 
 class ExpertLoads(DeviceBuffers):
-    """Loads of experts: on each device, the number of tokens of each expert in each layer, `[layers, E]`.
+    """Loads of experts: the number of tokens that each expert of each layer has computed.
 
-    Only the first rank of each home counts. Experts are in the order of their shards (`ModelDims.expert_order`). A
-    buffer counts modulo 2**32, and starts at zero again when `collect` takes it. Used by the dispatcher thread only.
+    Each device has one buffer `[layers, E]`. Only the first rank of each home (device group) counts. Experts are in the
+    order in which the shards hold them (`ModelDims.expert_order`). A buffer counts modulo 2**32. When `collect` takes a
+    buffer, the device gets a new buffer of zeros. Used by the dispatcher thread only.
 
     Attributes:
-        totals: sum of all collected buffers of each device, as int64 `[layers, E]`.
+        totals: sum of all collected buffers of each device, as int64 `[layers, E]`, by device index.
     """
 
     def __init__(self, shape: tuple[int, int]):
@@ -136,11 +138,11 @@ class ExpertLoads(DeviceBuffers):
         self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
-        """Add the counted loads to `totals`, if the steps that count them have ended. Return the other buffers.
+        """Add counted loads to `totals`. Return the buffers that are taken but not added yet.
 
-        If no buffers remain from an earlier call, this call removes the buffer of each device, and gives each device a
-        new buffer of zeros. Removed buffers whose steps have not ended remain. A later call adds these buffers to
-        `totals`.
+        The call takes the buffer of each device, and gives the device a new buffer of zeros. If the steps that count in
+        a taken buffer have ended, the buffer is added to `totals`. Otherwise, a later call adds the buffer. Until then,
+        calls take no further buffers.
         """
         if not self._pending:
             self._take_apart(tuple(self._devices))
@@ -158,7 +160,9 @@ class ExpertLoads(DeviceBuffers):
 
 
 class HiddenStates(DeviceBuffers):
-    """Hidden states: one buffer `[D, hidden_tokens]` on each device. Its first columns are the tokens of a step.
+    """Hidden states: one buffer `[D, hidden_tokens]` on each device, with one column for each token.
+
+    A step uses the first columns of the buffers.
 
     Attributes:
         loads: loads of experts on the same devices. None: the model has no experts.
@@ -169,11 +173,11 @@ class HiddenStates(DeviceBuffers):
         self.loads = ExpertLoads(load_shape) if load_shape[1] else None
 
     def take_states(self, group: SubMesh) -> StepStates:
-        """Remove the hidden states and the loads of experts of a group, and return them."""
+        """Take the hidden states and the expert loads of a device group out of this object, and return them."""
         return StepStates(self.take(group), None if self.loads is None else self.loads.take(group))
 
     def put_states(self, group: SubMesh, states: StepStates) -> None:
-        """Store the hidden states and the loads of experts of a group."""
+        """Store the hidden states and the expert loads of a device group, after a program has returned them."""
         self.put(group, states.hidden)
         if self.loads is not None and states.loads is not None:
             self.loads.put(group, states.loads)

@@ -1,4 +1,4 @@
-"""One serving replica: devices with a view of the weights, part of the KV cache, and running sequences."""
+"""Instance: a serving replica with a view of the weights, a part of the KV cache, and running sequences."""
 
 import logging
 from collections import deque
@@ -25,9 +25,10 @@ class Phase(StrEnum):
     """Phase of an instance.
 
     SERVING: the instance launches steps.
-    DRAINING: the instance launches no step until the steps in flight have ended.
-    CHANGING: the instance serves while its layers move to other homes. After the last move of a split, and of a change
-        that moves the sampling state, the instance launches no step until the steps in flight have ended.
+    DRAINING: the instance waits until the launched steps have ended. Until then, the instance launches no further step.
+    CHANGING: layers of the instance move to other homes (device groups), and the instance launches steps meanwhile.
+        After the last move of a split, the instance waits until the launched steps have ended. A change that moves the
+        sampling state has the same wait.
     PAUSED: the instance keeps its requests while another instance serves on its devices.
     LOST: the devices of the instance are out of service.
     """
@@ -50,12 +51,12 @@ NEXT_PHASES = {
 
 
 class PageCounts(NamedTuple):
-    """Numbers of pages of an instance.
+    """Numbers of KV pages of an instance.
 
     Attributes:
         total: number of all pages.
         available: number of pages that are free or can be evicted: free pages plus `cached`.
-        cached: number of pages in the prefix cache that no sequence uses.
+        cached: number of pages that the prefix cache keeps although no sequence uses them.
     """
 
     total: int
@@ -64,28 +65,28 @@ class PageCounts(NamedTuple):
 
 
 class Instance:
-    """Serving replica. Used by the dispatcher thread only.
+    """Serving replica: runs sequences on one device or a group of devices. Used by the dispatcher thread only.
 
     Args:
-        runner: launches the steps of the instance, at its placement.
-        allocators: page allocators of each home, one for each rank of the home.
+        runner: launches the steps of the instance.
+        allocators: page allocators of each home (device group), one for each rank of the home.
         lanes: sets of sequences that travel through the layers together (`Lane`).
-        released: degree for which weights are released. Weights that this degree does not need are KV cache.
-        width: factor of `max_num_seqs`. The instance runs up to `max_num_seqs * width` sequences at once.
+        released: degree for which weights are released. The memory of weights that this degree does not need is KV
+            cache.
+        width: the instance runs up to `max_num_seqs * width` sequences at once.
 
     Attributes:
         buckets: step shapes of the instance.
-        phase: present phase. `enter` changes it.
-        attention_degree: degree of the attention. It is less than `tp` with data-parallel attention.
+        phase: present phase. `enter` changes the phase.
+        attention_degree: degree of the attention. With data-parallel attention, this degree is below `tp`.
         pending: launched steps whose results the host has not taken.
-        num_launched: number of launched steps.
+        num_launched: number of steps launched so far.
         last_was_prompt: whether the latest step computed a prompt.
-        transition: move of layers to other homes, while such a move is in progress (package `transform`). Otherwise
-            None.
+        transition: object that moves layers to other homes (package `transform`). None: no layers move.
         pace: durations of recent steps.
         turns: order in which prompts are computed.
-        batch_limit: maximum number of running sequences. None: only the slots limit it.
-        paused: other instances on the same devices. They are paused while this instance serves.
+        batch_limit: maximum number of running sequences. None: the maximum is `max_num_seqs * width`.
+        paused: instances that are paused because this instance serves on their devices.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Instance:
         self._paused_pages: SharedPages | None = None
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase. Raises `AssertionError` if the new phase cannot follow the present phase."""
+        """Change the phase. Raises `AssertionError` if the new phase must not follow the present phase."""
         if phase is self.phase:
             return
         assert phase in NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
@@ -126,18 +127,21 @@ class Instance:
 
     @property
     def is_spread(self) -> bool:
-        """Whether modules of the instance are at several homes. False during a merge or split."""
+        """Whether modules of the instance are at several homes (device groups). False during a merge or split."""
         placement = self.runner.placement
         return placement.home is None and (self.transition is None or not self.transition.changes_degree)
 
     @property
     def has_parallel_attention(self) -> bool:
-        """Whether the instance has data-parallel attention (`Placement.parallel_attention`)."""
+        """Whether the instance has data-parallel attention (`Placement.parallel_attention`).
+
+        In that case, parts of the instance's device group compute the attention of different sequences.
+        """
         return self.attention_degree < self.tp
 
     @property
     def devices(self) -> set[int]:
-        """Indices of the devices of all homes of the instance. During a change, new homes are included."""
+        """Indices of all devices of the instance. While layers move, the old and new devices are included."""
         return {device for home in self.runner.sites for device in home.devices}
 
     @property
@@ -146,7 +150,7 @@ class Instance:
 
     @property
     def site(self) -> Site:
-        """Site (buffers) of the home that computes the embedding and the head.
+        """Site (buffers) of the home (device group) that computes the embedding and the head.
 
         If all modules of the instance are at one home, this site has the KV cache of all layers.
         """
@@ -154,13 +158,13 @@ class Instance:
 
     @property
     def lane(self) -> Lane:
-        """The only lane of the instance. Raises `ValueError` if there are several lanes."""
+        """The only lane (set of sequences) of the instance. Raises `ValueError` if there are several lanes."""
         (lane,) = self.lanes
         return lane
 
     @property
     def lane_buckets(self) -> Buckets:
-        """Step shapes of an instance that has only one of the lanes of this instance."""
+        """Step shapes that an instance with only one of the lanes would have."""
         return self.runner.plan.buckets(max(1, self.width // len(self.lanes)))
 
     @property
@@ -184,14 +188,17 @@ class Instance:
 
     @property
     def max_running(self) -> int:
-        """Maximum number of sequences that the instance decodes at once."""
+        """Maximum number of sequences that may run at once.
+
+        This is `max_num_seqs * width`, or `batch_limit` if that is lower.
+        """
         most = self.buckets.max_num_seqs
         return most if self.batch_limit is None else min(most, self.batch_limit)
 
     def limit_batch(self, size: int | None) -> None:
-        """Set `batch_limit`, and divide the limit evenly among the lanes.
+        """Set `batch_limit`, the maximum number of running sequences, and divide the limit evenly among the lanes.
 
-        During a change, only `batch_limit` is set. The lanes get their limits at the end of the change.
+        While layers move to other homes, only `batch_limit` is set. The lanes get their limits when the move has ended.
         """
         self.batch_limit = size
         if self.transition is None:
@@ -200,7 +207,7 @@ class Instance:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of further sequences that the instance could run now, within the free slots and `batch_limit`."""
+        """Number of further sequences that could run now, given the free slots and `max_running`."""
         return max(min(self.max_running - len(self.running), len(self._free_slots)), 0)
 
     def lane_of(self, sequence: Sequence) -> Lane:
@@ -210,14 +217,14 @@ class Instance:
         return next(lane for lane in self.lanes if sequence in lane.running)
 
     def free_slots(self, slots: Iterable[int]) -> None:
-        """Free the slots of sequences that have moved to another instance together with their pages."""
+        """Free the slots of sequences that have moved to another instance. Their pages have moved too."""
         self._free_slots += slots
 
     def add(self, sequence: Sequence, lane: Lane, *, remember: bool = True) -> None:
         """Give a slot to a sequence that has pages, and add the sequence to a lane. The sequence then runs.
 
-        If `remember`, also write the sequence's row of the sampling state. Raises the errors of the program that writes
-        the row, or `StateLostError`. After an error, the sequence has no slot and is not in the lane.
+        If `remember`, also write the sequence's row of the sampling state (`StepSampler.remember`). The errors of this
+        write are raised. After an error, the sequence has no slot and is not in the lane.
         """
         slot = self._free_slots.pop()
         try:
@@ -230,13 +237,14 @@ class Instance:
         lane.running.append(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Reserve pages until a sequence has room for `num_tokens` tokens. Return an empty collection if that succeeds.
+        """Reserve pages until a sequence has room for `num_tokens` tokens. Return an empty collection on success.
 
         If too few pages are free, return sequences that hold pages in the same memory. The caller must preempt one of
         these sequences and call again.
 
-        Sequences of paused instances may also hold such pages. If some of these paused sequences have the same or a
-        lower priority than `sequence`, only these are returned. Other paused sequences are never returned.
+        Paused sequences may also hold pages in this memory. If some paused sequences have the same priority as
+        `sequence` or a lower one, only these paused sequences are returned. Otherwise, no paused sequences are
+        returned.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
@@ -256,7 +264,7 @@ class Instance:
     def remove(self, sequence: Sequence) -> None:
         """Remove a running sequence from the instance, and release the sequence's pages.
 
-        Pages in the prefix cache stay there until their memory is needed.
+        Pages that are also in the prefix cache stay there until their memory is needed.
         """
         lane = self.lane_of(sequence)
         self.leave(sequence, lane)
@@ -272,9 +280,10 @@ class Instance:
         sequence.paused = False
 
     def page_counts(self) -> PageCounts:
-        """Return the numbers of pages, counted in pages of the instance's degree.
+        """Return how many pages the instance has, and how many of them are available or cached.
 
-        If the modules are at several homes, the numbers are for the lane with the most available pages.
+        A page counts once, although each rank has a part of the page. If the modules are at several homes, the numbers
+        are for the lane with the most available pages.
         """
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self.is_spread:
@@ -290,12 +299,13 @@ class Instance:
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
 
     def requeue_all(self, requeue: Callable[["Instance", Sequence], None]) -> None:
-        """Requeue all sequences because the KV cache is lost. Sequences of paused instances are included.
+        """Put all sequences back into the queue, because the KV cache is lost.
 
-        The results of launched steps are dropped, and the paused instances are retired.
+        Sequences of paused instances are included. The results of launched steps are dropped. The paused instances are
+        retired.
 
         Args:
-            requeue: function that takes a sequence off its instance and queues the sequence.
+            requeue: function that takes a sequence off its instance and puts the sequence into the queue.
         """
         paused = self.drop_paused()
         for each in (self, *paused):
@@ -311,13 +321,13 @@ class Instance:
     # Paused instances
 
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
-        """Pause other instances (`members`) that have the devices of this instance. This instance then serves there.
+        """Pause the instances `members`, so that this instance can serve on their devices.
 
         Paused sequences keep their slots and pages. If this instance needs pages, it evicts cached prefixes of the
         paused instances.
 
-        This instance and `members[0]` have the same first device, and share the sampling state there. So this instance
-        does not use the slots of the paused sequences of `members[0]`.
+        This instance and `members[0]` have the same first device, so they share the sampling state there. This instance
+        therefore does not use the slots of the paused sequences of `members[0]`.
         """
         for member in members:
             member.enter(Phase.PAUSED)
@@ -329,7 +339,10 @@ class Instance:
         self.lane.cache.lender = self._paused_pages
 
     def drop_paused(self) -> "tuple[Instance, ...]":
-        """End the pause of all paused instances. Return these instances."""
+        """End the pause of all paused instances, and return these instances. Afterwards, `paused` is empty.
+
+        The returned instances may serve again.
+        """
         members, self.paused, self._paused_pages = self.paused, (), None
         for lane in self.lanes:
             lane.cache.lender = None
@@ -343,9 +356,10 @@ class Instance:
         return [sequence for member in self.paused for sequence in member.running]
 
     def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the sequences of paused instances that must be preempted to make `num_pages` pages available.
+        """Return the paused sequences that must be preempted to make `num_pages` pages available.
 
-        `SharedPages.victims` explains `rank` and the result.
+        Only sequences of the scheduling rank `rank` (`Sequence.rank`) or of a lower priority are chosen. The result is
+        empty if these sequences do not suffice, or if no sequence must be preempted.
         """
         if self._paused_pages is None:
             return []
@@ -363,7 +377,8 @@ class Instance:
     def retire(self) -> None:
         """Drop all device buffers except the KV cache, and end the reader thread.
 
-        The thread first reads the results of pending steps. If there are any, the call waits for the end of the thread.
+        If steps are pending, the reader thread first reads their results. In that case, the call waits until the thread
+        has ended.
         """
         self.transition = None
         self.reader.close(wait=bool(self.pending))

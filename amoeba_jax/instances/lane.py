@@ -1,4 +1,4 @@
-"""Sequences of an instance that travel through its layers together, and their pages."""
+"""Lane: sequences of an instance that travel through the layers together, and the pages of these sequences."""
 
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -13,17 +13,17 @@ from sharding.placement import Home
 
 
 class Lane:
-    """Sequences of an instance that travel through its layers together. Their pages come from one pool.
+    """Sequences of an instance that travel through the layers together. Used by the dispatcher thread only.
 
-    An instance usually has one lane. While the instance merges or splits, it has one lane for each instance of the
-    lower degree. With several microbatches (`sharding.placement`), it has one lane for each microbatch.
+    An instance usually has one lane. During a merge or split, the instance has one lane for each instance of the lower
+    degree. With several microbatches (`sharding.placement`), the instance has one lane for each microbatch.
 
-    A page is a column of a sequence's block table. The table has a row for each rank of each home that computes the
-    lane's attention. A page therefore has one id on each of these ranks. While layers move to another home, a page has
-    ids at the old home and at the new home. Used by the dispatcher thread only.
+    All pages of a lane come from one pool. Each sequence has a block table. A page is a column of this table. The rows
+    are the ranks of all homes (device groups) that compute the lane's attention. A page therefore has an id on each of
+    these ranks. While layers move to another home, the ranks of the old home and of the new home are rows.
 
     Args:
-        pages: pool of the sequences' pages.
+        pages: pool of the lane's pages.
         cache: prefix cache of the pool.
         ranks: rows of the block tables that belong to each home.
         max_running: maximum number of running sequences.
@@ -48,7 +48,7 @@ class Lane:
         return not self.closed and len(self.running) < self.max_running
 
     def lacks_own_pages(self, num_pages: int, lanes: Iterable["Lane"]) -> bool:
-        """Return whether fewer than `num_pages` pages are free on a rank where only this lane has pages.
+        """Return whether a rank that only this lane uses has fewer than `num_pages` free pages.
 
         `lanes` are all lanes that may have pages on the same devices. This lane may be among them.
         """
@@ -57,7 +57,7 @@ class Lane:
         return any(free < num_pages for free, allocator in own if allocator not in shared)
 
     def table(self, pages: SequencePages, home: Home) -> Int32[np.ndarray, "tp pages"]:
-        """Return the page ids of a sequence on the ranks of one home.
+        """Return the page ids of a sequence on the ranks of one home (device group).
 
         These ids are the rows of the sequence's block table that belong to the home.
         """
@@ -66,7 +66,7 @@ class Lane:
     def live_pages(self) -> Int32[np.ndarray, "rows pages"]:
         """Return the ids of all pages that running sequences or the prefix cache hold.
 
-        Each page is one column, with its id on each rank. The columns are sorted by the ids on rank 0.
+        The result has a column for each page and a row for each rank. The columns are sorted by the ids on rank 0.
         """
         tables = [s.pages.table for s in self.running if s.pages is not None] + [self.cache.table()]
         table = np.concatenate(tables, axis=1)
@@ -74,7 +74,7 @@ class Lane:
         return table[:, first]
 
     def num_pages_of(self, sequences: Collection[Sequence]) -> int:
-        """Return the number of pages that the given sequences use and no other sequence of the lane uses."""
+        """Return the number of pages that the given sequences use and that no other sequence of the lane uses."""
         of = {True: set[int](), False: set[int]()}
         for sequence in self.running if sequences else ():
             if sequence.pages is not None:
@@ -83,14 +83,15 @@ class Lane:
 
 
 class SharedPages:
-    """Pages of other lanes in the memory of one lane's page pool. An implementation of `PageLender`.
+    """Pages of other lanes in the memory of a page pool. Some of these pages can be freed for the pool.
 
-    The other lanes use some of the pool's allocators. These lanes belong to the same instance, to another instance on
-    the same devices, or to paused instances. A lane may have a lower degree than the pool. Then one page of the lane
-    has the memory of several pages of the pool. The methods count pages of the pool.
+    This class implements `PageLender` for the prefix cache of the pool. The other lanes use some of the pool's
+    allocators. These lanes belong to the same instance, to another instance on the same devices, or to paused
+    instances. A lane may have a lower degree than the pool. In that case, one page of the lane has the memory of
+    several pages of the pool. All methods count pages of the pool.
 
     Args:
-        pool: page pool of the lane that needs pages.
+        pool: page pool that may need more free pages.
         others: lanes that share allocators with `pool`.
     """
 
@@ -103,25 +104,28 @@ class SharedPages:
         """For each lane, the ranks of the pool that it shares, and the pages of the pool in one of the lane's pages."""
 
     def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
-        """Return the number of pages of the pool that are free or could be released.
+        """Return the number of pages of the pool that are free or could become free.
 
-        The other lanes could release all cached prefixes that no sequence uses, and the pages of the sequences
-        `without`. The number is for the rank with the fewest such pages.
+        Two kinds of pages of the other lanes could become free: cached pages that no sequence uses, and pages of the
+        sequences `without`. If the numbers of the ranks differ, the smallest number is returned.
         """
         return min(self._free_by_rank(without))
 
     def make_free(self, num_pages: int) -> None:
-        """Evict cached prefixes of the other lanes until `num_pages` pages are free, or no prefix can be evicted."""
+        """Evict cached prefixes of the other lanes until `num_pages` pages of the pool are free.
+
+        The call ends earlier if no further prefix can be evicted.
+        """
         for lane in sorted(self.others, key=lambda lane: -lane.cache.num_evictable_pages):
             free = self._pool.free_by_rank()
             missing = [-(-(num_pages - free[rank]) // count) for rank, count in self._ranks[lane].items()]
             lane.cache.evict(max(0, *missing))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return sequences of other lanes that hold pages on ranks with too few free pages.
+        """Return sequences of other lanes that hold pages on a rank with too few free pages.
 
-        A rank has too few if fewer than `num_pages` pages are free. Pages that could be released count as free, as in
-        `num_free_pages`. For each lane with such a rank, all sequences of the lane are returned except the sequences
+        A rank has too few free pages if the number is below `num_pages`. Pages that could become free count as free, as
+        in `num_free_pages`. If a lane uses such a rank, all sequences of the lane are returned, except the sequences
         `without`.
         """
         free = self._free_by_rank(without)
@@ -129,11 +133,11 @@ class SharedPages:
         return [sequence for lane in short for sequence in lane.running if sequence not in without]
 
     def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the sequences of other lanes that must be preempted to make `num_pages` pages free.
+        """Return the sequences of other lanes that must be preempted to make `num_pages` pages of the pool free.
 
-        Sequences that are later in `Sequence.order` are chosen first. `rank` is a scheduling rank (`Sequence.rank`).
-        Only sequences of this rank or of a lower priority are chosen. If these sequences do not suffice, return an
-        empty list.
+        Only sequences of the scheduling rank `rank` (`Sequence.rank`) or of a lower priority are chosen. Sequences that
+        are later in `Sequence.order` are chosen first. The result is empty if these sequences do not suffice, or if no
+        sequence must be preempted.
         """
         found: list[Sequence] = []
         while holders := self.holders(num_pages, found):

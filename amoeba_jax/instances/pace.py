@@ -1,4 +1,4 @@
-"""Speed of an instance's recent steps."""
+"""Durations of an instance's recent steps, and the speed that follows from them."""
 
 import math
 from collections import deque
@@ -9,11 +9,11 @@ _NUM_STEPS = 16
 
 
 class DecodeRate(NamedTuple):
-    """Speed of decoding.
+    """Speed at which an instance decodes.
 
     Attributes:
         sequences: mean number of sequences in a decode step.
-        tokens_per_s: generated tokens per second.
+        tokens_per_s: tokens generated per second, of all sequences together.
     """
 
     sequences: float
@@ -21,7 +21,7 @@ class DecodeRate(NamedTuple):
 
 
 class _PromptStep(NamedTuple):
-    """Step with prompt tokens.
+    """Measured step that computed prompt tokens.
 
     Attributes:
         tokens: number of prompt tokens in the step.
@@ -38,8 +38,9 @@ class _PromptStep(NamedTuple):
 class Pace:
     """Durations of an instance's latest 16 decode steps, and of its latest 16 steps with prompts.
 
-    A step begins with its launch, or with the result of the step before if that result is later. The step ends when the
-    host takes the step's result. Steps during a transformation count only in `busy_s`.
+    A step begins with its launch. If the result of the step before comes after the launch, the step begins with that
+    result. The step ends when the host takes the step's own result. Steps during a transformation (change of degree or
+    placement) count only in `busy_s`.
 
     Attributes:
         taken_at: time of the latest result, by the caller's clock, in seconds. 0 before the first result.
@@ -64,9 +65,10 @@ class Pace:
 
         Args:
             launched_at, taken_at: times of the launch and of the result, in seconds. Both are from the same clock.
-            decodes: whether the step counts as a decode step: all rows decode, and no layer switches during the step.
+            decodes: whether the step counts as a decode step. All rows of a decode step decode, and no layers change
+                their degree or home during the step.
             prompt_tokens: number of prompt tokens in the step. 0 for a step during a transformation.
-            beside_decodes: whether the step has prompts, and some of its rows decode.
+            beside_decodes: whether the step computes prompts and also decodes.
             num_rows: number of sequences in the step.
         """
         seconds = taken_at - max(launched_at, self.taken_at)
@@ -99,7 +101,10 @@ class Pace:
 
     @property
     def prompt_tokens_in_a_step(self) -> float:
-        """Number of prompt tokens whose computation takes as long as a decode step. Infinity if this is unknown."""
+        """Number of prompt tokens whose computation takes as long as a decode step.
+
+        Infinity if there are no durations of decode steps or of prompts yet.
+        """
         seconds = sum(step.prompt_s for step in self._prompts)
         if self.step_s is None or seconds <= 0:
             return math.inf

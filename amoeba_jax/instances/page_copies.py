@@ -1,4 +1,4 @@
-"""Copies of KV pages: to other pages of an instance, to host memory, and back."""
+"""Copies of KV pages: to other pages of an instance, to host memory, and from host memory back."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from sharding.placement import Home
 
 
 def copy_specs(instance: Instance) -> list[ProgramSpec]:
-    """Return the specs of the programs that `copy_page` needs."""
+    """Return the specs (descriptions) of the programs that `copy_page` needs."""
     specs, sites = instance.runner.executables.specs, instance.runner.sites.values()
     return [specs.page_copy(site.group, site.extent_pages) for site in sites if any(site.kv)]
 
@@ -19,8 +19,11 @@ def copy_specs(instance: Instance) -> list[ProgramSpec]:
 def copy_page(instance: Instance, lane: Lane, source: np.ndarray, target: np.ndarray) -> None:
     """Launch a copy of one page of a lane to another page, in all layers.
 
-    `source` and `target` are the ids of these two pages: arrays `[rows]` with one id for each row of a block table.
     Donates the KV cache, layer by layer. If a program fails, some of the KV cache is lost.
+
+    Args:
+        source: ids of the page to copy, `[rows]`, one for each row of a block table.
+        target: ids of the page to overwrite, in the same form.
     """
     runner = instance.runner
     for home, layers in runner.placement.layers_by_home(instance.lanes.index(lane)).items():
@@ -33,7 +36,10 @@ def copy_page(instance: Instance, lane: Lane, source: np.ndarray, target: np.nda
 
 
 def host_specs(instance: Instance) -> list[ProgramSpec]:
-    """Return the specs of the programs of `read_to_host` and `write_from_host`, for all homes of an instance."""
+    """Return the specs (descriptions) of the programs that `read_to_host` and `write_from_host` need.
+
+    Programs for all homes (device groups) of the instance are included.
+    """
     specs, count = instance.runner.executables.specs, instance.runner.plan.transfer_pages
     sites = [site for site in instance.runner.sites.values() if any(site.kv)]
     return [
@@ -44,7 +50,7 @@ def host_specs(instance: Instance) -> list[ProgramSpec]:
 def read_to_host(instance: Instance, sequence: Sequence) -> HostPages:
     """Launch copies of a sequence's pages to host memory, and return the copies.
 
-    Later programs may overwrite the pages. The copies do not change then.
+    The copies do not change if later programs overwrite the pages.
     """
     runner, count = instance.runner, instance.runner.plan.transfer_pages
     layers: list[list[tuple[jax.Array, int]]] = [[] for _ in range(runner.placement.num_layers)]
@@ -63,9 +69,9 @@ def read_to_host(instance: Instance, sequence: Sequence) -> HostPages:
 
 
 def write_from_host(instance: Instance, sequence: Sequence) -> None:
-    """Launch writes of an offloaded sequence's pages from host memory to the sequence's new pages on devices.
+    """Launch copies of an offloaded sequence's pages from host memory back to devices.
 
-    Donates the KV cache, layer by layer.
+    The contents go to the pages that the sequence has now. Donates the KV cache, layer by layer.
     """
     runner, count, pages = instance.runner, instance.runner.plan.transfer_pages, sequence.host_pages
     assert pages is not None, "it was offloaded"
@@ -84,7 +90,7 @@ def write_from_host(instance: Instance, sequence: Sequence) -> None:
 
 
 def _places(instance: Instance, sequence: Sequence) -> list[tuple[Home, np.ndarray, tuple[int, ...]]]:
-    """Return `(home, ids, layers)` for each home that has pages of a sequence.
+    """Return `(home, ids, layers)` for each home (device group) that has pages of a sequence.
 
     `ids` are the page ids `[tp, pages]` on the ranks of the home. `layers` are the layers whose pages are at the home.
     """

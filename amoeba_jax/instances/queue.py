@@ -1,4 +1,4 @@
-"""Queue of waiting sequences: their order, deadlines, shares of clients, and further samples of requests."""
+"""Queue of waiting sequences, shares of clients, and second and later samples of requests."""
 
 import heapq
 import math
@@ -16,7 +16,7 @@ _order, _order_of_client = attrgetter("order"), attrgetter("order_of_client")
 
 
 class Waiting:
-    """Waiting sequences, sorted by `Sequence.order`. Used by the dispatcher thread only.
+    """Queue of waiting sequences, sorted by `Sequence.order`. Used by the dispatcher thread only.
 
     Attributes:
         clients: number of waiting sequences of each client.
@@ -38,7 +38,7 @@ class Waiting:
         return id(sequence) in self._members
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence at its position in the order."""
+        """Insert a sequence into the queue, at its position in the order."""
         insort(self._ordered, sequence, key=_order)
         self._members.add(id(sequence))
         self.clients[sequence.client] += 1
@@ -46,7 +46,7 @@ class Waiting:
             self._next_deadline_s = min(self._next_deadline_s, sequence.deadline)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence. Raises `ValueError` if it does not wait."""
+        """Remove a sequence. Raises `ValueError` if the sequence is not in the queue."""
         place = bisect_left(self._ordered, sequence.order, key=_order)
         if place == len(self._ordered) or self._ordered[place] is not sequence:
             raise ValueError(f"sequence {sequence.request_id} does not wait")
@@ -61,7 +61,8 @@ class Waiting:
     def expired(self, now_s: float) -> list[Sequence]:
         """Return the sequences whose deadline is before `now_s`, a value of `time.monotonic()`.
 
-        The queue is searched only if a deadline has passed since the latest search.
+        The sequences stay in the queue, and the caller must remove them. The queue is searched only if a deadline has
+        passed since the latest search.
         """
         if now_s <= self._next_deadline_s:
             return []
@@ -77,11 +78,14 @@ class Waiting:
 
 
 def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots: int, num_tokens: int) -> bool:
-    """Set `Sequence.beyond_share` of all running and waiting sequences. Return whether any value has changed.
+    """Mark the sequences that exceed the share of their client. Return whether any mark has changed.
 
-    If N clients have sequences, the share of each client is an N-th of all slots and an N-th of all tokens in KV
-    caches. The running sequences of a client use the share first, in the order of `Sequence.order_of_client`. Then come
-    its waiting sequences, in the same order. Sequences for which the share does not suffice are beyond the share.
+    The mark is `Sequence.beyond_share`. The queue is sorted again afterwards.
+
+    If N clients have sequences, each client's share is an N-th of all slots, and an N-th of the tokens that fit in all
+    KV caches. First, the client's running sequences use the share. Then the client's waiting sequences use the rest.
+    Within these two kinds, the order is `Sequence.order_of_client`. Once the share is used up, all further sequences
+    are beyond the share.
 
     The first sequence of a client is never beyond the share, so that a request of any length can end. With a single
     client, no sequence is beyond the share.
@@ -110,14 +114,14 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
 
 
 class Siblings:
-    """Siblings: second and later samples of requests, before they may enter the queue.
+    """Second and later samples of requests, called siblings. Used by the dispatcher thread only.
 
-    The first sample of a request is the leader of its siblings. Siblings wait until their leader's prompt is computed.
-    Then there is a limit: the siblings of all requests may use at most seven eighths of all slots. Without this limit,
-    a request with 128 samples could hold every slot until its longest sample ends. Used by the dispatcher thread only.
+    The first sample of a request is the leader of the request's siblings. Siblings wait until their leader's prompt is
+    computed. Then they may enter the queue, up to a limit: the siblings of all requests may use at most seven eighths
+    of all slots. Without this limit, a request with 128 samples could hold every slot until its longest sample ends.
 
     Attributes:
-        held: siblings whose leader's prompt is computed. Only the limit keeps them out of the queue.
+        held: siblings that wait only because of the limit. The prompts of their leaders are computed.
     """
 
     def __init__(self) -> None:
@@ -127,7 +131,7 @@ class Siblings:
     def release(self, leader: Sequence) -> None:
         """Move the siblings of a leader to `held`.
 
-        Call this when the leader's prompt is computed, or when the leader has ended.
+        Call this when the leader's prompt is computed, or when the leader is preempted or has ended.
         """
         siblings, leader.siblings = leader.siblings, []
         self.held.update(sibling for sibling in siblings if not sibling.finished)
@@ -143,7 +147,9 @@ class Siblings:
         self._admitted.clear()
 
     def admit(self, num_slots: int) -> list[Sequence]:
-        """Return the held siblings that may enter the queue now, in order, and remove them from `held`.
+        """Return the siblings in `held` that may enter the queue now, and remove them from `held`.
+
+        The result is in the order of `Sequence.order`.
 
         Args:
             num_slots: number of sequences that all instances together can run.

@@ -1,7 +1,7 @@
-"""Launch of the steps of an instance.
+"""Runner: launches the steps of an instance.
 
-The placement of the instance determines which home computes which modules, and so which programs a step has. The work
-list of `programs/work.py` has these programs in order.
+The placement of an instance tells which home (device group) computes which modules. So the placement determines the
+programs of a step. A work list (`programs/work.py`) has these programs in order.
 """
 
 from collections.abc import Mapping
@@ -28,18 +28,18 @@ from sharding.placement import Home, Placement
 
 
 class StepSwitch(Protocol):
-    """Interface of a switch: inside the next step, some layers change from one degree to another.
+    """Interface of a switch: a change of some layers from one tensor-parallel degree to another, inside the next step.
 
-    The package `transform` implements the interface. In a merge, the layers compute their part of the step before
-    `begin`, at the lower degree. In a split, the layers compute their part of the step after `end`, also at the lower
-    degree.
+    One part of the step runs at the higher degree. The runner calls `begin` before the launch of this part, and `end`
+    after the launch. The changing layers compute at the lower degree. In a merge, they compute before `begin`. In a
+    split, they compute after `end`. The package `transform` implements the interface.
     """
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch those exchanges of pages that are programs of their own. Return the other exchanges.
+        """Launch the page exchanges that are separate programs. Return the exchanges that step programs must run.
 
-        The other exchanges must run inside programs of the step. The result has one exchange for each segment (part of
-        the model) whose program must run an exchange too.
+        A page exchange moves KV pages between ranks. The result has an exchange for each segment (part of the model)
+        whose program must also run an exchange.
 
         Args:
             shape: shape of a step that computes all lanes. None for a step of one lane. If the switch was planned for
@@ -55,12 +55,14 @@ class StepSwitch(Protocol):
 class _Prepared(NamedTuple):
     """Item of a work list, with its programs and inputs.
 
+    An item is a `Compute`, or a `Transfer` of one of the kinds `join`, `split` and `copy`.
+
     Attributes:
         work: the item.
-        programs: a program for each segment of a `Compute`. For a `join` or `split`, one program. For a `copy`, two
-            programs for each of its copies: one reads, and one writes.
+        programs: for a `Compute`, one program for each segment. For a `join` or `split`, one program. For a `copy`, two
+            programs for each column copy: the first reads, and the second writes.
         packed: inputs of a `Compute` (`StepBatch.packed`). None if no segment takes them.
-        columns: number of columns of a microbatch, for a `Transfer`. For a `join` or `split`, this is a scalar
+        columns: number of columns of one microbatch, for a `Transfer`. For a `join` or `split`, the number is a scalar
             array on all ranks.
     """
 
@@ -75,9 +77,9 @@ class StepInputs(NamedTuple):
 
     Attributes:
         work: prepared items of the work list, in order.
-        rows: array `StepBatch.rows`, for the head.
+        rows: input of the head (`StepBatch.rows`).
         head: program of the head.
-        shape: shape of the step, if the inputs cover the whole step. None if they cover one of several microbatches.
+        shape: shape of the step. None if the step computes only one of several microbatches.
     """
 
     work: list[_Prepared]
@@ -91,11 +93,11 @@ class Runner:
 
     Args:
         group: devices of the embedding and the head. The first device samples.
-        sites: buffers of each home of the placement.
+        sites: buffers of each home (device group) of the placement.
 
     Attributes:
         last_tokens: last sampled token of each slot, `[num_slots]`, equal on all ranks of `group`.
-        switch: switch of layers to another degree that runs in the next step. None if there is none.
+        switch: change of some layers to another degree, which runs inside the next step. None: no layers change.
     """
 
     def __init__(
@@ -120,21 +122,25 @@ class Runner:
         self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
 
     def place(self, placement: Placement) -> None:
-        """Change the placement of the modules. Only later steps use the new placement."""
+        """Set the placement, which tells which home computes which modules. Only later steps use the new placement."""
         self.placement = placement
         self._work.clear()
 
     # Programs
 
     def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
-        """Return the specs of all programs of a step.
+        """Return the specs of all programs of a step. A spec describes a program that can be compiled.
 
-        `kind` is the kind of sampler. Default: the kind that the rows of the step need.
+        `kind` is the kind of sampler. None: the kind that the rows of the step need.
         """
         return self._layer_specs(plan) + self.sampler.specs(plan, kind or sampler_kind(plan))
 
     def can_launch(self, plan: StepPlan) -> bool:
-        """Return whether all programs of a step are compiled."""
+        """Return whether a step can be launched without a wait for missing programs.
+
+        A program that has failed to compile does not count as missing (`fails`). If the engine does not compile in the
+        background, the result is always True.
+        """
         extents = tuple(site.extent_pages for site in self.sites.values())
         now = self.executables.version, self.placement, extents
         if self._known_at != now:
@@ -145,18 +151,18 @@ class Runner:
         return known
 
     def fails(self, plan: StepPlan) -> bool:
-        """Return whether a program of a step's layers or head has failed to compile.
+        """Return whether a program of a step has failed to compile. Sampling programs are not considered.
 
-        A step of another shape may work.
+        A step of another shape may work, because other programs compute it.
         """
         return self.executables.has_failures and self.executables.has_failed(self._layer_specs(plan))
 
     def state_specs(self) -> list[ProgramSpec]:
-        """Return the specs of the programs that write a sequence's row of the sampling state.
+        """Return the specs (descriptions) of the programs that write a sequence's row of the sampling state.
 
-        This row is written when the sequence starts. While layers move to other homes, the result includes the programs
-        of the instances that will take over the sequence. With a start placement, only the devices of the head have a
-        sampling state.
+        The row is written when the sequence starts. While layers move to other homes (device groups), other instances
+        may soon take over the sequence. The programs of these instances are then included. With a start placement, only
+        the home of the head has a sampling state.
         """
         groups = [self.group] if self.plan.placement is not None else [site.group for site in self.sites.values()]
         return [self.sampler.state_spec(group) for group in groups]
@@ -180,13 +186,15 @@ class Runner:
     # Launch
 
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
-        """Launch a step and its sampling. The reader's thread reads the results.
+        """Launch a step and the sampling of the next tokens. The thread of `reader` reads the results.
 
-        A matcher (state of a sequence's grammar) may first need a token that is in flight. Then only the layers and the
-        head are launched. When the caller has taken the results of the step before, it must call `sample_late`.
+        A token is in flight if a device samples it and the host has not read it. A matcher (state of a sequence's
+        grammar) may need the token in flight before the next token can be sampled. In that case, only the layers and
+        the head are launched. The caller must then take the results of the step before, and call `sample_late`.
 
-        Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. Nothing
-        has changed then. Any other error comes after the first program was launched. The KV cache may be lost then.
+        Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. In that
+        case, nothing has changed. Any other error comes after the launch of the first program, and the KV cache may be
+        lost.
         """
         shape, every = plan.shape, plan.logits_of == "all"
         with jax.profiler.TraceAnnotation(
@@ -231,9 +239,9 @@ class Runner:
         return step
 
     def sample_late(self, step: PendingStep) -> None:
-        """Launch the sampling of a step that has waited for the tokens of the step before.
+        """Launch the sampling of a step whose sampling had to wait for the tokens of the step before.
 
-        Rows are dropped if their sequence has ended or was preempted, because another sequence may now have its slot.
+        A row is dropped if its sequence has ended or was preempted, because another sequence may now have the slot.
         """
         for row in step.sampled:
             if row.sequence.slot < 0:
@@ -255,7 +263,7 @@ class Runner:
         self.reader.read(result, step.result)
 
     def prepare(self, plan: StepPlan, lanes: list[Lane]) -> StepInputs:
-        """Return the programs and inputs of a step's layers and head. If this raises, nothing has changed."""
+        """Return the programs and inputs of a step's layers and head. After an error, nothing has changed."""
         shape, count = plan.shape, self.placement.num_microbatches
         batches: dict[tuple[Home, Blocks | None], tuple[jax.Array, jax.Array]] = {}
 
@@ -287,7 +295,7 @@ class Runner:
     def run(self, inputs: StepInputs) -> HeadOutput:
         """Launch the layers and the head of a step. Return the result of the head.
 
-        The head also writes the greedy token of each row to the slot of its sequence (`HeadOutput.last_tokens`).
+        The head writes the greedy token of each row to the slot of the row's sequence (`HeadOutput.last_tokens`).
         Donates the KV cache and the hidden states. If a program fails, some of these buffers are lost.
         """
         switch, self.switch = self.switch, None

@@ -1,4 +1,4 @@
-"""One sample of a request: its tokens, pages and times in the engine."""
+"""Sequence: one sample of a request, with its tokens, its pages and its times in the engine."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,9 @@ class SequenceState(StrEnum):
 
     WAITING: the sequence is in the queue, or waits for the first sample of its request.
     OFFLOADED: the sequence is in the queue, and its KV cache is in host memory.
-    PAUSED: the sequence keeps its slot and pages, but its instance is paused.
+    RUNNING: the sequence has a slot and pages, and its instance serves.
+    PAUSED: the sequence has a slot and pages, but its instance is paused.
+    FINISHED: the sequence has ended, with or without an error.
     """
 
     WAITING = "waiting"
@@ -34,15 +36,14 @@ class SequenceState(StrEnum):
 
 
 class Entries(NamedTuple):
-    """Log-probabilities of consecutive tokens, as arrays from the device.
+    """Log-probabilities of consecutive tokens, as arrays that are not yet converted for the client.
 
-    `build` converts the arrays for the client. The output thread calls `build`, because the conversion would delay the
-    dispatcher.
+    `build` converts the arrays. The output thread calls `build`, because the conversion would delay the dispatcher.
 
     Attributes:
         logprobs: log-probabilities of a whole step, one row for each position.
-        place: row of the first token in `logprobs`.
-        tokens: the tokens. Their rows are consecutive.
+        place: row of the first token in `logprobs`. The rows of the other tokens follow.
+        tokens: the token ids.
         k: number of most likely tokens to report at each position.
     """
 
@@ -54,19 +55,20 @@ class Entries(NamedTuple):
     def build(self) -> list[dict[int, Logprob]]:
         """Return a dict for each token, with log-probabilities by token id.
 
-        The dict has the token itself first, and then the `k` most likely tokens at the same position.
+        Each dict has the token itself first, and then the `k` most likely tokens at the same position.
         """
         return [logprob_entry(self.logprobs, self.place + i, token, self.k) for i, token in enumerate(self.tokens)]
 
 
 class Update(NamedTuple):
-    """New output of a sequence, or its end.
+    """Report about a sequence: new output, or the end of the sequence.
 
     Attributes:
         tokens: new tokens.
         logprobs: log-probabilities of the new tokens, if they were requested.
-        finished: whether the sequence has ended. The fields of a sequence that has ended do not change any longer.
-        prompt_logprobs: log-probabilities of prompt tokens that no earlier update had, in order.
+        finished: whether the sequence has ended. After its end, the fields of the sequence no longer change.
+        prompt_logprobs: log-probabilities of prompt tokens, if they were requested. Updates have them in the order of
+            the prompt, each token once.
     """
 
     sequence: "Sequence"
@@ -78,14 +80,14 @@ class Update(NamedTuple):
 
 @dataclass
 class HostPages:
-    """Copies of a sequence's pages in host memory. An instance of any degree can take them back.
+    """Copies of a sequence's pages in host memory. An instance of any degree can take the pages back.
 
     Attributes:
         num_computed: number of leading tokens whose keys and values are in the pages.
-        layers: contents of the pages: a list of pairs `(block, used)` for each layer. Each block has the shape
-            `[tp * pages, page_elems / tp]`, where `tp` is the degree at which the block was copied. `used` is the
-            number of pages in the block that are not padding. Blocks are in pinned host memory if the device supports
-            it.
+        layers: contents of the pages: a list of pairs `(block, used)` for each layer. `block` is an array of the shape
+            `[tp * pages, page_elems / tp]`, where `tp` is the degree at which the pages were copied. Only the first
+            `used` pages of the block have contents. The other pages are padding. Blocks are in pinned host memory if
+            the device supports it.
     """
 
     num_computed: int
@@ -96,7 +98,7 @@ class HostPages:
         return sum(block.nbytes for layer in self.layers for block, _ in layer)
 
     def whole(self, layer: int, tp: int) -> np.ndarray:
-        """Return the pages of one layer as a home of `tp` devices needs them: `[pages, tp, page_elems / tp]`."""
+        """Return the pages of one layer, divided for a home of `tp` devices: `[pages, tp, page_elems / tp]`."""
         found = []
         for block, used in self.layers[layer]:
             ranks = len(block.sharding.device_set)
@@ -108,29 +110,31 @@ class HostPages:
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens, pages and times of one sample. After submission, only the dispatcher thread uses this object.
+    """Sample of a request, with its tokens, pages and times. After submission, used by the dispatcher thread only.
 
     The host learns tokens one step late. Launched steps sample `num_in_flight` tokens that the host has not read yet.
     Times are values of `time.monotonic()`, in seconds.
 
     Attributes:
         sink: function that gets every `Update`, in the dispatcher thread. It must not block.
-        number: order of arrival, equal for all samples of a request.
+        number: order of arrival of the request, equal for all its samples.
         index: index of the sample in its request.
         siblings: other samples of the request. They wait until the prompt of this sample is computed.
         leader: sample that computes the prompt for this sample. None: this sample computes its prompt itself.
         deadline: time by which the sequence must start. None: no deadline.
-        client: client that sent the request. `mark_beyond_share` compares the client's sequences with its share.
+        client: client that sent the request. All sequences of a client use one share of the slots and KV caches
+            (`mark_beyond_share`).
         matcher: state of the sequence's grammar after the known tokens. None: the text is not constrained.
         arrival: time at which the request arrived, before tokenization.
-        waiting_since: start of the present wait, minus the seconds of earlier waits (`queued_s`).
+        waiting_since: start of the present wait, moved back by the seconds of earlier waits.
         queued_s: total seconds in the queue, up to the latest start.
         num_prompt_logprobs: number of leading prompt tokens whose log-probabilities were reported. The number starts at
             1, because the first token has no log-probability.
-        num_failures: number of failed steps of this sequence in a row; see `Steps.recover`.
+        num_failures: number of steps of this sequence that have failed in a row (`Steps.recover`).
         num_computed: number of leading tokens whose keys and values launched steps have written or will write.
-        beyond_share: True if the sequence exceeds the share of its client; see `mark_beyond_share`.
-        slot: index in the sampling state of its instance. -1 while the sequence waits and after its end.
+        beyond_share: whether the sequence exceeds the share of its client (`mark_beyond_share`).
+        slot: index of the sequence in the sampling state of its instance. -1 while the sequence waits and after its
+            end.
         paused: whether the sequence's instance is paused.
         host_pages: KV cache of an offloaded sequence, in host memory (`Admission.offload`).
         page_keys: prefix cache keys of the known tokens. Set when the sequence is queued.
@@ -186,7 +190,7 @@ class Sequence:
         return SequenceState.PAUSED if self.paused else SequenceState.RUNNING
 
     def start(self) -> None:
-        """Record that the sequence starts and its wait ends."""
+        """Record that the wait of the sequence ends, and that the sequence starts."""
         now = time.monotonic()
         self.queued_s = now - self.waiting_since
         if self.started_at is None:
@@ -198,36 +202,36 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key. Sequences start in this order, and are preempted in the reverse order."""
+        """Sort key. Sequences start in this order. They are preempted in the reverse order."""
         return (*self.rank, self.number, self.index)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Scheduling rank: `(beyond share, priority)`. Lower values come first.
+        """Scheduling rank `(beyond_share, priority)`. A sequence of a lower rank comes first.
 
-        A sequence may be preempted for a sequence of a lower rank. Where sequences are compared, "higher priority"
-        means a lower rank.
+        A sequence may be preempted for a sequence of a lower rank. Where docstrings compare sequences, "higher
+        priority" means a lower rank.
         """
         return (self.beyond_share, self.params.priority)
 
     @property
     def order_of_client(self) -> tuple[int, ...]:
-        """Sort key among the sequences of one client. The key ignores `beyond_share`."""
+        """Sort key among the sequences of one client. Unlike `order`, this key ignores `beyond_share`."""
         return (self.params.priority, self.number, self.index)
 
     @property
     def max_total_tokens(self) -> int:
-        """Maximum number of tokens of the sequence, prompt included."""
+        """Maximum number of tokens of the sequence, including the prompt."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
     def num_known(self) -> int:
-        """Number of tokens that the host knows, prompt included."""
+        """Number of tokens that the host knows, including the prompt."""
         return len(self.prompt) + len(self.output)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the host knows or that are in flight, prompt included."""
+        """Number of tokens so far, including the prompt and the sampled tokens that the host has not read yet."""
         return self.num_known + self.num_in_flight
 
     @property
@@ -246,15 +250,15 @@ class Sequence:
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the host must read the token in flight before the next token can be sampled.
+        """Whether the host must read a sampled token before the next token can be sampled.
 
-        This is so for constrained sequences, because the matcher needs the token in flight.
+        This is so for constrained sequences, because the matcher (state of the grammar) needs every token.
         """
         return self.matcher is not None and self.num_in_flight > 0
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether a further step must compute log-probabilities of the prompt, because they were requested."""
+        """Whether requested log-probabilities of the prompt must still be computed."""
         wanted = self.params.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_computed < len(self.prompt) and self.num_prompt_logprobs < len(self.prompt)
 
@@ -265,15 +269,15 @@ class Sequence:
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return the tokens at positions `start` to `stop - 1`, as far as the host knows them.
 
-        Positions count from the start of the prompt. The output follows the prompt.
+        Position 0 is the first token of the prompt. The output follows the prompt.
         """
         prompt = self.prompt[start:stop]
         return [*prompt, *self.output[max(start - len(self.prompt), 0) : max(stop - len(self.prompt), 0)]]
 
     def append(self, token: int) -> None:
-        """Append a token that was in flight. If this is the last token, mark the sequence as finished.
+        """Append a sampled token that the host has read. If this is the last token, mark the sequence as finished.
 
-        If the matcher raises an error, mark the sequence as failed.
+        If the matcher (state of the grammar) raises an error, mark the sequence as failed.
         """
         if not self.output:
             self.first_token_at = time.monotonic()
@@ -288,7 +292,11 @@ class Sequence:
             self.finish("length")
 
     def _completes_text(self, token: int) -> bool:
-        """Advance the matcher by a token, if there is a matcher. Return whether the grammar allows no further text."""
+        """Advance the matcher (state of the grammar) by a token. Return whether the text is complete.
+
+        The text is complete if the grammar allows no further text. Without a matcher, return False. If the matcher
+        raises an error, mark the sequence as failed, and return False.
+        """
         if self.matcher is None:
             return False
         try:
@@ -298,7 +306,7 @@ class Sequence:
         return self.error is None and self.matcher.is_complete
 
     def is_stop_token(self, token: int) -> bool:
-        """Return whether a token ends the sequence and is not part of the text."""
+        """Return whether a token is a stop token or an end-of-sequence token of this sequence."""
         return token in self.sampling.stop_ids or token in self.eos_token_ids
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:

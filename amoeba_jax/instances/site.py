@@ -1,4 +1,4 @@
-"""KV cache of one home, and launches of the segments that the home computes.
+"""Site: the KV cache of one home, and launches of the segments that the home computes.
 
 A home is a group of devices that computes some modules together. A segment is the part of a model that one program
 computes.
@@ -22,7 +22,9 @@ KvBuffers = list[list[jax.Array]]
 
 
 class ExchangePart(NamedTuple):
-    """Exchange of KV pages that runs inside the program of a segment. The pages belong to layers of other segments.
+    """Exchange of KV pages between ranks, which runs inside the program of a segment (part of the model).
+
+    The pages belong to layers of other segments.
 
     Attributes:
         program: program that computes the segment and exchanges the pages.
@@ -37,18 +39,18 @@ class ExchangePart(NamedTuple):
 
 
 class Site:
-    """Buffers of the modules that one home computes. Used by the dispatcher thread only.
+    """Buffers of the modules that one home (device group) computes. Used by the dispatcher thread only.
 
-    `kv[layer]` is the list of KV extents (page buffers) of a layer, sharded over the ranks. Every step gets the extents
-    donated. The step returns arrays in the same memory, and these replace the extents in `kv`.
+    `kv[layer]` is the list of KV extents (page buffers) of a layer, sharded over the ranks. The programs of a step get
+    the extents donated, and return arrays in the same memory. The returned arrays replace the extents in `kv`.
 
     Programs run in launch order, so a later program sees the writes of an earlier program. A page may therefore be
     given to another sequence before the steps that read the page have run.
 
     Args:
-        kv: extents of every layer.
+        kv: KV extents of each layer.
         extent_pages: number of pages of each extent on a rank, the same for all layers.
-        begins: arrays False and True on all ranks. A program gets True if its segment begins the step.
+        begins: boolean scalars False and True on all ranks. A program gets True if its segment begins the step.
         layer_numbers: index of each layer as an int32 scalar, for each rank. Empty for models without experts.
     """
 
@@ -69,7 +71,10 @@ class Site:
         self._layer_numbers, self._assembled = layer_numbers, dict[int, jax.Array]()
 
     def programs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[jax.stages.Compiled]:
-        """Return the program of each segment for steps of one shape. Raises the errors of `Executables.get`."""
+        """Return the program of each segment (part of the model), for steps of one shape.
+
+        Raises the errors of `Executables.get`.
+        """
         found: dict[tuple[object, ...], jax.stages.Compiled] = {}
         programs = []
         for segment in segments:
@@ -91,15 +96,20 @@ class Site:
         *,
         begins: bool = True,
     ) -> StepStates:
-        """Launch segments of a step. Return the new buffers of hidden states and loads of experts.
+        """Launch the segments of a step that this home computes. Return the new hidden states and loads of experts.
 
-        Donates `states` and the KV cache of the segments' layers. If a program fails, some of these buffers are lost.
+        Donates `states`, and the KV cache of the layers that programs use. If a program fails, some of these buffers
+        are lost.
 
         Args:
-            packed: batch of the step. None if all segments are dense FFNs, which need no batch.
-            last_tokens: `[num_slots]` on all ranks. None if no segment embeds.
-            exchanges: exchanges that programs of segments also run, by segment. The exchanges move pages of
-                other layers of this site.
+            segments: parts of the model to compute, in order.
+            programs: program of each segment.
+            states: hidden states and loads of experts before the first segment.
+            packed: inputs of the step (`StepBatch.packed`). None if all segments are dense FFNs, which need no such
+                inputs.
+            last_tokens: last token of each slot, `[num_slots]` on all ranks. None if no segment embeds tokens.
+            exchanges: page exchanges that also run in the programs of segments, by segment. The pages belong to other
+                layers of this site.
             begins: whether the first segment begins the step.
         """
         kv, hidden, loads = self.kv, states.hidden, states.loads
@@ -134,11 +144,11 @@ class Site:
         return self._assembled[layer]
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
-        """Return the weights of a segment, in the order of the arguments of its program."""
+        """Return the weights of a segment, in the order in which the segment's program takes them."""
         return self._store.view(self.group, segment)
 
     def replace_lost(self) -> None:
-        """Replace each KV extent that a failed program has lost by a new extent of zeros."""
+        """Put a new extent of zeros in place of each KV extent that a failed program has lost."""
         for extents in self.kv:
             extents[:] = replaced_if_lost(extents, self.group)
 

@@ -1,4 +1,7 @@
-"""A step of an instance: its plan, its inputs, the launched step, and the thread that reads its results."""
+"""A step of an instance: its plan, its inputs, the launched step, and the thread that reads the results.
+
+A step is one pass of the instance's sequences through the model.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -19,11 +22,11 @@ from sharding.placement import Home
 
 
 class StepNotLaunchedError(RuntimeError):
-    """Error: a step could not be prepared. The reason is `__cause__`. Nothing has changed."""
+    """Error: a step could not be prepared. Nothing has changed. The reason is `__cause__`."""
 
 
 class Row(NamedTuple):
-    """One sequence in a step. The step computes the sequence's tokens `range(start, start + length)`.
+    """One sequence in a step. The step computes the sequence's tokens `start` to `start + length - 1`.
 
     Attributes:
         place: index of the row in the batch.
@@ -38,7 +41,8 @@ class Row(NamedTuple):
     def samples(self) -> bool:
         """Whether the step samples the next token of the sequence.
 
-        The step does so if the row contains the last token of the sequence.
+        The step samples if the row contains the sequence's last token. A chunk before the end of a prompt samples
+        nothing.
         """
         return self.stop == self.sequence.num_tokens
 
@@ -50,7 +54,7 @@ class Row(NamedTuple):
 def drop_sample(row: Row) -> None:
     """Discard the sampled token of a row, because the row's sequence has ended or was preempted.
 
-    A preempted sequence will sample the token again when it runs again.
+    For a preempted sequence, the token is sampled again after the sequence has restarted.
     """
     sequence = row.sequence
     sequence.num_in_flight -= 1
@@ -59,11 +63,11 @@ def drop_sample(row: Row) -> None:
 
 
 def clear_in_flight(sampled: Iterable[Row]) -> None:
-    """Forget the tokens in flight of the rows `sampled`, because these tokens are lost.
+    """Forget the sampled tokens that the host has not read, because these tokens are lost.
 
-    The sequences of these rows run nowhere else, because a preempted sequence waits for its token in flight. Other
-    sequences of the step stay as they are. A sequence that was preempted in the middle of its prompt may already run
-    elsewhere.
+    Args:
+        sampled: rows whose next token a step has sampled. Pass no other rows of the step. The sequences of other rows
+            may have been preempted in the middle of the prompt, and may run elsewhere now.
     """
     for row in sampled:
         row.sequence.num_in_flight = 0
@@ -77,7 +81,7 @@ class StepPlan:
     Attributes:
         shape: static shape of the batch.
         rows: sequences in the step.
-        logits_of: tokens whose logits the step computes: all tokens, or the last token of each row.
+        logits_of: tokens whose logits the step computes. "all": all tokens. "last": the last token of each row.
         lane: index of the lane, if the step has only one lane. None: the step has equally many rows for each lane.
     """
 
@@ -92,11 +96,12 @@ class StepPlan:
         return self.shape.num_tokens == self.shape.num_rows
 
     def batch(self, lanes: SequenceOf[Lane], home: Home, blocks: Blocks | None, shape: BatchShape, /) -> StepBatch:
-        """Return the inputs of the step for one home.
+        """Return the inputs of the step for one home (device group).
 
         Args:
             lanes: lanes of the instance. The block tables come from these lanes.
-            blocks: microbatches that the home computes. Their rows are side by side. None: all rows of the plan.
+            blocks: indices of the microbatches that the home computes. Their rows are side by side. None: the home
+                computes all rows of the plan.
             shape: shape of the rows that the home computes.
         """
         batch, num_tokens, num_rows = StepBatch(shape, home.degree), shape.num_tokens, shape.num_rows
@@ -130,9 +135,9 @@ class StepPlan:
         return batch
 
     def _rows_of(self, blocks: Blocks, num_lanes: int) -> list[Row]:
-        """Return the rows of the given microbatches (`blocks`).
+        """Return the rows of the microbatches `blocks`, with new places.
 
-        The rows get the places that they have when only these microbatches are side by side.
+        The new places are for a batch that has only these microbatches, side by side in the order of `blocks`.
         """
         width = self.shape.num_rows // num_lanes
         first = {block: index * width for index, block in enumerate(blocks)}
@@ -147,11 +152,11 @@ class PendingStep:
     Attributes:
         rows: all rows of the step.
         sampled: rows whose next token the step samples.
-        decodes: whether all rows decode, and no layer switches during the step.
-        result: future of the sampled tokens. It is the last result of the step that the reader thread reads.
-        logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`Runner.sample_late`).
-            None: the sampling is launched.
-        prompt_row: row of a prompt whose log-probabilities the step computes. None if there is no such prompt.
+        decodes: whether all rows decode, and no layers change their degree or home during the step.
+        result: future of the sampled tokens. This is the last result that the reader thread reads for the step.
+        logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`Runner.sample_late`). None:
+            the sampling is launched.
+        prompt_row: row of a prompt whose log-probabilities the step computes. None: there is no such prompt.
         prompt_result: future of the log-probabilities of `prompt_row`.
         launched_at: time of the launch, a value of `time.perf_counter()`.
     """
@@ -167,12 +172,12 @@ class PendingStep:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens in the step; 0 if all rows decode."""
+        """Number of prompt tokens in the step. 0 if all rows decode."""
         return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
 
     @property
     def beside_decodes(self) -> bool:
-        """Whether the step both computes prompts and decodes."""
+        """Whether the step computes prompts and also decodes."""
         return not self.decodes and any(row.length == 1 for row in self.rows)
 
     @property
@@ -180,9 +185,9 @@ class PendingStep:
         return self.result.done()
 
     def drop(self) -> None:
-        """Record that the results are lost.
+        """Record that the results of the step are lost.
 
-        If the sampling is not launched yet, `result` gets an error, because nothing else would complete it.
+        If the sampling is not launched yet, `result` gets an error, because nothing else would complete the future.
         """
         if self.logits is not None:
             self.result.set_exception(RuntimeError("a step before this step has failed"))
@@ -201,9 +206,10 @@ class ResultReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def read(self, array: jax.Array, result: "Future[np.ndarray] | None" = None) -> "Future[np.ndarray]":
-        """Let the thread copy an array `[rows, ...]` to the host. Return a future of the copy.
+        """Let the thread copy an array `[rows, ...]` to the host. Return a future of the copy, `[rows, values]`.
 
-        The copy has two axes: rows and values. The returned future is `result` if given, otherwise a new future.
+        All axes of the array except the first become one axis. The returned future is `result`, or a new future if
+        `result` is None.
         """
         return self._submit(lambda: np.asarray(array).reshape(len(array), -1), result)
 
@@ -227,5 +233,5 @@ class ResultReader:
         self._on_result()
 
     def close(self, wait: bool) -> None:
-        """Let the thread read all requested results, and then end the thread. If `wait`, wait for its end."""
+        """Let the thread read all requested results and then end. If `wait`, wait until the thread has ended."""
         self._thread.shutdown(wait=wait)

@@ -31,7 +31,7 @@ _NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_S
 
 
 class StateLostError(RuntimeError):
-    """Error: a failed program (`__cause__`) has lost the buffers of `SamplingState`.
+    """Error: a failed program has lost the buffers of `SamplingState`. The error of the program is `__cause__`.
 
     The state of all slots is now zero.
     """
@@ -39,11 +39,14 @@ class StateLostError(RuntimeError):
 
 @dataclass(eq=False)
 class SamplingState:
-    """State of the program `sample_full` on one device, with a row for each slot. Programs get the buffers donated.
+    """Arrays of the sampler `sample_full` on one device, with a row for each slot (running sequence).
+
+    A program that changes an array gets this array donated.
 
     Attributes:
-        flags: `[slots, V]` i32; see `sampling.rows.state_rows`.
-        bias: `[slots, V]` f32, which is added to the logits.
+        flags: `[slots, V]` i32. For each token: whether it is in the prompt, whether it is a stop token, and how often
+            it was generated (`sampling.rows.state_rows`).
+        bias: `[slots, V]` f32. Values that are added to the logits.
     """
 
     flags: jax.Array
@@ -56,11 +59,11 @@ class SamplingState:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a failed program has lost a buffer."""
+        """Whether a failed program has lost one of the arrays."""
         return is_lost(self.flags) or is_lost(self.bias)
 
     def replace_lost(self) -> None:
-        """Put zeros in place of each buffer that a failed program has lost."""
+        """Put zeros in place of each array that a failed program has lost."""
         self.flags, self.bias = (
             jnp.zeros(array.shape, array.dtype, device=array.sharding) if is_lost(array) else array
             for array in (self.flags, self.bias)
@@ -68,9 +71,10 @@ class SamplingState:
 
 
 class SampleCall(NamedTuple):
-    """Sampling program of a step, with the packed settings of its rows.
+    """Sampling program of a step, with its inputs.
 
     Attributes:
+        packed: sampling settings of the step's rows, packed into one array.
         masks: allowed tokens of each row, for the program `sample_full`. None for the program `sample`.
     """
 
@@ -80,9 +84,10 @@ class SampleCall(NamedTuple):
 
 
 def sampler_kind(plan: StepPlan) -> SamplerKind:
-    """Return the kind of sampler that a step needs.
+    """Return the kind of sampler that a step needs: `greedy`, `sample` or `full`.
 
-    The kind `greedy` needs no sampling program, because the head already returns the greedy tokens.
+    The kind `greedy` needs no sampling program, because the head already returns the greedy tokens. The kinds `sample`
+    and `full` need the programs `sample` and `sample_full`.
     """
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
     if "full" in kinds:
@@ -91,10 +96,10 @@ def sampler_kind(plan: StepPlan) -> SamplerKind:
 
 
 class StepSampler:
-    """Sampler of an instance. Used by the dispatcher thread only.
+    """Launcher of the sampling programs of an instance. Used by the dispatcher thread only.
 
     Attributes:
-        state: sampling state of the first device. Other instances with the same first device share it.
+        state: sampling state of the first device. Other instances with the same first device share this state.
         num_slots: number of slots of the state.
     """
 
@@ -103,10 +108,10 @@ class StepSampler:
         self._group, self._executables = group, executables
 
     def remember(self, sequence: Sequence, slot: int) -> None:
-        """Write a sequence's row of the sampling state, if the settings of the sequence need the state.
+        """Write a sequence's row of the sampling state, if the sampling settings of the sequence need the state.
 
-        Raises the errors of the program that writes. If this program has lost the state, raises `StateLostError`
-        instead.
+        Errors of the program that writes the row are raised. If the program has lost the state, `StateLostError` is
+        raised instead.
         """
         if not sequence.sampling.uses_state:
             return
@@ -121,11 +126,11 @@ class StepSampler:
             raise StateLostError(f"the sampling state is lost: {error}") from error
 
     def state_spec(self, group: SubMesh) -> ProgramSpec:
-        """Return the spec of the program that `remember` runs for an instance on `group`."""
+        """Return the spec (description) of the program that `remember` runs for an instance on `group`."""
         return self._executables.specs.set_state(group, self.num_slots)
 
     def specs(self, plan: StepPlan, kind: SamplerKind) -> list[ProgramSpec]:
-        """Return the specs of the sampling programs of a step."""
+        """Return the specs (descriptions) of the sampling programs of a step, for the sampler of the kind `kind`."""
         every, shape = plan.logits_of == "all", plan.shape
         found = self._column_specs(shape.num_tokens) if every else []
         if kind != "greedy":
@@ -142,19 +147,19 @@ class StepSampler:
         return make(self._group, num_rows, self.num_slots, packed_size(num_rows, full=full))
 
     def column_programs(self, num_tokens: int) -> list[jax.stages.Compiled]:
-        """Return two programs for a step with logits of all tokens.
+        """Return two programs, `[take_column, token_logprobs]`, for a step with logits of all tokens.
 
-        The first program takes the logits of one token (`take_column`). The second program computes the
-        log-probabilities of given tokens (`token_logprobs`).
+        `take_column` takes the logits of one token. `token_logprobs` computes the log-probabilities of given tokens.
+        `num_tokens` is the number of tokens of the step.
         """
         return [self._executables.get(spec) for spec in self._column_specs(num_tokens)]
 
     def prepare(self, kind: SamplerKind, num_rows: int, sampled: list[Row]) -> SampleCall | None:
-        """Return the sampling program of a step, with its settings. Return None if the kind is `greedy`.
+        """Return the sampling program of a step, with its inputs. Return None if the kind is `greedy`.
 
         Args:
             kind: kind of sampler that the rows need (`sampler_kind`).
-            num_rows: number of columns of the logits.
+            num_rows: number of columns of the logits: the rows of the step, or 1 for a step with logits of all tokens.
             sampled: rows whose next token is sampled.
         """
         if kind == "greedy":
@@ -171,10 +176,15 @@ class StepSampler:
         return SampleCall(self._executables.get(self._sample_spec(kind, num_rows)), packed, masks)
 
     def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Launch the sampling of the next tokens. Return `(tokens, result)`.
+        """Launch the sampling of the next tokens. Return `(last_tokens, result)`.
 
-        The array `tokens` has the new last token of each slot. The array `result` is for the host. All arrays are on
-        the first rank only, which has all logits.
+        `last_tokens` has the new last token of each slot. `result` is an array for the host, with the sampled tokens.
+        All arrays are on the first rank only, which has all logits.
+
+        Args:
+            sample: sampling program and its inputs, from `prepare`.
+            logits: logits of the rows to sample.
+            tokens: last token of each slot before this step.
         """
         state = self.state
         if sample.masks is not None:

@@ -1,1 +1,1 @@
-"""Change tensor-parallel degrees and placements of instances while requests run."""
+"""Change the tensor-parallel degree or the placement of instances while their requests run."""

@@ -1,6 +1,6 @@
-"""`Change`: the state and the result of one call that changes degrees or a placement.
+"""`Change`: record of one call that changes tensor-parallel degrees or a placement.
 
-`TransformState` lists the states.
+The record has the state and the result of the call. `TransformState` lists the possible states.
 """
 
 import logging
@@ -26,21 +26,23 @@ _LOG_INTERVAL_S = 10.0
 class Change:
     """One call of `LLM.transform`, `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
 
-    A transformation may change several groups of devices. Groups that do not depend on each other change at the same
-    time. Every other call changes one group. Only the dispatcher thread may use this object.
+    `LLM.transform` may change several groups of devices. Groups that do not depend on each other change at the same
+    time. Each of the other methods changes only one group. While the layers of a group switch, the group has a
+    transition. Only the dispatcher thread may use this object.
 
     Attributes:
         future: receives the report or the error.
-        state: present state. Set it with `enter`.
-        transitions: transitions that have not ended. Each changes one group.
+        state: present state. Only `enter` may set the state.
+        transitions: transitions of the groups that are changing now.
         reports: reports of the groups that have changed.
-        held: instances that start no request, because the change waits for their running requests or their steps.
+        held: instances that start no new requests until `let_go` is called.
         programs_left: number of programs that the change needs and that are not compiled yet.
-        estimated_s: expected seconds to compile these programs. None if unknown.
+        estimated_s: expected seconds to compile the programs that are left. None if unknown.
         waited_s: seconds that the change has waited for programs.
         error: first error of any group. None if no group has failed.
-        outcomes: text for each failed group, which tells what happened to it. The error message contains these texts.
-        recovered: whether any group has failed after its first switch.
+        outcomes: one text for each failed group. The text tells what happened to the group. The error message contains
+            all of these texts.
+        recovered: whether any group has failed after its layers had begun to switch.
     """
 
     options: TransformOptions | PlacementOptions
@@ -80,10 +82,10 @@ class Change:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a change that waits for requests or steps may be able to continue.
+        """Whether a change that waits for requests or steps should try to continue now.
 
-        While the change waits for requests, this is always True. While the change waits for steps, this is True after
-        all of these steps have run. In all other states, this is False.
+        If the change waits for running requests, the value is always True. If the change waits for steps in flight, the
+        value is True when all of these steps have run. In all other states, the value is False.
         """
         if self.state is TransformState.DRAINING:
             return not any(instance.pending for instance in self.held if instance.phase is Phase.DRAINING)
@@ -103,9 +105,10 @@ class Change:
     # Waiting
 
     def hold(self, instances: list[Instance], draining: Iterable[Instance] = ()) -> None:
-        """Start no new requests on `instances`, and no steps on the instances `draining`, until `let_go` is called.
+        """Stop `instances` from starting new requests, until `let_go` is called.
 
-        Steps in flight run to their end. The instances `draining` must be among `instances`.
+        The instances `draining` also start no new steps. Steps in flight run to their end. All instances in `draining`
+        must also be in `instances`.
         """
         self.held = instances
         for lane in [lane for instance in instances for lane in instance.lanes]:
@@ -114,7 +117,7 @@ class Change:
             instance.enter(Phase.DRAINING)
 
     def let_go(self) -> None:
-        """End `hold`: let the held instances start requests and steps again."""
+        """Let the held instances start requests and steps again."""
         for instance in self.held:
             for lane in instance.lanes:
                 lane.closed = False
@@ -123,23 +126,25 @@ class Change:
         self.held = []
 
     def await_requests(self, count: int) -> None:
-        """Enter the state `AWAITING_REQUESTS`, and log it. Do nothing if the change is already in this state.
+        """Enter the state `AWAITING_REQUESTS`, and write a log message.
+
+        Do nothing if the change is already in this state.
 
         Args:
-            count: number of running requests, for the log line.
+            count: number of running requests, for the log message.
         """
         if self.state is not TransformState.AWAITING_REQUESTS:
             logger.warning("%s waits for %s", self.name, _counted(count, "request"))
         self.enter(TransformState.AWAITING_REQUESTS)
 
     def update_programs(self, count: int, estimated_s: float | None) -> None:
-        """Record how many programs are missing, and log the progress.
+        """Record how many programs the change still waits for, and log the progress.
 
-        If programs are missing, the change enters the state `AWAITING_PROGRAMS`.
+        If `count` is not 0, the change enters the state `AWAITING_PROGRAMS`.
 
         Args:
-            count: number of missing programs.
-            estimated_s: expected seconds to compile the missing programs. None if unknown.
+            count: number of programs that the change needs and that are not compiled yet.
+            estimated_s: expected seconds to compile these programs. None if unknown.
         """
         now, before = time.perf_counter(), self.programs_left
         if before:
@@ -169,7 +174,7 @@ class Change:
         self.outcomes.append(how)
 
     def end(self) -> None:
-        """Give the caller the report. If any group has failed, give the caller a `TransformError` instead."""
+        """End the change. The caller gets the report, or a `TransformError` if any group has failed."""
         options = self.options
         if self.error is not None:
             changed = self.recovered or bool(self.reports)

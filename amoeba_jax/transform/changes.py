@@ -1,7 +1,8 @@
-"""`Changes`: all changes of a cluster, each from its request to its report.
+"""`Changes`: begins, continues and ends all changes of a cluster.
 
-A change is one call that changes degrees or a placement. `TransformState` lists the states of a change.
-`Changes._proceed` moves a change to its next state. This method is called when a change may no longer have to wait.
+A change is one call that changes tensor-parallel degrees or a placement. `TransformState` lists the states of a change.
+`Changes._proceed` moves a change to its next state. The other methods call `_proceed` when the change may no longer
+have to wait.
 """
 
 import logging
@@ -31,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class Changes:
-    """All changes that have not ended.
+    """All changes of a cluster that have not ended.
 
-    Only the dispatcher thread may use this object, except for the method `capacity_to_come`.
+    Only the dispatcher thread may call the methods, except `capacity_to_come`. Any thread may call `capacity_to_come`.
 
     Args:
         requeue: function that removes a sequence from its instance and puts the sequence back into the queue. The
@@ -48,7 +49,7 @@ class Changes:
 
     @property
     def busy(self) -> bool:
-        """Whether there is a change that has not ended."""
+        """Whether any change has not ended."""
         return bool(self._present)
 
     @property
@@ -63,13 +64,13 @@ class Changes:
 
     @property
     def transitions(self) -> list[Transition]:
-        """All transitions that have not ended. A transition that only waits for its last step is included."""
+        """All transitions that have not ended, including those whose layers have all switched."""
         return [transition for one in self._present for transition in one.transitions]
 
     def targets(self) -> dict[int, int]:
         """Return the future degree of each device whose degree is changing or will change.
 
-        The keys are indices of devices. These devices are left out:
+        The keys of the result are device indices. These devices are left out:
 
         - all devices of a transformation that waits for programs,
         - devices of groups that have already changed,
@@ -88,18 +89,19 @@ class Changes:
         return targets
 
     def request_programs(self, options: TransformOptions) -> bool:
-        """Return whether all programs that a transformation needs are compiled.
+        """Start to compile the missing programs of a transformation in the background.
 
-        If programs are missing, they are compiled in the background.
+        Return True if the transformation does not have to wait for programs.
         """
         plans = relayout_plans(self._cluster, options)
         return self._cluster.executables.request(spec for plan in plans for spec in plan.programs(self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
-        """Return `(capacity in tokens, degree)` that an instance will have after all transformations.
+        """Return `(capacity, degree)` that an instance will have after all transformations.
 
-        If no transformation changes the instance, the values are the present ones. Any thread may call this method.
-        Other instances may already have replaced `instance`.
+        The capacity is the number of tokens that fit in the KV cache of the instance. If no transformation changes the
+        instance, both values are the present ones. Any thread may call this method. The method also accepts an instance
+        that other instances have already replaced.
 
         Args:
             further: options of a transformation that is not requested yet. Ignored if a requested transformation
@@ -118,7 +120,7 @@ class Changes:
         return self._cluster.plan.capacity_tokens(options.attention, released), tp
 
     def holds(self, instance: Instance) -> bool:
-        """Return whether an instance must launch no step now, because a change waits for steps in flight."""
+        """Return whether an instance must not launch a step now, because a change waits for steps in flight."""
         transition = instance.transition
         if transition is not None:
             return transition.must_drain and transition.done and bool(instance.pending)
@@ -127,10 +129,10 @@ class Changes:
     # From the request to the first switch
 
     def request(self, options: TransformOptions | PlacementOptions) -> "Future[Any]":
-        """Start a change. Return a future of its `TransformReport` or `PlacementReport`.
+        """Start a change. Return a future of the `TransformReport` or `PlacementReport`.
 
-        If the change is impossible, nothing has changed, and this method raises `LayoutError`, `RequestError` or
-        `MemoryBudgetError`. If the change fails at once, nothing has changed, and this method raises `TransformError`.
+        Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible. Raises `TransformError`
+        if the change fails at once. After any of these errors, everything is as it was before the call.
         """
         one = Change(options)
         if isinstance(options, TransformOptions):
@@ -142,7 +144,7 @@ class Changes:
         return one.future
 
     def _plans(self, one: Change) -> list[RelayoutPlan | RelocationPlan]:
-        """Return a plan for each group of a change that can change now. The list is empty if no group is left.
+        """Return one plan for each group that can change now. Return an empty list if no group is left.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible.
         """
@@ -158,7 +160,10 @@ class Changes:
         return [plan]
 
     def retry(self) -> None:
-        """Continue the changes whose programs have become ready. The engine calls this after a compilation."""
+        """Continue the changes whose missing programs are now compiled.
+
+        The engine calls this method after a compilation.
+        """
         self._proceed_with([one for one in self._present if one.awaits_programs])
 
     def _proceed_with(self, changes: Iterable[Change]) -> None:
@@ -171,11 +176,11 @@ class Changes:
     def _proceed(self, one: Change) -> None:
         """Move a change forward as far as possible now.
 
-        All groups that can change now begin to change, unless the change must wait. If no group is left, the change
-        ends.
+        If the change must wait, no group begins to change. Otherwise, all groups that can change now begin to change.
+        If no group is left, the change ends.
 
-        Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails before
-        anything has changed.
+        Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails, and no group
+        has changed or is changing.
         """
         one.let_go()
         try:
@@ -192,8 +197,8 @@ class Changes:
     def _must_wait(self, one: Change, plans: list[RelayoutPlan | RelocationPlan]) -> bool:
         """Return whether a change must wait before its next groups can begin to change.
 
-        A change may have to wait for requests, programs or steps. If so, this method enters the state that names the
-        reason.
+        The change may have to wait for requests, programs or steps. In that case, the change enters the state for this
+        kind of waiting.
         """
         old = [instance for plan in plans for instance in plan.old]
         count = sum(len(instance.running) for instance in old)
@@ -219,8 +224,8 @@ class Changes:
     def _begin(self, one: Change, plan: RelayoutPlan | RelocationPlan) -> None:
         """Begin to change one group.
 
-        After a pause or resume, the group has already changed, because no layers switch. In all other cases, a
-        transition begins.
+        A pause or resume ends before this method returns, because no layers switch. Every other change of a group
+        begins a transition. During the transition, the layers switch.
         """
         cluster = self._cluster
         if isinstance(plan, RelocationPlan):
@@ -243,11 +248,11 @@ class Changes:
         one.enter(TransformState.SWITCHING)
 
     def _stop(self, one: Change, error: Exception) -> None:
-        """Stop a change after an error at the begin of a group's change.
+        """Stop a change, because one of its groups could not begin to change.
 
-        Transitions whose first switch has not begun are aborted. Other transitions continue, and the caller gets the
-        error when all of them have ended. If no group has changed or is changing, the change ends now, and this method
-        raises the error.
+        Transitions whose first switch has not begun are aborted. All other transitions continue. When all of them have
+        ended, the caller gets the error. If no group has changed or is changing, the change ends now. In that case,
+        this method raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError`.
         """
         for transition in [t for t in one.transitions if not t.started]:
             transition.fail(self._requeue)
@@ -267,14 +272,14 @@ class Changes:
     # Switches, around the steps of an instance
 
     def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
-        """Launch the switch of the next layers of an instance, before the next step of the instance.
+        """Launch the switch of the next layers of an instance. Return whether the transition continues.
 
-        A part of the switch may be left to the programs of that step. The instance must be in transition. Return False
-        if the switch fails, because the transition has then ended. Otherwise return True.
+        The instance must be in transition. Call this method before the next step of the instance. A part of the switch
+        may be left to the programs of that step. If the switch fails, the transition ends, and the result is False.
 
         Args:
             num_preempted: number of sequences that have just lost their pages because no page was free.
-            step: next step. None if it is not known.
+            step: next step. None if the next step is not known.
         """
         transition = instance.transition
         transition.recomputed += num_preempted
@@ -289,9 +294,10 @@ class Changes:
             transition.switch_layers(step)
 
     def switch_alone(self, instance: Instance) -> bool:
-        """Launch a switch that was left to a step, if this step cannot be launched.
+        """Launch a switch that was left to a step. Return whether the transition continues.
 
-        Return False if the switch fails, because the transition has then ended. Otherwise return True.
+        Call this method if the step cannot be launched. If the switch fails, the transition ends, and the result is
+        False.
         """
         transition = instance.transition
         try:
@@ -301,7 +307,7 @@ class Changes:
         return instance.transition is transition
 
     def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
-        """Record that an instance in transition has launched a step, or that there was nothing to compute.
+        """Record that an instance in transition has launched a step, or had nothing to compute.
 
         If there was nothing to compute, a merge or split switches all remaining layers at once. A relocation switches
         no layers here, because the weights of the remaining layers must arrive first.
@@ -328,7 +334,8 @@ class Changes:
     def _settle(self, transition: Transition) -> None:
         """Let the instances of the new placement take over, after the last switch of a transition.
 
-        If the transition must drain and steps are in flight, do nothing yet.
+        Some transitions cannot end while steps are in flight. In that case, do nothing. `collect` then calls this
+        method again when the steps have run.
         """
         if transition.must_drain and transition.instance.pending:
             return  # until `collect` finds that the steps have run
@@ -342,7 +349,7 @@ class Changes:
     def wait(self) -> None:
         """Block until the last results of transitions have arrived, and end these transitions.
 
-        This concerns only transitions whose layers have all switched.
+        Transitions whose layers have not all switched are left out.
         """
         for transition in self.transitions:
             if transition.last_result is not None:
@@ -403,13 +410,13 @@ class Changes:
     def lost(self, instance: Instance, error: Exception, sampled: Iterable[Row] = ()) -> None:
         """Recover a group that merges or splits, after a step or another program has failed on its devices.
 
-        The transition ends. The group then serves at the higher degree with an empty cache. This is so even if no layer
-        has switched, because pages may be lost.
+        The transition ends. The group then serves at the higher degree with an empty cache. The cache is empty even if
+        no layer has switched, because pages may be lost.
 
         Args:
             instance: instance in transition.
             error: error of the step or program.
-            sampled: rows of the failed step whose sampled tokens are lost.
+            sampled: rows of the failed step whose sampled tokens are lost. Each row is one sequence.
         """
         transition = instance.transition
         clear_in_flight(sampled)

@@ -1,6 +1,6 @@
-"""Extra KV extents: buffers of pages in the memory that migrated layers have left on a device.
+"""Extra extents: additional buffers for KV pages, in memory that becomes free when layers leave a device.
 
-The layers that stay on the device use these extents.
+The layers that stay on the device use these buffers.
 """
 
 import jax
@@ -20,11 +20,12 @@ from sharding.placement import Home
 def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
     """Return `(pages,)`: the number of pages of the largest extra extent that fits. Return `()` if none fits.
 
-    Only the shares `EXTRA_SHARES` of `base` are possible sizes.
+    An extent is a page buffer of one layer. An extra extent has `base * share` pages, where `share` is one of
+    `EXTRA_SHARES`.
 
     Args:
         base: number of pages in the first extent of a layer.
-        free_bytes: bytes of the device that the extra extents of all layers may use together.
+        free_bytes: bytes on the device that the extra extents of all layers may use together.
         page_bytes: bytes of one page, summed over the layers that stay on the device.
     """
     if not page_bytes:
@@ -34,9 +35,10 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 
 
 def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[int, ...]) -> None:
-    """Add extra extents to every layer that has KV cache at a site. If there is too little memory, add none.
+    """Add extra extents to every layer that has KV cache at a site.
 
-    If JAX cannot allocate an extent, the error of JAX is raised.
+    An extent is a page buffer of one layer. A site has the buffers of one device. If too little memory is free for an
+    extent, the extent is not added. If JAX cannot allocate an extent, the error of JAX is raised.
 
     Args:
         allocator: page allocator of the site.
@@ -57,11 +59,11 @@ def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[i
 
 
 def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) -> None:
-    """Remove the extra extents of every layer of a site. Only the first extent of each layer stays.
+    """Remove the extra extents of every layer at a site. Only the first extent of each layer stays.
 
-    Used pages in extra extents move to free pages of the first extent. If there are such pages, the prefix caches of
-    the home are emptied first. Raises `OutOfPagesError` if the first extent has too few free pages. In that case,
-    nothing has changed, except that prefix caches may be empty.
+    An extent is a page buffer of one layer. Used pages of the extra extents move to free pages of the first extent. If
+    there are such pages, the prefix caches at `home` are emptied first. Raises `OutOfPagesError` if the first extent
+    has too few free pages. After this error, prefix caches may be empty, but nothing else has changed.
     """
     lanes = [lane for instance in cluster.instances for lane in instance.lanes if home in lane.ranks]
     base = site.extent_pages[0] * allocator.max_tp
@@ -100,7 +102,7 @@ def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) 
 
 
 def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
-    """Copy pages to other pages in every layer of a site. `places` maps old page ids to new page ids."""
+    """Copy pages to other pages of the same site, in every layer. `places` maps old page ids to new page ids."""
     if not places:
         return
     program = cluster.executables.get(cluster.executables.specs.page_copy(site.group, site.extent_pages))
@@ -111,9 +113,9 @@ def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
 
 
 def _renumber(lane: Lane, home: Home, places: dict[int, int]) -> None:
-    """Replace page ids in the block tables of a lane. Only the ids at `home` are replaced.
+    """Replace the ids of moved pages in the block tables of a lane's sequences.
 
-    The prefix cache of the lane must be empty.
+    Only the ids at `home` are replaced. The prefix cache of the lane must be empty.
 
     Args:
         places: new page id for each page id that changes.

@@ -1,9 +1,10 @@
-"""Divide sequences and cached prefixes among lanes when a group merges or splits, and move both between lanes.
+"""Divide sequences and cached prefixes among lanes, and move sequences and prefixes from lane to lane.
 
-A lane is a share of an instance's sequences. During a merge or split, every page has an id in the old layout and an id
-in the new layout. In a split, a cached prefix goes to every instance whose sequences use the prefix. A prefix that no
-sequence uses goes to the instance with the most free pages. If pages are missing, the least recently used prefixes are
-dropped.
+A lane is a share of an instance's sequences. An instance gets new lanes when its group merges or splits. During a merge
+or split, every page has an id in the old layout and an id in the new layout.
+
+In a split, a cached prefix goes to every instance whose sequences use the prefix. A prefix that no sequence uses goes
+to the instance with the most free pages. If too few pages are free, the least recently used prefixes are dropped.
 """
 
 from collections import defaultdict
@@ -35,9 +36,10 @@ class LanePages:
     """Sequences and cached pages that a new lane will get. The page ids are those in the old layout.
 
     Attributes:
-        sequences: sequences of the new lane.
-        cached: pages of the prefix cache. The page that would be evicted first is first.
-        table: page ids, `[tp, pages]`. Each page has one column. The columns are ordered by the id on rank 0.
+        sequences: sequences that the new lane will get.
+        cached: cached pages that the new lane will get, in the order of `PrefixCache.pages`.
+        table: ids of all of these pages, `[tp, pages]`. Each page has one column. The columns are ordered by the id on
+            rank 0.
         references: number of uses of each page of `table`, by sequences and by the prefix cache.
     """
 
@@ -96,8 +98,8 @@ def dealt(lane: Lane, count: int) -> list[LanePages]:
     """Divide the sequences and cached pages of a lane into `count` parts. Return the parts.
 
     The numbers of sequences of two parts differ by at most one. A cached page goes to every part whose sequences use
-    the page. A cached page that no sequence uses goes to the first part. If only another part has the page before it in
-    the prefix, the unused page is left out.
+    the page. A cached page that no sequence uses goes to the first part. Such a page is left out if the first part
+    lacks the preceding page of the same prefix.
     """
     parts: list[list[Sequence]] = [[] for _ in range(count)]
     pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
@@ -112,9 +114,9 @@ def dealt(lane: Lane, count: int) -> list[LanePages]:
 def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: list[int]) -> list[list[CachedPage]]:
     """Divide cached pages among parts. Return a list of cached pages for each part.
 
-    A part gets all cached pages that its sequences use. Any other page goes to the part that has the page before it in
-    its prefix. If no part has that page, the prefix goes to the part with the most free pages. Pages that do not fit
-    are left out.
+    A part gets all cached pages that its sequences use. Any other page goes to the part that has the preceding page of
+    the same prefix. If no part has the preceding page, the page goes to the part with the most free pages. If a page
+    does not fit, the page and all later pages of the same prefix are left out.
 
     Args:
         pages: all cached pages.
@@ -142,9 +144,9 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 
 
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
-    """Return, for the key of each cached page, `(key of its root, distance from the root in pages)`.
+    """Map the key of each cached page to `(key of the root, distance from the root in pages)`.
 
-    The root of a page is the first cached page of its prefix. The distance of a root from itself is 0.
+    The root of a page is the first cached page of the same prefix. The distance of a root from itself is 0.
     """
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
@@ -160,7 +162,7 @@ def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
 
 
 def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[LanePages]) -> None:
-    """Correct the reference counts of a lane's cached pages after the lane was divided into parts.
+    """Correct the reference counts of a lane's cached pages, after the lane was divided into parts.
 
     Before, the prefix cache of the lane held one reference to each cached page. Now each part has its own prefix cache,
     and each of these caches needs one reference. A page that no part caches loses its reference. A page that n parts
@@ -168,7 +170,7 @@ def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[Lan
 
     Args:
         pool: page pool of the divided lane.
-        before: all pages that the prefix cache of the divided lane had.
+        before: all pages that were in the prefix cache of the divided lane.
     """
     counts: dict[int, int] = defaultdict(int)
     for part in parts:
@@ -189,10 +191,11 @@ def lane_at(
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
     """Create a lane from `part`. Return `(lane, [(sequence, pages of the sequence), ...])`.
 
-    The new lane has the cached pages of `part`, but no sequences. The caller must add the sequences of the list.
+    The new lane has the cached pages of `part`, but no sequences. The caller must add the returned sequences to the
+    lane.
 
     Args:
-        places: page pool of each home of the lane, and the ids that the pages of `part` have at this home.
+        places: for each home of the lane, the page pool of the home, and the ids of the pages of `part` in this pool.
         enabled: whether prefixes are cached.
         max_running: maximum number of sequences of the lane.
     """
@@ -228,11 +231,11 @@ def move_sequences(
 ) -> None:
     """Move the sequences of old instances to new instances.
 
-    If the move fails, the old instances keep their sequences, and the error is raised. Sequences with sampling state on
-    the device are then computed again, because this state may have been overwritten.
+    If the move fails, the old instances keep their sequences, and the error is raised. In that case, sequences with
+    sampling state on the device are computed again, because this state may have been overwritten.
 
     Args:
-        views: tuples of a new instance, its lane, a sequence, and the pages of the sequence there.
+        views: for each sequence, `(new instance, lane of the new instance, sequence, pages in the new lane)`.
     """
     before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
     try:
@@ -260,7 +263,7 @@ def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool])
     The sequences keep only their pages at the homes of `target`.
 
     Args:
-        pools: page pools by home. If `target` lacks one of these homes, the pages of `lanes` at this home are freed.
+        pools: page pools by home. If `target` lacks one of these homes, the pages of `lanes` at that home are freed.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])

@@ -1,10 +1,11 @@
-"""Begin of a merge or split, and of a change of the attention alone.
+"""Begin merges and splits of instances, and changes of only their attention.
 
-The functions compile programs, reserve memory and allocate every page in the new layout. They return a transition that
-will switch the layers.
+Each function compiles programs, reserves memory and allocates every page in the new layout. The result is a transition.
+The transition switches the layers later.
 
-In a change of the attention alone, only pages move, and FFN weights stay where they are. The change to data-parallel
-attention is `divide`. The change back is `join`.
+If only the attention of an instance changes, its pages move, and FFN weights stay where they are. The change to
+data-parallel attention is called `divide`. The function `split` also begins a `divide`. The change back is called
+`join`.
 
     4 x TP1  <- merge, split ->  TP4  <- divide, join ->  attention at 4 x TP1, FFNs at TP4
 """
@@ -29,31 +30,33 @@ from sharding.placement import Placement
 
 
 def merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
-    """Replace instances by one instance over all of their devices. Return the transition, which will switch the layers.
+    """Replace instances by one instance over all of their devices. Return the transition.
 
-    The old instances must have no steps in flight. If the merge is impossible, nothing has changed, and this function
-    raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
+    The layers switch later, during the transition. The old instances must have no steps in flight. If the merge is
+    impossible, nothing has changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a
+    program that does not compile.
     """
     with _staging(cluster, plan):
         return _merge(cluster, plan, requeue)
 
 
 def join(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    """Prepare the end of an instance's data-parallel attention. Return the transition, which will switch the layers.
+    """Begin to change data-parallel attention back to attention of the instance's own degree. Return the transition.
 
-    The instance must have no steps in flight. If the change is impossible, nothing has changed, and this function
-    raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
+    The layers switch later, during the transition. The instance must have no steps in flight. If the change is
+    impossible, nothing has changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a
+    program that does not compile.
     """
     with _staging(cluster, plan):
         return _join(cluster, plan)
 
 
 def split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    """Prepare the split of an instance, or only of its attention. Return the transition, which will switch the layers.
+    """Begin to split an instance, or only its attention. Return the transition.
 
-    The instance must have no steps in flight. The instance serves until all of its layers have switched. If the split
-    is impossible, nothing has changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a
-    program that does not compile.
+    The layers switch later, during the transition. The instance serves until all of its layers have switched. The
+    instance must have no steps in flight. If the split is impossible, nothing has changed, and this function raises
+    `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
     """
     with _staging(cluster, plan):
         return _split(cluster, plan)
@@ -61,7 +64,7 @@ def split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
 
 @contextmanager
 def _staging(cluster: Cluster, plan: RelayoutPlan) -> Iterator[None]:
-    """Release the memory that was reserved for temporaries of the change, if the `with` block raises an error."""
+    """Release the memory that is reserved for temporaries of the change, if the `with` block raises an error."""
     try:
         yield
     except BaseException:
@@ -159,7 +162,7 @@ class _Dealt(NamedTuple):
     """Result of `_deal_pages`: the sequences and pages of each new instance of a split.
 
     Attributes:
-        kept: pages of paused requests. They are claimed in `allocators`.
+        kept: pages of paused requests. `allocators` give these pages to no other sequence.
         allocators: page allocators of the new layout, one for each device.
         limits: maximum number of sequences of each new instance.
         parts: sequences and cached pages of each new instance.
@@ -178,8 +181,8 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
     emptied. Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
 
     Args:
-        released: degree for which weights will be released in the new instances. Weights that this degree does not need
-            become KV cache.
+        released: released degree of the new instances. These instances keep all weights that the released degree needs.
+            The memory of all other weights becomes KV cache.
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
@@ -202,8 +205,8 @@ def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) 
     """Raise `RequestError` if a running request may become too long for an instance of degree `tp`.
 
     Args:
-        released: degree for which weights will be released in that instance. Weights that this degree does not need
-            become KV cache.
+        released: released degree of that instance. The instance keeps all weights that the released degree needs. The
+            memory of all other weights becomes KV cache.
     """
     limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:

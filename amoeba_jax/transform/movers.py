@@ -1,4 +1,7 @@
-"""Move the pages of a layer to a new layout in place, and restore the released weights of the layer."""
+"""Move the pages of a layer to a new layout in place, and restore the released weights of the layer.
+
+Released weights are weights whose memory serves as KV cache.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,9 +22,12 @@ Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
-    """An `Exchange` of pages, with its arrays of ids on the devices.
+    """Exchange of page pieces between ranks. The arrays of ids are on the devices, sharded over the ranks.
 
-    The arrays are sharded over the ranks.
+    Attributes:
+        kind: kind of the program that runs the exchange.
+        send: ids of the pieces that each rank sends.
+        receive: ids of the places to which each rank writes the pieces that it receives.
     """
 
     kind: ExchangeKind
@@ -33,9 +39,11 @@ class PlacedExchange(NamedTuple):
 class MovePlan:
     """Size of the page moves of one layer. The numbers are the same for all layers.
 
+    A piece is a part of a page. A phase is an exchange of pieces between ranks.
+
     Attributes:
-        num_pieces: number of pieces (parts of pages) that move.
-        num_phases: number of phases (exchanges of pieces between ranks) that move these pieces.
+        num_pieces: number of pieces that move.
+        num_phases: number of phases in which these pieces move.
     """
 
     num_pieces: int
@@ -45,8 +53,9 @@ class MovePlan:
 class InPlaceMover:
     """Launcher of the programs that move the pages and restore the weights of a layer.
 
-    Pages and weights stay in the memory of the layer's present extents. Pages move in phases: exchanges between ranks,
-    each of bounded size. `move`, `run` and `restore` launch programs and do not wait for them.
+    An extent is a page buffer of one layer. The programs use only the memory of the extents that the layer already has.
+    Pages move in phases. A phase is an exchange of bounded size between ranks. `move`, `run` and `restore` launch
+    programs and do not wait for them.
 
     Attributes:
         exchanges: exchanges of the present plan, in the order of their launch.
@@ -69,13 +78,14 @@ class InPlaceMover:
         return self._programs.move_temporaries(pages=bool(exchanges))
 
     def plan(self, old: Tables, new: Tables) -> MovePlan:
-        """Plan the page moves of a layer. Return their size.
+        """Plan the page moves of a layer. Return the number of moved pieces and the number of phases.
 
-        `divided` and `move` use this plan until the next call.
+        `divided` and `move` use this plan until `plan` is called again.
 
         Args:
-            old: page ids in the old layout, as for `kvcache.relayout.moves`.
-            new: page ids in the new layout, as for `kvcache.relayout.moves`.
+            old: tables of the page ids in the old layout, one table for each lane. A table has a row for each rank and
+                a column for each page.
+            new: tables of the same pages with their ids in the new layout.
         """
         programs = self._programs
         source, target = moves(old, new)
@@ -85,10 +95,11 @@ class InPlaceMover:
         return MovePlan(len(source), len(self._phases))
 
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
-        """Return the exchanges of the plan in two lists: for separate programs, and for step programs.
+        """Divide the exchanges of the plan. Return `(exchanges in separate programs, exchanges in step programs)`.
 
-        The first list runs before the second. The second list has the last exchanges of the plan, and at most `most` of
-        them. Each exchange in the second list has one phase, in which pieces move between different ranks.
+        The exchanges of the first list must run before those of the second list. The second list has the last exchanges
+        of the plan. It has at most `most` exchanges. Each exchange in the second list has one phase, in which pieces
+        move between different ranks.
         """
         if most not in self._divided:
             count = 0
@@ -108,23 +119,25 @@ class InPlaceMover:
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
         """Move all pages of a layer to the new layout. Return the extents after the moves.
 
+        An extent is a page buffer of one layer.
+
         Args:
             extents: all extents of the layer, `[tp * pages, page_elems]` each. Donated.
         """
         return self.run(self.exchanges, extents)
 
     def run(self, exchanges: list[PlacedExchange], extents: list[jax.Array]) -> list[jax.Array]:
-        """Run some exchanges of the plan for one layer. Return the extents after the moves. Donates `extents`."""
+        """Run the given exchanges of the plan for one layer. Return the extents after the moves. Donates `extents`."""
         for kind, send, receive in exchanges:
             extents = self._programs.exchanges[kind](extents, send, receive)
         return extents
 
     def restore(self, released: Restored, extents: list[jax.Array]) -> list[jax.Array]:
-        """Write released weights into the extents that replaced them. Return the weights. Donates `extents`.
+        """Turn extents of a layer back into weights. Return the weights. Donates `extents`.
 
         Args:
             released: weight shards to restore.
-            extents: extents that these shards had become.
+            extents: page buffers in the memory that these shards had before.
         """
         return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
@@ -135,7 +148,7 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return the weight shards from which ranks restore the shards `released`.
+    """Return the weight shards from which the shards `released` are restored.
 
     Ranks send the returned shards to each other.
     """

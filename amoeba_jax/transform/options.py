@@ -29,13 +29,16 @@ With `kv`, the KV cache and the attention over it move. The old device also keep
 class PlacementOptions:
     """Arguments of `LLM.replicate`, `evict`, `migrate`, `scale_out` and `scale_in`.
 
+    A module is the attention or the FFN of a layer.
+
     Attributes:
         kind: name of the method.
         device: index of the device that gets modules. For `evict` and `scale_in`, the device that loses modules.
         instance: id of the instance that changes. For `scale_in`, the instance that takes over the sequences.
         layers: layers that change. None: all layers.
-        modules: modules of these layers that change.
-        move_kv: whether KV cache and attention of the layers move, in `migrate`. If False, only their FFNs move.
+        modules: kinds of modules that change in these layers.
+        move_kv: whether `migrate` moves the KV cache and the attention of the layers. If False, `migrate` moves only
+            the FFNs of the layers.
     """
 
     kind: PlacementKind
@@ -69,7 +72,7 @@ class TransformOptions:
     def attention(self) -> int:
         """Requested degree of the attention.
 
-        It is lower than `tensor_parallel_size` for data-parallel attention. Otherwise, the two are equal.
+        With data-parallel attention, this degree is lower than `tensor_parallel_size`. Otherwise, the two are equal.
         """
         return self.tensor_parallel_size if self.attention_degree is None else self.attention_degree
 

@@ -1,7 +1,7 @@
 """Pause the requests of instances while one larger instance serves on all of their devices, and resume the requests.
 
-A pause or resume moves no pages, restores no weights and computes nothing again. A page and the sub-pages into which
-the higher degree divides the page have the same bytes. The larger instance therefore uses the same extents.
+A pause or resume moves no pages, restores no weights and computes nothing again. At the higher degree, the memory of
+one page holds several smaller pages. The larger instance can therefore use the page buffers of the paused instances.
 
 Paused sequences keep their pages, slots and sampling state. The larger instance uses only pages and slots that are
 free. Steps in flight run to their end.
@@ -64,9 +64,9 @@ def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def forget_paused(plan: RelayoutPlan) -> None:
-    """Drop paused instances whose degree is not the requested degree. Their cached prefixes are dropped too.
+    """Drop the paused instances whose degree is not the requested degree.
 
-    These paused instances must have no sequences.
+    These paused instances must have no sequences. Their cached prefixes are dropped too.
     """
     for instance in plan.old:
         if instance.paused and instance.paused[0].tp != plan.options.tensor_parallel_size:
@@ -77,9 +77,9 @@ def forget_paused(plan: RelayoutPlan) -> None:
 
 
 def drop_prefixes(members: Iterable[Instance]) -> bool:
-    """Empty the prefix caches of paused instances. Return True.
+    """Empty the prefix caches of paused instances. Return whether any page has become free.
 
-    If paused sequences use all cached pages, no page would become free. In that case, do nothing, and return False.
+    If paused sequences use all cached pages, no page can become free. In that case, the caches stay as they are.
     """
     caches = [member.lane.cache for member in members]
     if not any(cache.num_evictable_pages for cache in caches):
@@ -90,10 +90,10 @@ def drop_prefixes(members: Iterable[Instance]) -> bool:
 
 
 def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_tokens: list[jax.Array]) -> Instance:
-    """Create one instance over `group` from the KV extents of its members, without a copy.
+    """Create one instance over `group` from the KV extents of the instances `members`, without a copy.
 
-    Each new extent is an array `[tp * pages, page_elems]` over the group, and consists of one extent of each member.
-    The members lose their extents. If this function fails, the members keep their extents.
+    An extent is a page buffer. Each new extent is an array `[tp * pages, page_elems]` over the group, and consists of
+    one extent of each member. The members lose their extents. If this function fails, the members keep their extents.
 
     Args:
         last_tokens: last tokens of the members' slots, one buffer for each device.
@@ -115,8 +115,8 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
 def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
     """Divide the KV extents of a site among groups of equal degree, without a copy. Return the extents of each group.
 
-    An extent of the site is an array `[tp * pages, page_elems]`, with `tp` of the site. An extent of a group has the
-    same form, with `tp` of the group.
+    An extent is a page buffer. An extent of the site is an array `[tp * pages, page_elems]`, where `tp` is the degree
+    of the site. An extent of a group has the same form, where `tp` is the degree of the group.
     """
     tp, whole = groups[0].tp, site.group
 
@@ -133,7 +133,7 @@ def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
 class KeptPages:
     """Pages of paused instances in a new layout.
 
-    The pages are claimed in the allocators of the new layout, so that no other sequence gets them.
+    The pages are claimed in the allocators of the new layout. No other sequence can then get these pages.
 
     Args:
         instance: instance that serves in place of the paused instances.
@@ -166,9 +166,9 @@ class KeptPages:
 
 
 def _references(lane: Lane) -> Counter[tuple[int, ...]]:
-    """Count, for each page of a lane, the references by the sequences and by the prefix cache.
+    """Count the references to each page of a lane, by the sequences and by the prefix cache.
 
-    Each key is a page: a tuple of its ids, one for each rank.
+    Each key of the result is one page, given as a tuple of its ids on all ranks.
     """
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())

@@ -1,19 +1,19 @@
-"""Relayout: the transition of a group of devices between two degrees.
+"""Relayout: the transition of a group of devices between two tensor-parallel degrees.
 
 During a relayout, some layers have the layout of the lower degree. All other layers have the layout of the higher
-degree. Layers switch in segments (runs of consecutive layers), between two steps. The last segment is the first to
-switch.
+degree. Layers switch between two steps, in segments. A segment is a run of consecutive layers. The last segment is the
+first to switch.
 
-During a relayout, one instance of the higher degree serves. This instance has a lane (share of the sequences) for each
-instance of the lower degree. The placement of the instance tells the home (devices) of every layer.
-`instances/runner.py` runs the steps.
+During a relayout, one instance of the higher degree serves. The sequences of this instance are divided into lanes.
+There is one lane for each instance of the lower degree. The placement of the instance tells which devices compute each
+layer. `instances/runner.py` runs the steps.
 
-With `order="memory_first"`, the FFNs change separately. In a merge, the FFNs of all layers get the higher degree
-before any page moves. In a split, the FFNs of all layers get the lower degree after all pages have moved. While pages
-move, layers in the lower layout also use the extents of released FFN weights as KV cache.
+With `order="memory_first"`, the FFNs change separately. In a merge, the FFNs of all layers get the higher degree before
+any page moves. In a split, the FFNs of all layers get the lower degree after all pages have moved. While pages move,
+the memory of released FFN weights serves as KV cache of layers in the lower layout.
 
-Every page has an id in the old layout and an id in the new layout (see `Lane`). In each layer, the page is at the id
-for the layout that this layer has. New pages also get both ids.
+Every page has an id in the old layout and an id in the new layout (see `Lane`). The layout of a layer decides which of
+the two ids is valid in this layer. Pages that are allocated during a relayout also get both ids.
 """
 
 import gc
@@ -53,18 +53,22 @@ RECOMPUTED = "its requests are computed again"
 
 
 class Relayout(Transition):
-    """Transition of a group of devices between two degrees.
+    """Transition of a group of devices between two tensor-parallel degrees.
+
+    A home is a group of devices. A site has the buffers of one home. An extent is a page buffer of one layer.
 
     Args:
-        instance: instance that serves during the transition, at the higher degree. It has a lane for each of `members`.
-            Its own site has the KV extents of the layers in the higher layout.
-        members: sites of the lower degree, ordered by first device. They have the KV extents of all other layers.
+        instance: instance that serves during the transition, at the higher degree. The instance has one lane for each
+            of `members`. The site of the instance has the KV extents of all layers in the higher layout.
+        members: sites of the lower degree, ordered by first device. These sites have the KV extents of all layers in
+            the lower layout.
         allocators: page allocators of the new layout, one for each device.
-        cached: two numbers: cached pages before the relayout, and those of them that stay cached.
+        cached: `(number of cached pages before the relayout, number of these pages that stay cached)`.
         kept: pages of paused requests in the new layout. None in a merge or join.
 
     Attributes:
-        restored: restored weights of the layer that switched last. When these are ready, all restored weights are.
+        restored: restored weights of the layer that switched last. When these weights are ready, the restored weights
+            of all layers are ready.
     """
 
     changes_degree = True
@@ -171,9 +175,9 @@ class Relayout(Transition):
             self._restore_ffns()
 
     def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
-        """Leave the switch of a segment to the programs of the next step. Return False if that is not possible.
+        """Leave the switch of a segment to the programs of the next step. Return whether this is possible.
 
-        It is possible only if the step has programs that also exchange pages.
+        This is possible only if the step has programs that also exchange pages.
         """
         segments, index = self.programs.plan.segments, len(self._left) - 1
         beside = segments[index + 1 :] if self.up else segments[:index]  # the step computes them at the higher degree
@@ -236,9 +240,9 @@ class Relayout(Transition):
             jax.block_until_ready(arrays)
 
     def _plan_moves(self) -> None:
-        """Plan the moves of all live pages, or keep the present plan if it is still valid.
+        """Plan the moves of all live pages. If the present plan is still valid, keep it.
 
-        A plan is valid for every layer. It is no longer valid when a page has been allocated or freed.
+        The same plan serves for every layer. A plan is no longer valid when a page has been allocated or freed.
         """
         high, low = [], []
         for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
@@ -255,7 +259,8 @@ class Relayout(Transition):
     def _release_ffns(self) -> None:
         """Switch the FFNs of all layers to the higher degree.
 
-        The FFN weights that this degree does not need become KV cache of the lower degree.
+        The higher degree needs only a part of the FFN weights on each device. The memory of the other FFN weights
+        becomes KV cache.
         """
         self.started = True
         group, programs, runner = self.high.group, self.programs, self.instance.runner
@@ -279,8 +284,8 @@ class Relayout(Transition):
     def _restore_ffns(self) -> None:
         """Switch the FFNs of all layers to the lower degree.
 
-        The released FFN weights are restored in the extents that they had become. These extents must have no pages
-        left.
+        The memory of released FFN weights has served as KV cache. The weights are restored in this memory. No used
+        pages may be left in this memory.
         """
         group, programs, runner = self.high.group, self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(self.num_layers)
@@ -299,9 +304,10 @@ class Relayout(Transition):
     # Extents
 
     def take_extents(self, layer: int) -> list[jax.Array]:
-        """Return all extents of a layer, as arrays over the ranks of the group. This begins the switch of the layer.
+        """Begin the switch of a layer. Return all extents of the layer, as arrays over the ranks of the group.
 
-        In a merge, the extents move from the lower to the higher layout, together with released weights.
+        An extent is a page buffer of one layer. In a merge, the extents move from the lower to the higher layout. If
+        the layer releases weights, the result also has the extents that these weights become.
         """
         if not self.up:
             return self.high.kv[layer]
@@ -314,7 +320,10 @@ class Relayout(Transition):
         return self.high.kv[layer]
 
     def _take_low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
-        """Remove the extents of a layer from the lower layout. Return a tuple of buffers for each rank of the group."""
+        """Remove the extents of a layer from the lower layout. Return a tuple of buffers for each rank of the group.
+
+        An extent is a page buffer of one layer. Each tuple has one buffer for each extent.
+        """
         buffers: list[tuple[jax.Array, ...]] = []
         for site in self.members:
             buffers += zip(*(disassemble(site.group, extent) for extent in site.kv[layer]), strict=True)
@@ -323,9 +332,13 @@ class Relayout(Transition):
         return buffers
 
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
-        """Give the extents of a layer to the new layout, after its pages have moved. Return the arrays of the extents.
+        """End the switch of a layer, after its pages have moved. Return the arrays that the layer now has.
 
-        In a split, the last extents become weights again, and the result has these weights instead.
+        In a split, some of the last extents may become weights again. The result then has these weights instead of
+        these extents.
+
+        Args:
+            kv: page buffers (extents) of the layer. They go to the new layout.
         """
         self.high.kv[layer] = kv
         if self.up:
@@ -340,14 +353,22 @@ class Relayout(Transition):
         return kept + restored
 
     def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
-        """Turn extents, which released weights of a layer had become, into weights again. Donates the extents."""
+        """Turn extents of a layer back into the released weights. Return the weights. Donates `extents`.
+
+        Args:
+            extents: page buffers in the memory that these weights had before.
+        """
         restored = self._mover.restore(self.programs.restored(layer), extents)
         self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
         self.restored = restored
         return restored
 
     def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
-        """Append extents, given as arrays over the group, to the extents that a layer has in the lower layout."""
+        """Add extents to a layer in the lower layout, after the extents that the layer already has there.
+
+        Args:
+            extents: page buffers to add, as arrays over the group.
+        """
         buffers = [disassemble(self.high.group, extent) for extent in extents]
         new: list[list[jax.Array]] = []
         for index, site in enumerate(self.members):
@@ -419,7 +440,8 @@ class Relayout(Transition):
         """Create instances of the lower degree over the buffers of `members`. The new instances have no sequences.
 
         Args:
-            released: degree for which weights are released, for each new instance.
+            released: released degree of each new instance. An instance keeps all weights that its released degree
+                needs. The memory of all other weights is KV cache.
         """
         factory, tp = self.cluster.factory, self.plan.lower
         tokens = factory.last_tokens_of(self.instance)
@@ -460,7 +482,7 @@ class Relayout(Transition):
         return RECOMPUTED
 
     def _abort(self) -> None:
-        """Restore the old instances, because the transition ends before its first switch: no page has moved."""
+        """Restore the old instances after a failure before the first switch. No page has moved yet."""
         instance = self.instance
         if not self.up:
             self._serve_high()
@@ -539,10 +561,11 @@ class Relayout(Transition):
 
 @dataclass(eq=False)
 class SwitchInStep:
-    """Switch of one segment that runs inside the next step.
+    """Switch of one segment of layers, inside the next step.
 
-    Pages move in n phases (exchanges between ranks). The first phases run as separate programs. The last phases run
-    inside programs of the step that compute other segments. From left to right, the order is:
+    The pages of the segment move in n phases. A phase is an exchange between ranks. The first phases run as separate
+    programs. Each of the last phases runs inside a program of the step that computes another segment. In these
+    examples, layers 8-11 switch, and the work is listed in the order in which it runs:
 
         merge   layers 8-11 at 4 x TP1 | their first phases | layers 12-15 and phase n-1, layers 16-19 and phase n
         split   their first phases | layers 0-3 and phase n-1, layers 4-7 and phase n | layers 8-11 at 4 x TP1
@@ -554,7 +577,7 @@ class SwitchInStep:
     Attributes:
         shape: shape of the step for which `parts` was made.
         first: exchanges that run as separate programs, before `parts`.
-        parts: exchange in the program of a segment, for each segment whose program exchanges pages.
+        parts: exchanges that run inside programs of the step. The keys are the segments that these programs compute.
     """
 
     relayout: Relayout
@@ -565,9 +588,10 @@ class SwitchInStep:
     _begin_s: float = field(default=0.0, init=False)
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the first exchanges. Return the other exchanges, by the segment in whose program they must run.
+        """Launch the first exchanges. Return the other exchanges, which the caller must run inside the step.
 
-        If the step does not have the planned shape, launch all exchanges, and return an empty mapping.
+        The keys of the result are segments. The program of a segment must run the exchange of this segment. If the step
+        does not have the planned shape, launch all exchanges, and return an empty mapping.
 
         Args:
             shape: shape of a step of all lanes. None if the step has only one lane, or if there is no step.

@@ -1,4 +1,4 @@
-"""Plan merges and splits: check the options, find the groups that change, and list the programs that they need.
+"""Plan merges and splits: check the options, find the groups that change, and list the needed programs.
 
 All programs are compiled before a change begins. No request then waits for a compiler during the change.
 """
@@ -27,12 +27,12 @@ def check_options(
 ) -> None:
     """Check the arguments of `LLM.transform`.
 
-    Raises `LayoutError` if the devices cannot form instances of the requested degree. Raises `RequestError` in these
-    cases:
+    Raises `LayoutError` if the devices cannot form instances of the requested degree, or if the placement of an
+    instance rules out the change. Raises `RequestError` in these cases:
 
-    - options exclude each other,
-    - devices are changing or out of service,
-    - requests that ran at another degree than the requested one are paused on the devices.
+    - two options exclude each other,
+    - a device is changing or out of service,
+    - a device has paused requests that ran at a degree other than the requested one.
 
     Args:
         present: options of the changes that have not ended.
@@ -130,16 +130,23 @@ ChangeKind = Literal["merge", "split", "join", "divide", "pause", "resume"]
 class RelayoutPlan:
     """Plan to change a group of devices from one degree to another. The change has not begun.
 
+    These are the kinds of changes:
+
+    - `merge`: several instances become one.
+    - `split`: one instance becomes several.
+    - `divide`: an instance gets data-parallel attention. FFN weights stay where they are.
+    - `join`: an instance with data-parallel attention gets attention of its own degree again. FFN weights stay where
+      they are.
+    - `pause`: several instances pause with their requests, and one larger instance serves. No pages move.
+    - `resume`: the paused instances serve again. No pages move.
+
     Attributes:
         old: instances that change. A merge or pause has several, and any other change has one.
         group: devices of the change, as one group of the higher degree.
         lower: lower one of the two degrees. In `divide` and `join`, the lower degree of the attention.
-        released: two degrees for which weights are released: one before the change, and one after the change. Weights
-            that this degree does not need are KV cache.
-        kind: `merge`: several instances become one. `split`: one instance becomes several. `divide`: the instance gets
-            data-parallel attention. `join`: the instance gets attention of its own degree again. In `divide` and
-            `join`, FFN weights stay where they are. `pause`: like a merge, but the running requests pause. `resume`:
-            the paused instances serve again. In `pause` and `resume`, no pages move.
+        released: `(released degree before the change, released degree after the change)`. The devices keep all weights
+            that the released degree needs. The memory of all other weights is KV cache.
+        kind: kind of the change.
         memory_first: whether the FFNs of all layers change together. In a merge, the FFNs change before any page moves.
             In a split, the FFNs change after all pages have moved.
     """
@@ -154,7 +161,11 @@ class RelayoutPlan:
 
     @classmethod
     def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "RelayoutPlan":
-        """Return the plan for the instances `old`: a merge or pause of several, or a change of one."""
+        """Return the plan to change the instances `old`.
+
+        Several instances merge or pause. A single instance splits, resumes its paused instances, or changes its
+        attention.
+        """
         tp, first = options.tensor_parallel_size, old[0]
         group = cluster.sub_meshes.group(first.id, sum(instance.tp for instance in old))
         before = after = max(instance.released for instance in old)
@@ -241,9 +252,10 @@ class RelayoutPlan:
 def relayout_plans(cluster: Cluster, options: TransformOptions) -> list[RelayoutPlan]:
     """Return the plans of all groups that can change next.
 
-    A plan merges several instances of one degree, or changes one instance. An instance that has data-parallel attention
-    first gets attention of its own degree. An instance that is to get data-parallel attention first gets the requested
-    degree. Further plans follow when these changes have ended.
+    A plan merges several instances of equal degree, or changes one instance. Some instances need two changes, one after
+    the other. An instance that has data-parallel attention first gets attention of its own degree. An instance that is
+    to get data-parallel attention first gets the requested degree. When the planned changes have ended, call this
+    function again for the remaining changes.
     """
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
@@ -311,13 +323,13 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
 def _transition_programs(
     cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms:
-    """Return the programs of a transition.
+    """Return the programs of a transition, for a batch size of at least `rows`.
 
-    During the transition, each instance of the lower degree can decode up to `rows` sequences. The result is for the
-    smallest batch size that is large enough and whose programs are all compiled. If there is none, the result is for
-    the smallest batch size that is large enough.
+    The smallest such batch size whose step programs are all compiled is chosen. If there is none, the smallest such
+    batch size is chosen.
 
     Args:
+        rows: number of sequences that each instance of the lower degree must be able to decode in one step.
         kinds: kinds of samplers that the steps need.
     """
     found = _compiled_for_steps(cluster, plan, rows, kinds)
@@ -327,11 +339,13 @@ def _transition_programs(
 def _compiled_for_steps(
     cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
 ) -> TransitionPrograms | None:
-    """Return the programs of a transition for the smallest batch size whose step programs are all compiled.
+    """Return the programs of a transition, for a batch size of at least `rows` whose step programs are all compiled.
 
-    Batch sizes with fewer than `rows` rows do not count. Return None if no batch size is found.
+    If there are several such batch sizes, the smallest one is chosen. Return None if there is none. If `rows` is 0, no
+    steps are needed, and the smallest batch size is chosen.
 
     Args:
+        rows: number of sequences that each instance of the lower degree must be able to decode in one step.
         kinds: kinds of samplers that the steps need.
     """
     for bucket in cluster.plan.buckets(plan.lower).decode_sizes:
@@ -376,9 +390,9 @@ def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
 
 
 def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
-    """Reserve memory for temporaries of a transition on each of the devices. This replaces the present reservation.
+    """Reserve memory for temporaries of a transition on each of the devices. The present reservation is replaced.
 
-    The reservation has at least the planned staging bytes. To return to the planned size, pass 0. Raises
+    The new reservation has at least the planned staging bytes. To return to the planned size, pass 0. Raises
     `MemoryBudgetError` if too little memory is free.
 
     Args:

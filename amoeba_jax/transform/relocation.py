@@ -1,11 +1,12 @@
-"""Relocation: modules of an instance replicate, migrate or leave a device while its requests run.
+"""Relocation: modules of an instance are replicated, migrated or removed while the requests of the instance run.
 
-A relocation changes the placement of the instance. Chunks of layers switch one after another, between two steps. Before
-a chunk switches, the weights of its layers must have arrived at the new home. At the switch, the pages of these layers
-are copied to the new home.
+A module is the attention or the FFN of a layer. A home is a group of devices that compute modules together. A
+relocation changes the homes of an instance's modules. Chunks of layers switch one after another, between two steps.
+Before a chunk switches, the weights of its layers must have arrived at the new home. At the switch, the pages of these
+layers are copied to the new home.
 
 A microbatch is a share of the instance's sequences. Each sequence has page ids at all old and new homes of its
-microbatch. The instance can therefore serve after any chunk, and a relocation may end there.
+microbatch. The instance can therefore serve after any chunk. A relocation may also end after any chunk.
 
 Only homes of one device take part. A device may already compute layers of another instance with the same model. In that
 case, weights that the device holds are not copied, and the new pages come from the allocator of that instance.
@@ -50,13 +51,14 @@ from sharding.placement import Home, Placement
 class _Part(NamedTuple):
     """Sequences and cached pages that become a microbatch.
 
-    Two new lanes must not share a page, because a prefix cache only notices when sequences of its own lane release
-    pages. A page that several parts of a lane have must therefore be copied.
+    Two new lanes must not share a page. A prefix cache only notices when sequences of its own lane release pages. If
+    several parts of a lane have the same page, the page must therefore be copied.
 
     Attributes:
         pages: the sequences and cached pages.
         lane: lane that has the sequences before the relocation.
-        shared: mask of the columns of `pages.table` whose pages an earlier part of the same lane has too.
+        shared: boolean mask of the pages in `pages.table`, one entry for each column. True for a page that an earlier
+            part of the same lane also has.
     """
 
     pages: LanePages
@@ -89,9 +91,9 @@ class Relocation(Transition):
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether a device keeps the weights of modules that leave this device.
+        """Whether a device keeps the weights of modules that leave the device.
 
-        True if only KV cache, and the attention over it, migrates.
+        True only for `migrate` with `modules="kv"`. Only KV cache and the attention over this cache then move.
         """
         return self.plan.options.kind == "migrate" and self.plan.options.modules == "kv"
 
@@ -160,11 +162,11 @@ class Relocation(Transition):
         return list(dict.fromkeys([*before, *after]))
 
     def _make_room(self, parts: list[_Part]) -> None:
-        """Evict cached prefixes of other instances at homes where a microbatch needs free pages.
+        """Evict cached prefixes of other instances at homes where microbatches need free pages.
 
-        At a home where a microbatch has no pages yet, it needs a new page for each of its pages. At any other home, it
-        needs a copy of each page that an earlier microbatch also has. Raises `OutOfPagesError` if too few pages become
-        free.
+        At a home where a microbatch has no pages yet, all of its pages need room. At any other home, only those pages
+        need room that an earlier microbatch also has, because these pages are copied. Raises `OutOfPagesError` if too
+        few pages become free.
         """
         needed: dict[Home, int] = defaultdict(int)
         for number, part in enumerate(parts):
@@ -189,7 +191,8 @@ class Relocation(Transition):
         """Return the site and the page allocators of a new home. If the device is empty, first allocate its buffers.
 
         Args:
-            undo: exit stack. This method adds functions that free these buffers after an error.
+            undo: exit stack, which the caller runs after an error. This method adds a function that frees these
+                buffers.
         """
         cluster = self.cluster
         site, allocators = site_at(cluster, home), allocators_at(cluster, home)
@@ -204,13 +207,13 @@ class Relocation(Transition):
     def _places(
         self, number: int, part: _Part, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], undo: ExitStack
     ) -> dict[Home, tuple[PagePool, np.ndarray]]:
-        """Allocate the pages that a microbatch lacks. Return the page pool and the page ids at each of its homes.
+        """Allocate the pages that a microbatch lacks. Return `(page pool, page ids)` at each home of the microbatch.
 
-        A page that an earlier microbatch also has is copied.
+        If an earlier microbatch also has a page, the page is copied.
 
         Args:
             number: index of the microbatch.
-            undo: exit stack. This method adds functions that free the new pages after an error.
+            undo: exit stack, which the caller runs after an error. This method adds functions that free the new pages.
         """
 
         def new_pages(pool: PagePool, references: np.ndarray) -> np.ndarray:
@@ -365,7 +368,9 @@ class Relocation(Transition):
             self.kv_moved_bytes += old.shape[1] * cluster.memory_plan.page_bytes
 
     def _drop(self, modules: Iterable[Module], *, weights: bool = True) -> None:
-        """Free the KV cache and the weights of modules on their devices. Keep modules that another instance uses there.
+        """Free the KV cache and the weights of modules on their devices.
+
+        If another instance uses a module on the same device, the module is not freed.
 
         Args:
             weights: whether weights are freed. If False, only KV cache is freed.
@@ -383,7 +388,10 @@ class Relocation(Transition):
     # End
 
     def _stop(self) -> None:
-        """Stop at the present placement, and free weights that were copied for layers that have not switched."""
+        """Stop the relocation at the present placement.
+
+        Weights that were copied for layers that have not switched are freed.
+        """
         for layer in [layer for chunk in self._left for layer in chunk]:
             self._drop(self._gained(layer))
         self._left, self._after = [], self.instance.runner.placement
@@ -413,8 +421,8 @@ class Relocation(Transition):
         """Let the instance serve at the final placement.
 
         Microbatches that have the same homes become one. Homes that are no longer needed are freed. If layers have left
-        a device, the layers that stay there get extra extents. In a `scale_out`, the last microbatch becomes a separate
-        instance.
+        a device, the layers that stay there get extra page buffers. In a `scale_out`, the last microbatch becomes a
+        separate instance.
 
         Return a future that is done when all weight copies have arrived. Return None if no weights were copied.
         """
@@ -436,10 +444,10 @@ class Relocation(Transition):
         return instance.reader.when_ready(self.arrays) if self.arrays else None
 
     def _leave_homes(self) -> None:
-        """Remove unused homes from the instance: those that the present placement does not need.
+        """Remove all homes from the instance, except those of the present placement.
 
-        The KV cache at such a home is freed, unless another instance uses the home. Devices that no instance uses are
-        closed.
+        The KV cache at a removed home is freed, unless another instance uses the home. Devices that no instance uses
+        are closed.
         """
         instance, placement = self.instance, self.instance.runner.placement
         gone = [home for home in instance.runner.sites if home not in homes_of(placement)]

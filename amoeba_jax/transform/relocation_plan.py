@@ -24,12 +24,16 @@ Module = tuple[int, int, ModuleKind]
 class RelocationPlan:
     """Plan of a relocation. The relocation has not begun.
 
+    An extent is a page buffer of one layer.
+
     Attributes:
-        before: placement at the begin. It has as many microbatches as `after`.
+        before: placement at the begin. `before` and `after` have the same number of microbatches.
         after: placement at the end.
         chunks: ranges of layers, in the order of their switches. The layers of a range switch together.
-        extents: number of pages of each extent of a layer at each home, after all layers have switched.
-        joining: instance whose sequences become a microbatch (`scale_in`). This instance ends. Otherwise None.
+        extents: for each home of `after`, the number of pages of each extent of a layer, after all layers have
+            switched.
+        joining: instance that ends in a `scale_in`. Its sequences become a microbatch of `instance`. None for all other
+            methods.
     """
 
     options: PlacementOptions
@@ -42,12 +46,12 @@ class RelocationPlan:
 
     @property
     def device_indices(self) -> set[int]:
-        """Indices of the devices in either placement."""
+        """Indices of all devices of the placements `before` and `after`."""
         return {*self.before.devices, *self.after.devices}
 
     @property
     def old(self) -> list[Instance]:
-        """Instances that end because of the relocation: `joining`, if there is one."""
+        """Instances that end because of the relocation. Only `joining` can end."""
         return [] if self.joining is None else [self.joining]
 
     @property
@@ -95,7 +99,7 @@ def homes_of(placement: Placement) -> list[Home]:
 def plan_relocation(cluster: Cluster, options: PlacementOptions) -> RelocationPlan:
     """Check the arguments of a method that changes a placement. Return the plan, and change nothing.
 
-    If the relocation is impossible, raises `LayoutError`, `RequestError` or `MemoryBudgetError` with the reason.
+    Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the relocation is impossible.
     """
     instance = _instance(cluster, options.instance)
     num_devices, home = len(cluster.sub_meshes.devices), Home(max(options.device, 0), 1)
@@ -190,8 +194,8 @@ def _check(cluster: Cluster, instance: Instance, before: Placement, after: Place
 def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ...]]:
     """Return, for each home of the new placement, the number of pages of each extent of a layer.
 
-    Raises `MemoryBudgetError` if a device has too little memory for new modules. Raises `LayoutError` if a device
-    without KV cache would compute attention.
+    An extent is a page buffer of one layer. Raises `MemoryBudgetError` if a device has too little memory for new
+    modules. Raises `LayoutError` if a device without KV cache would have to compute attention.
     """
     found: dict[Home, tuple[int, ...]] = {}
     page_bytes = cluster.memory_plan.page_bytes
@@ -234,8 +238,8 @@ def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ..
 def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
     """Return the bytes that an empty device needs before it can compute modules.
 
-    KV cache and weights of the modules are not included. If the device becomes a separate instance, the embedding, the
-    head and a sampling state are included.
+    KV cache and weights of the modules are not included. In a `scale_out`, the bytes of the embedding, the head and the
+    sampling state are included.
     """
     memory, weights = cluster.memory_plan, cluster.weights
     fixed = memory.hidden_bytes + memory.staging_bytes + cluster.activation_bytes
@@ -247,15 +251,15 @@ def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
 def difference(one: Placement, other: Placement, layer: int) -> list[Module]:
     """Return the modules of a layer that the placement `one` has and the placement `other` lacks.
 
-    A module is `(device, layer, kind)`: the attention or the FFN of the layer on one device.
+    A module is a tuple `(device, layer, kind)`. The kind is `attention` or `ffn`.
     """
     return sorted(_modules(one, layer) - _modules(other, layer))
 
 
 def _modules(placement: Placement, layer: int) -> set[Module]:
-    """Return all modules of a layer.
+    """Return all modules of a layer, on all devices of the placement.
 
-    A module is `(device, layer, kind)`: the attention or the FFN of the layer on one device.
+    A module is a tuple `(device, layer, kind)`. The kind is `attention` or `ffn`.
     """
     pairs: list[tuple[ModuleKind, Homes]] = [
         ("attention", placement.attention[layer]),
@@ -265,7 +269,7 @@ def _modules(placement: Placement, layer: int) -> set[Module]:
 
 
 def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
-    """Return whether any instance except `but` computes with a module on the device of this module."""
+    """Return whether any instance other than `but` uses `module` on the device of `module`."""
     return any(module in _modules(i.runner.placement, module[1]) for i in cluster.instances if i is not but)
 
 

@@ -25,15 +25,15 @@ class TransformVariant(StrEnum):
 class LayerSwitch:
     """Switch of one layer to the new layout.
 
-    All times are measured on the host. With the variant `in_place`, they are the times until the work has run. With the
-    variant `in_place_overlapped`, they are only the times to launch the work.
+    All times are measured on the host. With the variant `in_place`, the host waits until the work has run. The times
+    then include this wait. With the variant `in_place_overlapped`, the times include only the launch of the work.
 
     Attributes:
         layer: index of the layer.
         plan_s: seconds to plan the page moves. 0 if an earlier plan was still valid.
         kv_s: seconds to move pages.
         weights_s: seconds to turn weights into KV extents (merge), or KV extents into weights (split).
-        phases: number of phases (exchanges of pieces between ranks) in which the pages moved.
+        phases: number of phases in which the pages moved. A phase is an exchange between ranks.
         moved_bytes: bytes of pages that moved, summed over the ranks.
     """
 
@@ -61,9 +61,10 @@ class GroupTransform:
             computed again.
         paused: number of sequences that this change paused.
         resumed: number of sequences that this change resumed after a pause.
-        prefix_pages_kept: number of pages that were cached before the change and are still cached after it.
-        prefix_pages_dropped: number of pages that were cached before the change and no longer are.
-        step_s: seconds of a decode step before the change, as the median of the latest 16 steps. If there were several
+        prefix_pages_kept: number of pages that were cached before the change and were still cached after the change.
+        prefix_pages_dropped: number of pages that were cached before the change and were no longer cached after the
+            change.
+        step_s: median duration in seconds of the latest 16 decode steps before the change. If there were several
             instances, the slowest one counts. None if no step had run.
     """
 
@@ -103,13 +104,13 @@ class PlacementReport:
         kind: name of the method.
         instance: id of the instance.
         device: index of the device that got or lost modules.
-        layers: two layer indices: the first layer that changed, and the layer after the last that changed.
+        layers: `(index of the first layer that changed, index after the last layer that changed)`.
         seconds: duration in seconds, until all copies have arrived.
         copied_bytes: bytes of weights that were copied from device to device.
         shared_bytes: bytes of weights that were not copied, because the new home already held them for another
             instance.
         kv_moved_bytes: bytes of KV cache that were copied from device to device.
-        device_bytes_delta: live bytes of each device after the change, minus live bytes before.
+        device_bytes_delta: for each device, live bytes after the change minus live bytes before the change.
         steps: number of steps that the instance launched during the change.
         recomputed: number of times that a sequence lost its pages during the change and was computed again.
     """
@@ -134,12 +135,13 @@ class TransformReport:
     Attributes:
         tensor_parallel_size: requested degree.
         seconds: duration of the call in seconds. The compilation of missing programs is included.
-        prepare_s: seconds in which the engine itself compiled missing programs, not in the background. Included in
-            `seconds`.
+        prepare_s: seconds in which the engine itself compiled missing programs. Compilation in the background does not
+            count. Included in `seconds`.
         groups: reports of the groups, in the order in which the groups completed their change. Empty if all instances
             already had the requested degree.
         awaited_programs: number of programs for which the call had to wait.
-        waited_s: seconds that the call waited for these programs. Requests ran as before. Included in `seconds`.
+        waited_s: seconds that the call waited for these programs. During this time, requests ran as before. Included in
+            `seconds`.
     """
 
     variant: TransformVariant
@@ -157,7 +159,7 @@ class TransformReport:
 
     @property
     def extra_bytes(self) -> int:
-        """Maximum bytes of temporary memory on a device."""
+        """Maximum bytes of temporary memory that the change needed on any device."""
         return max((group.staging_bytes for group in self.groups), default=0)
 
     @property

@@ -1,7 +1,8 @@
-"""Transition: the time in which an instance is between two placements, and its layers switch to other homes.
+"""Transition: the time in which an instance changes from one placement to another, layer by layer.
 
-There are two kinds of transitions. `Relayout` is a merge or split. The pages of a group move in place among the ranks
-of the group. `Relocation` replicates, migrates or evicts modules. Pages and weights are copied from device to device.
+There are two kinds of transitions. A `Relayout` changes the tensor-parallel degree of a group of devices. Pages move in
+place among the ranks of the group. A `Relocation` replicates, migrates or evicts modules. Pages and weights are copied
+from device to device.
 """
 
 import time
@@ -34,7 +35,7 @@ class Transition(ABC):
     Attributes:
         changes_degree: whether the instance or its attention changes its degree.
         num_switched: number of layers that have switched to their new homes.
-        started: whether the first switch has begun. If so, the transition can no longer be aborted.
+        started: whether the first switch has begun. After that, the transition can no longer be aborted.
         last_result: future of the last work. The transition ends when this future is done. None while layers switch.
         prepare_s: seconds in which the engine itself compiled missing programs.
         steps: number of steps launched during the transition.
@@ -80,13 +81,16 @@ class Transition(ABC):
 
     @abstractmethod
     def switch_alone(self) -> None:
-        """Launch the switch that was left to a step. Do nothing if there is none, or if the step has launched it."""
+        """Launch the switch that was left to a step, without this step.
+
+        Do nothing if no switch was left to a step, or if the step has already launched the switch.
+        """
 
     def drop_spent(self) -> None:
         """Drop arrays whose buffers now belong to other arrays.
 
         A switch of all layers leaves hundreds of such arrays, and it takes time to drop them. Call this method after
-        the launch of the next step. The step then does not wait.
+        the launch of the next step. The step then does not have to wait for this work.
         """
         self._spent.clear()
 
@@ -116,13 +120,13 @@ class Transition(ABC):
     def serve(
         self, lanes: SequenceOf[Lane], placement: Placement, numbers: SequenceOf[int], pools: Mapping[Home, PagePool]
     ) -> None:
-        """Let the instance serve at `placement`, where the transition ends. Create a new lane for each microbatch.
+        """End the transition. The instance then serves at `placement`, with a new lane for each microbatch.
 
         Args:
             lanes: old lanes. Their sequences and cached pages move to the new lanes.
-            numbers: index of the microbatch that gets the sequences of a lane, for each old lane.
-            pools: page pools by home. If a new lane lacks one of these homes, the pages of its sequences there are
-                freed.
+            numbers: for each old lane, the index of the microbatch that gets the sequences of this lane.
+            pools: page pools by home. If a new lane lacks one of these homes, the pages of its sequences at that home
+                are freed.
         """
         cluster, instance = self.cluster, self.instance
         new = cluster.factory.new_lanes(placement, instance.allocators, instance.width)
