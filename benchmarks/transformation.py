@@ -73,7 +73,7 @@ class Step:
         arrived: time at which the result arrived, by `time.perf_counter()`.
         device: first device of the instance that ran the step.
         degree: degree of this instance.
-        boundary: first layer in the new layout (`Relayout.boundary`); None if no transformation runs.
+        boundary: first layer in the new layout; None if no transformation runs.
         switched: whether layers switched just before the step.
     """
 
@@ -101,7 +101,7 @@ def watched(plain_steps: int = 0, direction: str = "up") -> Iterator[list[Step]]
     def launch(runner: Runner, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         group = runner.group
         transition = next((it for it in turns if not it.done and it.instance.runner is runner), None)
-        boundary = None if transition is None else transition.boundary
+        boundary = None if transition is None else transition.num_layers - transition.num_switched
         did = transition is not None and switched.get(transition, False)
         step = launch_step(runner, plan, lanes)
 

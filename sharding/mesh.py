@@ -1,6 +1,6 @@
 """Aligned groups of devices, their meshes, and arrays over them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -176,6 +176,26 @@ def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
         return list(array._arrays)  # type: ignore[attr-defined]
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[device] for device in group.devices]
+
+
+def combine(group: SubMesh, arrays: Iterable[jax.Array], parts: Iterable[SubMesh]) -> jax.Array:
+    """Combine arrays over smaller groups into one array over `group`, along the leading axis. Copies nothing.
+
+    Args:
+        group: devices of the result.
+        arrays: one sharded array for each group of `parts`, all of equal shape.
+        parts: groups of equal size that together make up `group`, in order.
+    """
+    return assemble(group, [b for part, array in zip(parts, arrays, strict=True) for b in disassemble(part, array)])
+
+
+def divide(group: SubMesh, array: jax.Array, parts: Iterable[SubMesh]) -> list[jax.Array]:
+    """Return the parts of a sharded array over `group` that are on smaller groups, as arrays. Copies nothing.
+
+    `parts` are groups of devices of `group`.
+    """
+    buffers, start = disassemble(group, array), group.start
+    return [assemble(part, buffers[part.start - start : part.start - start + part.tp]) for part in parts]
 
 
 def is_lost(array: jax.Array) -> bool:

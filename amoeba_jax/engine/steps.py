@@ -17,7 +17,7 @@ from amoeba_jax.engine.sequences import Sequences
 from amoeba_jax.errors import MemoryBudgetError, NotANumberError, RequestError, RequestFailedError
 from amoeba_jax.instances.batcher import lane_plans, other_plans, plan_step, roomy_plans
 from amoeba_jax.instances.cluster import Cluster, drop_frames
-from amoeba_jax.instances.instance import Instance
+from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, clear_in_flight
 from amoeba_jax.instances.step_sampler import StateLostError
@@ -70,7 +70,7 @@ class Steps:
         is nothing to compute. If the launch fails, return True.
         """
         changes, transition = self._changes, instance.transition
-        if len(instance.pending) >= MAX_PENDING_STEPS or changes.holds(instance):
+        if len(instance.pending) >= MAX_PENDING_STEPS or instance.phase is Phase.DRAINING:
             return False
         num_preempted = self._reserve_next_tokens(instance)
         if transition is not None:

@@ -143,24 +143,6 @@ class Cluster:
                 ) from error
         self.activation_bytes = executable.info.temp_bytes
 
-    def check_compiled(self, group: SubMesh, tp: int, released: int) -> None:
-        """Check that the step programs of new instances are compiled, if no compilation is allowed any more.
-
-        If the option `strict_compile` is set, no compilation is allowed after the warm-up. Raises `NotCompiledError` if
-        a program is missing in that case.
-
-        Args:
-            group: devices of all new instances together.
-            tp: tensor-parallel degree of each new instance.
-            released: degree for which the weights of the new instances are released. The memory of weights that this
-                degree does not need is KV cache.
-        """
-        shape = self.plan.buckets(tp).step(1)
-        for start in range(group.start, group.start + group.tp, tp):
-            part = self.sub_meshes.group(start, tp)
-            extents = self.plan.extent_pages(released)
-            self.executables.check(self.plan.step_specs(self.executables.specs, part, shape, extents))
-
     def release_more(self, instance: Instance, degree: int) -> None:
         """Turn the memory of further weights of an instance into KV cache.
 
@@ -301,12 +283,10 @@ class Cluster:
                     allocator.become(self.factory.empty_allocator(site.extent_pages))
             instance.sampler.state.replace_lost()
             self.factory.hidden.replace_lost(instance.runner.placement.devices)
-        self.replace(instances, [self._rebuilt(instance) for instance in instances])
+        make = self.factory.instance
+        new = [make(i.runner.placement, i.runner.sites, i.allocators, i.released, i.width) for i in instances]
+        self.replace(instances, new)
         self.link_lanes()
-
-    def _rebuilt(self, old: Instance) -> Instance:
-        runner, tokens = old.runner, self.factory.last_tokens_of(old)
-        return self.factory.instance(runner.placement, runner.sites, old.allocators, old.released, old.width, tokens)
 
     def link_lanes(self) -> None:
         """Let the prefix cache of each lane evict cached pages of other lanes that use the same memory.
@@ -397,6 +377,8 @@ class Cluster:
                 instance = self._placed_instance(self.plan.placement)
             else:
                 self.factory.hidden.replace_lost(group.device_indices)
+                for device in group.device_indices:
+                    self.factory.sampling_states[device].replace_lost()
                 instance = self._empty_instance(group, self.lost[group])
         except Exception as error:
             drop_frames(error)

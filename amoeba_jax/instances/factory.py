@@ -21,7 +21,7 @@ from amoeba_jax.weights.store import WeightStore
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
-from sharding.mesh import SubMesh, assemble, disassemble, is_lost
+from sharding.mesh import SubMesh, assemble
 from sharding.placement import Home, Placement
 
 
@@ -132,7 +132,7 @@ class InstanceFactory:
 
         The sequences of the lane get their pages from `pool`.
         """
-        return self._lane({group.home: pool}, self._plan.buckets(group.tp).max_num_seqs)
+        return self.lane({group.home: pool}, self._plan.buckets(group.tp).max_num_seqs)
 
     def new_lanes(
         self, placement: Placement, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], width: int
@@ -148,7 +148,7 @@ class InstanceFactory:
         """
         most = max(1, self._plan.buckets(width).max_num_seqs // placement.num_microbatches)
         return [
-            self._lane({home: self.pool_at(home, allocators) for home in placement.layers_by_home(number)}, most)
+            self.lane({home: self.pool_at(home, allocators) for home in placement.layers_by_home(number)}, most)
             for number in range(placement.num_microbatches)
         ]
 
@@ -156,7 +156,7 @@ class InstanceFactory:
         """Return a page pool for a home. The pages come from the allocators of this home."""
         return PagePool(self._dims.pages, allocators[home], home.degree)
 
-    def _lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
+    def lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
         """Return an empty lane for up to `max_running` sequences.
 
         `pools` has the page pool of each home. A page of the lane takes a page from each of these pools.
@@ -168,16 +168,6 @@ class InstanceFactory:
         parts = list(pools.values())
         pool = parts[0] if len(parts) == 1 else PagePool.joined(parts)
         return Lane(pool, PrefixCache(pool, self._plan.config.prefix_caching), ranks, max_running)
-
-    def last_tokens_of(self, instance: Instance) -> list[jax.Array]:
-        """Return the last token of each slot of an instance: one buffer `[num_slots]` for each rank.
-
-        The instance must no longer launch steps. If a failed program has lost the buffers, return new buffers of zeros.
-        """
-        runner = instance.runner
-        if is_lost(runner.last_tokens):
-            return self._new_last_tokens(instance.group)
-        return disassemble(instance.group, runner.last_tokens)
 
     def _new_last_tokens(self, group: SubMesh) -> list[jax.Array]:
         return [jax.device_put(np.zeros(self._plan.num_slots, np.int32), device) for device in group.devices]
@@ -199,7 +189,7 @@ class InstanceFactory:
             kv: KV extents (page buffers) of each layer.
             released: degree for which weights are released. The memory of weights that this degree does not need is KV
                 cache.
-            last_tokens: last tokens of the previous instances (`last_tokens_of`), one buffer for each rank. None: new
+            last_tokens: last tokens of the previous instances (`Runner.last_tokens`), a buffer for each rank. None: new
                 buffers.
         """
         placement = Placement.uniform(group.home, self._dims.config.num_layers)
@@ -221,8 +211,7 @@ class InstanceFactory:
         sites = {group.home: self.new_site(group, [[] for _ in kv], released)}
         for home in placement.attention[0]:
             part = self._plan.sub_meshes.group(home.start, home.degree)
-            ranks = slice(home.start - group.start, home.devices.stop - group.start)
-            own = [[assemble(part, disassemble(group, extent)[ranks]) for extent in extents] for extents in kv]
+            own = [[array for extent in extents for array in divide(group, extent, [part])] for extents in kv]
             sites[home] = self.new_site(part, own, released)
         allocators = {home: [self.allocators[device] for device in home.devices] for home in placement.attention[0]}
         return self.instance(placement, sites, allocators, released, group.tp)
@@ -280,7 +269,7 @@ class InstanceFactory:
             released: degree for which weights are released. The memory of weights that this degree does not need is KV
                 cache.
             width: the instance runs up to `max_num_seqs * width` sequences at once.
-            last_tokens: last tokens of the previous instances (`last_tokens_of`), one buffer for each rank. None: new
+            last_tokens: last tokens of the previous instances (`Runner.last_tokens`), a buffer for each rank. None: new
                 buffers.
         """
         plan, executables = self._plan, self._executables

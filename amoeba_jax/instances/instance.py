@@ -27,8 +27,6 @@ class Phase(StrEnum):
     SERVING: the instance launches steps.
     DRAINING: the instance waits until the launched steps have ended. Until then, the instance launches no further step.
     CHANGING: layers of the instance move to other homes (device groups), and the instance launches steps meanwhile.
-        After the last move of a split, the instance waits until the launched steps have ended. A change that moves the
-        sampling state has the same wait.
     PAUSED: the instance keeps its requests while another instance serves on its devices.
     LOST: the devices of the instance are out of service.
     """
@@ -43,7 +41,7 @@ class Phase(StrEnum):
 NEXT_PHASES = {
     Phase.SERVING: {Phase.DRAINING, Phase.CHANGING, Phase.PAUSED, Phase.LOST},
     Phase.DRAINING: {Phase.SERVING, Phase.LOST},
-    Phase.CHANGING: {Phase.SERVING, Phase.LOST},
+    Phase.CHANGING: {Phase.SERVING, Phase.DRAINING, Phase.LOST},
     Phase.PAUSED: {Phase.SERVING},
     Phase.LOST: set[Phase](),
 }

@@ -18,7 +18,7 @@ from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.step import Row, StepPlan, clear_in_flight
 from amoeba_jax.transform.change import Change
 from amoeba_jax.transform.lanes import Requeue
-from amoeba_jax.transform.merge_split import join, merge, split
+from amoeba_jax.transform.merge_split import begin
 from amoeba_jax.transform.options import PlacementOptions, TransformOptions
 from amoeba_jax.transform.pausing import forget_paused, pause, resume
 from amoeba_jax.transform.relayout_plan import RelayoutPlan, check_options, relayout_plans, reserve_staging
@@ -119,13 +119,6 @@ class Changes:
             released = max(released, tp)
         return self._cluster.plan.capacity_tokens(options.attention, released), tp
 
-    def holds(self, instance: Instance) -> bool:
-        """Return whether an instance must not launch a step now, because a change waits for steps in flight."""
-        transition = instance.transition
-        if transition is not None:
-            return transition.must_drain and transition.done and bool(instance.pending)
-        return instance.phase is Phase.DRAINING
-
     # From the request to the first switch
 
     def request(self, options: TransformOptions | PlacementOptions) -> "Future[Any]":
@@ -207,6 +200,7 @@ class Changes:
             one.await_requests(count)
             return True
         executables, specs = self._cluster.executables, [s for plan in plans for s in plan.programs(self._cluster)]
+        executables.check(specs)
         missing = 0 if executables.request(specs) else executables.num_missing(specs)
         one.update_programs(missing, executables.estimate_compile_s(missing))
         if missing:
@@ -236,10 +230,7 @@ class Changes:
             if plan.kind in ("pause", "resume"):
                 one.reports.append(pause(cluster, plan) if plan.kind == "pause" else resume(cluster, plan))
                 return
-            if plan.kind == "merge":
-                transition = merge(cluster, plan, self._requeue)
-            else:
-                transition = join(cluster, plan) if plan.kind == "join" else split(cluster, plan)
+            transition = begin(cluster, plan, self._requeue)
         one.prepare_s += transition.prepare_s
         one.transitions.append(transition)
         transition.instance.transition = transition
@@ -338,6 +329,7 @@ class Changes:
         method again when the steps have run.
         """
         if transition.must_drain and transition.instance.pending:
+            transition.instance.enter(Phase.DRAINING)
             return  # until `collect` finds that the steps have run
         transition.last_result = transition.settle(self._requeue)
         one = self._owner(transition)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Int32
 
+from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
 from kvcache.assignment import assign_down
 from kvcache.pages import PagePool, SequencePages
-from kvcache.prefix_cache import CachedPage, PrefixCache
+from kvcache.prefix_cache import CachedPage
 from kvcache.relayout import staying_pieces
 from sharding.placement import Home
 
@@ -183,10 +184,9 @@ def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[Lan
 
 
 def lane_at(
+    factory: InstanceFactory,
     part: LanePages,
     places: Mapping[Home, tuple[PagePool, Int32[np.ndarray, "ranks pages"]]],
-    *,
-    enabled: bool,
     max_running: int,
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
     """Create a lane from `part`. Return `(lane, [(sequence, pages of the sequence), ...])`.
@@ -196,34 +196,27 @@ def lane_at(
 
     Args:
         places: for each home of the lane, the page pool of the home, and the ids of the pages of `part` in this pool.
-        enabled: whether prefixes are cached.
         max_running: maximum number of sequences of the lane.
     """
-    pools = [pool for pool, _ in places.values()]
-    pool = pools[0] if len(pools) == 1 else PagePool.joined(pools)
+    lane = factory.lane({home: pool for home, (pool, _) in places.items()}, max_running)
     table = np.concatenate([rows for _, rows in places.values()])
-    ends = np.cumsum([own.tp for own in pools]).tolist()
-    ranks = {home: slice(end - own.tp, end) for home, own, end in zip(places, pools, ends, strict=True)}
-    cache = PrefixCache(pool, enabled)
-    found = part.columns(np.array([page.column[0] for page in part.cached], np.int32))
-    columns = table[:, found].T.tolist()
-    cache.adopt(page._replace(column=tuple(column)) for page, column in zip(part.cached, columns, strict=True))
+    columns = table[:, part.columns(np.array([page.column[0] for page in part.cached], np.int32))].T.tolist()
+    lane.cache.adopt(page._replace(column=tuple(column)) for page, column in zip(part.cached, columns, strict=True))
     pages = [
-        (s, SequencePages(pool, table[:, part.columns(s.pages.table[0])]))
+        (s, SequencePages(lane.pages, table[:, part.columns(s.pages.table[0])]))
         for s in part.sequences
         if s.pages is not None
     ]
-    return Lane(pool, cache, ranks, max_running), pages
+    return lane, pages
 
 
-def adopt_prefixes(target: Lane, lanes: Iterable[Lane], home: Home) -> None:
-    """Move the cached pages of `lanes` to the prefix cache of the lane `target`, which is at `home`.
+def adopt_prefixes(target: Lane, source: Lane, home: Home) -> None:
+    """Move the cached pages of the lane `source` to the prefix cache of the lane `target`, which is at `home`.
 
     The references to these pages move too. Only the page ids at `home` are kept.
     """
-    for lane in lanes:
-        rows = lane.ranks[home]
-        target.cache.adopt(page._replace(column=page.column[rows]) for page in lane.cache.pages())
+    rows = source.ranks[home]
+    target.cache.adopt(page._replace(column=page.column[rows]) for page in source.cache.pages())
 
 
 def move_sequences(

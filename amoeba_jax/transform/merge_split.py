@@ -10,8 +10,6 @@ data-parallel attention is called `divide`. The function `split` also begins a `
     4 x TP1  <- merge, split ->  TP4  <- divide, join ->  attention at 4 x TP1, FFNs at TP4
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from amoeba_jax.errors import RequestError
@@ -26,111 +24,71 @@ from amoeba_jax.transform.relayout_plan import RelayoutPlan, prepare, reserve_st
 from kvcache.allocator import BuddyAllocator, OutOfPagesError
 from kvcache.pages import PagePool, SequencePages
 from kvcache.relayout import place_down, place_up
+from sharding.mesh import disassemble
 from sharding.placement import Placement
 
 
-def merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
-    """Replace instances by one instance over all of their devices. Return the transition.
+def begin(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
+    """Begin a merge or split, or a change of the attention alone. Return the transition, which will switch the layers.
 
-    The layers switch later, during the transition. The old instances must have no steps in flight. If the merge is
-    impossible, nothing has changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a
-    program that does not compile.
+    The instances of the plan must have no steps in flight. In a merge, one new instance replaces them at once. In all
+    other changes, the instance serves until all of its layers have switched. If the change is impossible, nothing has
+    changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
     """
-    with _staging(cluster, plan):
-        return _merge(cluster, plan, requeue)
-
-
-def join(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    """Begin to change data-parallel attention back to attention of the instance's own degree. Return the transition.
-
-    The layers switch later, during the transition. The instance must have no steps in flight. If the change is
-    impossible, nothing has changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a
-    program that does not compile.
-    """
-    with _staging(cluster, plan):
-        return _join(cluster, plan)
-
-
-def split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    """Begin to split an instance, or only its attention. Return the transition.
-
-    The layers switch later, during the transition. The instance serves until all of its layers have switched. The
-    instance must have no steps in flight. If the split is impossible, nothing has changed, and this function raises
-    `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
-    """
-    with _staging(cluster, plan):
-        return _split(cluster, plan)
-
-
-@contextmanager
-def _staging(cluster: Cluster, plan: RelayoutPlan) -> Iterator[None]:
-    """Release the memory that is reserved for temporaries of the change, if the `with` block raises an error."""
     try:
-        yield
+        return _up(cluster, plan, requeue) if plan.up else _down(cluster, plan)
     except BaseException:
         reserve_staging(cluster, plan.group.device_indices, 0)
         raise
 
 
-def _merge(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
-    geometry, group, old, (before, after) = cluster.dims.pages, plan.group, plan.old, plan.released
-    parts = [LanePages.of(i.running, i.lane.cache.pages(), i.tp) for i in old]
+def _up(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
+    """Begin a merge, or the end of data-parallel attention (`join`)."""
+    factory, group, old, (before, after) = cluster.factory, plan.group, plan.old, plan.released
+    old_lanes = [lane for instance in old for lane in instance.lanes]
+    parts = [LanePages.of(lane.running, lane.cache.pages(), plan.lower) for lane in old_lanes]
     prepared = prepare(cluster, plan, parts)
     if before != after:
         cluster.weights.prepare_release(group, before, after)
-    allocators = [cluster.factory.new_allocator(after) for _ in group.devices]
-    tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
-    for instance in old:
-        if instance.released < before:
-            cluster.release_more(instance, before)
-    members = [instance.site for instance in old]
-    tokens = [buffer for instance in old for buffer in cluster.factory.last_tokens_of(instance)]
-    num_layers = cluster.dims.config.num_layers
-    new = cluster.factory.new_instance(group, allocators, [[] for _ in range(num_layers)], after, tokens)
-    pool, homes = new.lane.pages, tuple(site.group.home for site in members)
+    allocators = [factory.new_allocator(after) for _ in group.devices]
+    tables = place_up([p.table for p in parts], [p.references for p in parts], cluster.dims.pages, allocators)
+    pool, num_layers = PagePool(cluster.dims.pages, allocators, group.tp), cluster.dims.config.num_layers
+    if plan.kind == "join":
+        (new,) = old
+        members = [new.runner.sites[home] for home in new.runner.placement.attention[0]]
+    else:
+        for instance in old:
+            if instance.released < before:
+                cluster.release_more(instance, before)
+        members = [instance.site for instance in old]
+        tokens = [token for i in old for token in disassemble(i.group, i.runner.last_tokens)]
+        new = factory.new_instance(group, allocators, [[] for _ in range(num_layers)], after, tokens)
+    homes = tuple(site.group.home for site in members)
     # Without pages, all layers switch at once, and no sequence may start before that.
     limit = cluster.plan.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
     lanes: list[Lane] = []
     views: list[tuple[Instance, Lane, Sequence, SequencePages]] = []
-    for home, instance, part, table in zip(homes, old, parts, tables, strict=True):
-        places = {home: (instance.lane.pages, part.table), group.home: (pool, table)}
-        lane, pages = lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit)
+    for home, old_lane, part, table in zip(homes, old_lanes, parts, tables, strict=True):
+        places = {home: (old_lane.pages, part.table), group.home: (pool, table)}
+        lane, pages = lane_at(factory, part, places, limit)
         lanes.append(lane)
         views += [(new, lane, *own) for own in pages]
-    new.lanes = lanes
+    new.lanes, cached = lanes, sum(len(part.cached) for part in parts)
+    transition = Relayout(cluster, plan, new, members, prepared, allocators, cached=(cached, cached))
+    if plan.kind == "join":  # the sequences keep their slots
+        for _, lane, sequence, pages in views:
+            sequence.pages = pages
+            lane.running.append(sequence)
+        return transition
     new.runner.sites.update(zip(homes, members, strict=True))
     new.runner.place(Placement(group.home, (homes,) * num_layers, (homes,) * num_layers))
-    cached = sum(len(part.cached) for part in parts)
-    transition = Relayout(cluster, plan, new, members, prepared, allocators, cached=(cached, cached))
     move_sequences(old, views, requeue)
     cluster.replace(old, [new])
     return transition
 
 
-def _join(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    geometry, group, (instance,) = cluster.dims.pages, plan.group, plan.old
-    old, sites = instance.lanes, instance.runner.sites
-    parts = [LanePages.of(lane.running, lane.cache.pages(), plan.lower) for lane in old]
-    prepared = prepare(cluster, plan, parts)
-    allocators = [cluster.factory.new_allocator(instance.released) for _ in group.devices]
-    tables = place_up([p.table for p in parts], [p.references for p in parts], geometry, allocators)
-    pool, homes = PagePool(geometry, allocators, group.tp), instance.runner.placement.attention[0]
-    # Without pages, all layers switch at once, and no sequence may start before that.
-    limit = cluster.plan.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
-    found: list[tuple[Lane, list[tuple[Sequence, SequencePages]]]] = []
-    for home, lane, part, table in zip(homes, old, parts, tables, strict=True):
-        places = {home: (lane.pages, part.table), group.home: (pool, table)}
-        found.append(lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit))
-    for lane, pages in found:  # nothing fails from here on
-        for sequence, own in pages:
-            sequence.pages = own
-            lane.running.append(sequence)
-    instance.lanes = [lane for lane, _ in found]
-    cached, members = sum(len(part.cached) for part in parts), [sites[home] for home in homes]
-    return Relayout(cluster, plan, instance, members, prepared, allocators, cached=(cached, cached))
-
-
-def _split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
+def _down(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
+    """Begin a split, or data-parallel attention (`divide`)."""
     geometry, group, tp, after, (instance,) = cluster.dims.pages, plan.group, plan.lower, plan.released[1], plan.old
     lane = instance.lane
     _check_growth(cluster, instance, tp, after)
@@ -146,7 +104,7 @@ def _split(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
     for index, (member, part, table, limit) in enumerate(zip(groups, parts, tables, limits, strict=True)):
         pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)
         places = {member.home: (pool, table), group.home: (lane.pages, part.table)}
-        new, pages = lane_at(part, places, enabled=cluster.config.prefix_caching, max_running=limit)
+        new, pages = lane_at(cluster.factory, part, places, limit)
         for sequence, own in pages:
             sequence.pages = own
             new.running.append(sequence)

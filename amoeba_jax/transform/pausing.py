@@ -17,12 +17,12 @@ import numpy as np
 from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
-from amoeba_jax.instances.site import KvBuffers, Site
+from amoeba_jax.instances.site import KvBuffers
 from amoeba_jax.transform.relayout_plan import RelayoutPlan
 from amoeba_jax.transform.report import GroupTransform
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
-from sharding.mesh import SubMesh, assemble, disassemble
+from sharding.mesh import SubMesh, combine, disassemble, divide
 
 
 def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
@@ -31,7 +31,6 @@ def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
     The new instance keeps the paused instances for `resume`.
     """
     start, group, members = time.perf_counter(), plan.group, plan.old
-    cluster.check_compiled(group, group.tp, plan.released[1])
     for instance in members:
         if instance.released < plan.released[0]:
             cluster.release_more(instance, plan.released[0])
@@ -54,8 +53,11 @@ def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
     dropped = instance.lane.cache.num_cached_pages
     instance.lane.cache.clear()
     members = instance.drop_paused()
-    for member, kv in zip(members, _divided(instance.site, [member.group for member in members]), strict=True):
-        member.site.kv[:] = kv
+    groups = [member.group for member in members]
+    for layer, extents in enumerate(instance.site.kv):
+        parts = (divide(instance.group, extent, groups) for extent in extents)
+        for member, *own in zip(members, *parts, strict=True):
+            member.site.kv[layer] = own
     instance.site.kv.clear()
     cluster.replace([instance], list(members))
     seconds, count = time.perf_counter() - start, sum(len(member.running) for member in members)
@@ -101,33 +103,12 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]
 
-    def whole(extents: tuple[jax.Array, ...]) -> jax.Array:
-        return assemble(group, [buffer for part in map(disassemble, groups, extents) for buffer in part])
-
     layers = zip(*(site.kv for site in sites), strict=True)
-    kv: KvBuffers = [[whole(extents) for extents in zip(*layer, strict=True)] for layer in layers]
+    kv: KvBuffers = [[combine(group, each, groups) for each in zip(*layer, strict=True)] for layer in layers]
     instance = factory.new_instance(group, factory.allocators_of(group), kv, members[0].released, last_tokens)
     for site in sites:
         site.kv[:] = [[] for _ in kv]
     return instance
-
-
-def _divided(site: Site, groups: list[SubMesh]) -> list[KvBuffers]:
-    """Divide the KV extents of a site among groups of equal degree, without a copy. Return the extents of each group.
-
-    An extent is a page buffer. An extent of the site is an array `[tp * pages, page_elems]`, where `tp` is the degree
-    of the site. An extent of a group has the same form, where `tp` is the degree of the group.
-    """
-    tp, whole = groups[0].tp, site.group
-
-    def parts(extent: jax.Array) -> list[jax.Array]:
-        buffers = disassemble(whole, extent)
-        if tp == 1:
-            return buffers
-        return [assemble(group, buffers[index * tp : (index + 1) * tp]) for index, group in enumerate(groups)]
-
-    layers = [[parts(extent) for extent in layer] for layer in site.kv]
-    return [[[extent[index] for extent in layer] for layer in layers] for index in range(len(groups))]
 
 
 class KeptPages:

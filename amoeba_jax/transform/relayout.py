@@ -16,7 +16,6 @@ Every page has an id in the old layout and an id in the new layout (see `Lane`).
 the two ids is valid in this layer. Pages that are allocated during a relayout also get both ids.
 """
 
-import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from amoeba_jax.instances.cluster import Cluster, drop_frames
+from amoeba_jax.instances.cluster import Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.sequence import Sequence
@@ -44,7 +43,7 @@ from amoeba_jax.transform.report import GroupTransform, LayerSwitch, TransformVa
 from amoeba_jax.transform.transition import Transition
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import SequencePages
-from sharding.mesh import assemble, disassemble, replaced_if_lost
+from sharding.mesh import combine, disassemble, divide
 from sharding.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -112,11 +111,6 @@ class Relayout(Transition):
                 site.extent_pages = programs.high_extents
 
     @property
-    def boundary(self) -> int:
-        """Index of the first layer in the new layout. All layers before this layer have the old layout."""
-        return self.num_layers - self.num_switched
-
-    @property
     def done(self) -> bool:
         return not self._left and not self._ffn_last
 
@@ -156,12 +150,11 @@ class Relayout(Transition):
         start = time.perf_counter()
         self._plan_moves()
         plan_s = time.perf_counter() - start
-        wanted = self._layers_per_step if self.instance.running else self.boundary
         before, first, in_step = self.num_switched, len(self._left), False
         try:
-            while self._left and self.num_switched - before < wanted:
+            while self._left and self.num_switched - before < self._layers_per_step:
                 segment = self._left[-1]
-                is_last = self.num_switched - before + len(segment.layers) >= wanted
+                is_last = self.num_switched - before + len(segment.layers) >= self._layers_per_step
                 if is_last and step is not None and self._leave_to(step, segment):
                     in_step = True
                     break
@@ -287,11 +280,10 @@ class Relayout(Transition):
         The memory of released FFN weights has served as KV cache. The weights are restored in this memory. No used
         pages may be left in this memory.
         """
-        group, programs, runner = self.high.group, self.programs, self.instance.runner
+        programs, runner = self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(self.num_layers)
         for layer in layers:
-            buffers = zip(*self._take_low_buffers(layer), strict=True)
-            kv = self.high.kv[layer] = [assemble(group, extents) for extents in buffers]
+            kv = self.high.kv[layer] = self._take_low(layer)
             self._restore(layer, kv[num_kept:])
             self.high.kv[layer] = kv[:num_kept]
             self._append_low(layer, kv[:num_kept])
@@ -315,21 +307,18 @@ class Relayout(Transition):
         if self.programs.changes_weights and layer >= self._num_released:
             # First: if it fails, the layer still has the lower layout.
             released = self._weights.release(group, layer, *self.programs.released, self._spent)
-        base = [assemble(group, extents) for extents in zip(*self._take_low_buffers(layer), strict=True)]
-        self.high.kv[layer] = base + released
+        self.high.kv[layer] = self._take_low(layer) + released
         return self.high.kv[layer]
 
-    def _take_low_buffers(self, layer: int) -> list[tuple[jax.Array, ...]]:
-        """Remove the extents of a layer from the lower layout. Return a tuple of buffers for each rank of the group.
-
-        An extent is a page buffer of one layer. Each tuple has one buffer for each extent.
-        """
-        buffers: list[tuple[jax.Array, ...]] = []
+    def _take_low(self, layer: int) -> list[jax.Array]:
+        """Remove the extents (page buffers) of a layer from the lower layout. Return them as arrays over the group."""
+        parts = [site.group for site in self.members]
+        both = zip(*(site.kv[layer] for site in self.members), strict=True)
+        extents = [combine(self.high.group, extents, parts) for extents in both]
         for site in self.members:
-            buffers += zip(*(disassemble(site.group, extent) for extent in site.kv[layer]), strict=True)
             self._spent.append(site.kv[layer])
             site.kv[layer] = []
-        return buffers
+        return extents
 
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
         """End the switch of a layer, after its pages have moved. Return the arrays that the layer now has.
@@ -369,12 +358,9 @@ class Relayout(Transition):
         Args:
             extents: page buffers to add, as arrays over the group.
         """
-        buffers = [disassemble(self.high.group, extent) for extent in extents]
-        new: list[list[jax.Array]] = []
-        for index, site in enumerate(self.members):
-            ranks = slice(index * self.programs.lower, (index + 1) * self.programs.lower)
-            new.append([assemble(site.group, extent[ranks]) for extent in buffers])
-        for site, own in zip(self.members, new, strict=True):
+        parts = [site.group for site in self.members]
+        divided = (divide(self.high.group, extent, parts) for extent in extents)
+        for site, *own in zip(self.members, *divided, strict=True):
             site.kv[layer] = site.kv[layer] + own
 
     def drop_buffers(self) -> None:
@@ -430,7 +416,7 @@ class Relayout(Transition):
             self.kept.settle()
         factory.settle_allocators(instance.group, self.allocators)
         for own, lane in zip(new, instance.lanes, strict=True):
-            adopt_prefixes(own.lane, [lane], own.group.home)
+            adopt_prefixes(own.lane, lane, own.group.home)
         for member, site in zip(instance.drop_paused(), self.members, strict=False):
             member.site.kv[:] = site.kv
         self.cluster.replace([instance], new)
@@ -444,7 +430,7 @@ class Relayout(Transition):
                 needs. The memory of all other weights is KV cache.
         """
         factory, tp = self.cluster.factory, self.plan.lower
-        tokens = factory.last_tokens_of(self.instance)
+        tokens = disassemble(self.instance.group, self.instance.runner.last_tokens)
         return [
             factory.new_instance(
                 site.group, factory.allocators_of(site.group), site.kv, degree, tokens[index * tp : (index + 1) * tp]
@@ -468,15 +454,7 @@ class Relayout(Transition):
             self._abort()
             return "its instances are as they were"
         self.instance.transition = None
-        self.restored = []  # a kept error would keep the buffers
-        for _ in range(2):
-            try:
-                self._recover(requeue)
-                return RECOMPUTED
-            except Exception as error:
-                logger.exception("the cache of devices %s cannot be made again", self.devices)
-                drop_frames(error)
-            gc.collect()
+        self.instance.requeue_all(requeue)
         self.drop_buffers()
         self.cluster.take_back([self.instance])
         return RECOMPUTED
@@ -495,28 +473,12 @@ class Relayout(Transition):
         old = self._low_instances([before.released for before in self.plan.old])
         views = self._views(old)
         for own, lane in zip(old, instance.lanes, strict=True):
-            adopt_prefixes(own.lane, [lane], own.group.home)
+            adopt_prefixes(own.lane, lane, own.group.home)
             lane.running = []
         for new, lane, sequence, pages in views:
             sequence.pages = pages
             new.add(sequence, lane)
         self.cluster.replace([instance], old)
-
-    def _recover(self, requeue: Requeue) -> None:
-        """Let the group serve at the higher degree with an empty cache, after a failure.
-
-        The requests are computed again from their tokens. The group can always serve at the higher degree, because its
-        devices never release the weights for that degree.
-        """
-        instance, factory = self.instance, self.cluster.factory
-        instance.requeue_all(requeue)
-        instance.sampler.state.replace_lost()
-        kv, released = self._undo(), max(self.programs.released)
-        empty = [factory.new_allocator(released) for _ in instance.group.devices]
-        allocators = factory.settle_allocators(instance.group, empty)
-        factory.hidden.replace_lost(instance.group.device_indices)
-        tokens = factory.last_tokens_of(instance)
-        self.cluster.replace([instance], [factory.new_instance(instance.group, allocators, kv, released, tokens)])
 
     def fail_settled(self, requeue: Requeue) -> str:
         """Recover a group whose last result is an error. Return a text that tells what happened to the group.
@@ -537,26 +499,6 @@ class Relayout(Transition):
             self._weights.release(self.high.group, layer, after, before)
         self.cluster.take_back(instances)
         return f"its weights are loaded again, and {RECOMPUTED}"
-
-    def _undo(self) -> list[list[jax.Array]]:
-        """Bring all extents back to the higher layout after a failure. Return the extents of each layer.
-
-        The extents have no valid pages. Lost buffers are replaced by zeros.
-        """
-        group, programs = self.high.group, self.programs
-        before, after = programs.released
-        self.instance.runner.switch = self._in_step = None
-        for site in self.members:
-            site.replace_lost()
-        for layer in range(self.num_layers):
-            low = zip(*self._take_low_buffers(layer), strict=True)
-            kv = [assemble(group, extents) for extents in low] + self.high.kv[layer]
-            if len(kv) < len(programs.high_extents):
-                kv += self._weights.release(group, layer, min(before, after), max(before, after))
-            self.high.kv[layer] = kv
-        for extents in self.high.kv:
-            extents[:] = replaced_if_lost(extents, group)
-        return self.high.kv
 
 
 @dataclass(eq=False)

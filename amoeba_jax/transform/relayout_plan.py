@@ -226,13 +226,10 @@ class RelayoutPlan:
         most = max(len(lane.running) for lane in lanes)
         rows = min(most, buckets.max_num_seqs)  # a new instance of a split runs no more than this
         needed: list[ProgramSpec] = []
-        moves = self.kind not in ("pause", "resume")
-        programs = _compiled_for_steps(cluster, self, rows, kinds) if moves else None
-        if moves and programs is None:
-            # Compile the largest steps. They serve any number of sequences, also if more start before the change.
-            programs = _programs(cluster, self, buckets.max_num_seqs)
-            needed += _step_specs(cluster, programs, kinds)
-        if programs is not None:
+        if self.kind not in ("pause", "resume"):
+            programs = _programs(cluster, self, rows, kinds)
+            if rows:
+                needed += _step_specs(cluster, programs, kinds)
             needed += programs.restore_specs()
             if most or any(lane.cache.num_cached_pages for lane in lanes):
                 needed += programs.exchange_specs()
@@ -299,10 +296,8 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
         parts: sequences and cached pages of each instance of the lower degree.
     """
     start = time.perf_counter()
-    if not plan.attention_only:
-        cluster.check_compiled(plan.group, plan.target, plan.released[1])
     most = max(len(part.sequences) for part in parts)
-    programs = _transition_programs(cluster, plan, most, sampler_kinds(plan.old))
+    programs = _programs(cluster, plan, most, sampler_kinds(plan.old))
     if most:
         programs.prepare_steps(prompts=any(s.num_uncomputed_tokens > 1 for part in parts for s in part.sequences))
     max_pieces = 0
@@ -320,53 +315,36 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
     return Prepared(programs, mover, staging_bytes, time.perf_counter() - start)
 
 
-def _transition_programs(
-    cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
-) -> TransitionPrograms:
+def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]) -> TransitionPrograms:
     """Return the programs of a transition, for a batch size of at least `rows`.
 
-    The smallest such batch size whose step programs are all compiled is chosen. If there is none, the smallest such
-    batch size is chosen.
+    The smallest such batch size whose step programs are all compiled is chosen. If there is none, the largest batch
+    size is chosen, because its programs also serve sequences that start while the programs are compiled.
 
     Args:
-        rows: number of sequences that each instance of the lower degree must be able to decode in one step.
+        rows: number of sequences that each instance of the lower degree must be able to decode in one step. If 0, no
+            steps are needed.
         kinds: kinds of samplers that the steps need.
     """
-    found = _compiled_for_steps(cluster, plan, rows, kinds)
-    return found or _programs(cluster, plan, cluster.plan.buckets(plan.lower).step(rows).num_rows)
-
-
-def _compiled_for_steps(
-    cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]
-) -> TransitionPrograms | None:
-    """Return the programs of a transition, for a batch size of at least `rows` whose step programs are all compiled.
-
-    If there are several such batch sizes, the smallest one is chosen. Return None if there is none. If `rows` is 0, no
-    steps are needed, and the smallest batch size is chosen.
-
-    Args:
-        rows: number of sequences that each instance of the lower degree must be able to decode in one step.
-        kinds: kinds of samplers that the steps need.
-    """
-    for bucket in cluster.plan.buckets(plan.lower).decode_sizes:
-        if bucket >= rows:
-            programs = _programs(cluster, plan, bucket)
-            if not rows or cluster.executables.available(_step_specs(cluster, programs, kinds)):
-                return programs
-    return None
-
-
-def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int) -> TransitionPrograms:
-    return TransitionPrograms(
-        cluster.plan,
-        cluster.executables,
-        plan.group,
-        plan.lower,
-        up=plan.up,
-        released=plan.released,
-        rows=rows,
-        memory_first=plan.memory_first or plan.attention_only,
-    )
+    executables = cluster.executables
+    sizes = [size for size in cluster.plan.buckets(plan.lower).decode_sizes if size >= rows]
+    found = [
+        TransitionPrograms(
+            cluster.plan,
+            executables,
+            plan.group,
+            plan.lower,
+            up=plan.up,
+            released=plan.released,
+            rows=size,
+            memory_first=plan.memory_first or plan.attention_only,
+        )
+        for size in sizes
+    ]
+    for programs in found:
+        if not rows or executables.available(_step_specs(cluster, programs, kinds)):
+            return programs
+    return found[-1]
 
 
 def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramSpec]:

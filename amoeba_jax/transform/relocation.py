@@ -249,10 +249,7 @@ class Relocation(Transition):
         """Give the instance a new lane for each microbatch. If this method raises an error, nothing has changed."""
         cluster, instance, joining = self.cluster, self.instance, self.plan.joining
         most = max(1, instance.max_running // len(parts))
-        found = [
-            lane_at(part.pages, of, enabled=cluster.config.prefix_caching, max_running=most)
-            for part, of in zip(parts, places, strict=True)
-        ]
+        found = [lane_at(cluster.factory, part.pages, of, most) for part, of in zip(parts, places, strict=True)]
         lanes, owned = [lane for lane, _ in found], [pages for _, pages in found]
         if joining is not None:
             views = [(instance, lanes[-1], sequence, pages) for sequence, pages in owned.pop()]

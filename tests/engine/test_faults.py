@@ -29,7 +29,6 @@ from amoeba_jax.instances.factory import InstanceFactory
 from amoeba_jax.instances.sequence import Sequence, Update
 from amoeba_jax.instances.step import ResultReader
 from amoeba_jax.request import Request
-from amoeba_jax.transform import relayout
 from amoeba_jax.transform.lanes import Requeue
 from amoeba_jax.transform.relayout import Relayout
 
@@ -199,7 +198,7 @@ def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
 ):
     """The group is out of service, and at once in service again: this memory was missing twice."""
     before = ledgers(llm)
-    made, count = relayout.replaced_if_lost, [0]
+    made, count = InstanceFactory.empty_instance, [0]
 
     def failing(*arguments: Any) -> Any:
         count[0] += 1
@@ -209,10 +208,10 @@ def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
 
     fault = Faults("exchange", "after", 2)
     with monkeypatch.context() as patch, fault.injected(llm):
-        patch.setattr(relayout, "replaced_if_lost", failing)
+        patch.setattr(InstanceFactory, "empty_instance", failing)
         outcome = Load(llm).run()
     assert fault.happened
-    assert count[0] == 2
+    assert count[0] == 3
     check(llm, outcome, expected, before)
 
 

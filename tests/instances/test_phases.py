@@ -21,6 +21,7 @@ ALLOWED = {
     (Phase.DRAINING, Phase.SERVING),
     (Phase.DRAINING, Phase.LOST),
     (Phase.CHANGING, Phase.SERVING),
+    (Phase.CHANGING, Phase.DRAINING),
     (Phase.CHANGING, Phase.LOST),
     (Phase.PAUSED, Phase.SERVING),
 }

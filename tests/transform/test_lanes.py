@@ -109,7 +109,8 @@ def test_lanes_of_one_home_share_what_both_have_cached():
     twin = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
     twin.cache.adopt(pages)
     merged = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
-    adopt_prefixes(merged, [lane, twin], HOME)
+    adopt_prefixes(merged, lane, HOME)
+    adopt_prefixes(merged, twin, HOME)
     assert [page.key for page in merged.cache.pages()] == [page.key for page in pages]
     np.testing.assert_array_equal(lane.pages.references(merged.cache.table()), 1)
     assert merged.cache.num_evictable_pages == 3
