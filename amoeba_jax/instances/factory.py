@@ -21,7 +21,7 @@ from amoeba_jax.weights.store import WeightStore
 from kvcache.allocator import BuddyAllocator
 from kvcache.pages import PagePool
 from kvcache.prefix_cache import PrefixCache
-from sharding.mesh import SubMesh, assemble
+from sharding.mesh import SubMesh, assemble, divide
 from sharding.placement import Home, Placement
 
 
