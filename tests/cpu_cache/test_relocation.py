@@ -127,6 +127,7 @@ def test_the_cache_has_each_program_once_and_for_any_device(directory: Path, cac
     assert {path.name for path in cache.glob("amoeba_program-*-cache")} == entries
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_compiled_again(directory: Path, cache: Path, caplog: pytest.LogCaptureFixture):
     """Also one that can be decompressed, and is something else."""
     with LLM(directory, compile_cache=str(cache), **SETTINGS) as llm:
@@ -140,6 +141,7 @@ def test_a_damaged_entry_is_compiled_again(directory: Path, cache: Path, caplog:
     assert "compiled again" in caplog.text
 
 
+@pytest.mark.slow
 def test_without_what_it_needs_of_jax_programs_are_compiled_for_each_group(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -296,6 +296,7 @@ def test_a_warmup_in_the_background(directory: Path):
         check_idle(llm)
 
 
+@pytest.mark.slow
 def test_a_transformation_says_what_it_waits_for(
     one_layer: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -342,6 +343,7 @@ def test_a_warmup_in_the_background_that_finds_everything(cold: LLM):
     assert cold._engine.cluster.executables.complete
 
 
+@pytest.mark.slow
 def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
     """A request that needs it waits, and is served as soon as it is."""
     settings = SETTINGS | {"kv_cache_tokens": 64, "max_num_seqs": 2, "max_model_len": 100}

@@ -250,6 +250,7 @@ def test_several_threads_may_call(llm: LLM):
     assert [results[index] for index in range(len(requests))] == expected
 
 
+@pytest.mark.slow
 def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
     directory = tiny_model("mistral-window", tmp_path)
     results = []

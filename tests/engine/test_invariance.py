@@ -99,6 +99,7 @@ def test_in_a_batch(reference: Reference):
     reference.check(reference.llm, reference.llm.generate(reference.prompts, reference.params))
 
 
+@pytest.mark.slow
 def test_with_cached_prefixes(reference: Reference):
     """Each finds all full pages of itself, those of its output included."""
     for prompt, params in zip(reference.prompts, reference.params, strict=True):

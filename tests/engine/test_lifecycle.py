@@ -193,6 +193,7 @@ def test_call_that_is_cancelled_while_it_is_queued_does_no_harm(llm: LLM):
     check_idle(llm)
 
 
+@pytest.mark.slow
 def test_two_engines_take_turns(llm: LLM, settings: dict, tmp_path: Path):
     expected = tokens(llm)
     with LLM(tiny_model("qwen3", tmp_path), **settings) as other:

@@ -83,8 +83,11 @@ def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dic
 
 
 HOWS = [
-    *((kind, how) for kind in ("step", "head", "sample_full", "set_state", "exchange") for how in ("before", "after")),
-    *((kind, "unread") for kind in ("head", "sample_full")),
+    *((kind, "before") for kind in ("step", "head", "sample_full", "set_state", "exchange")),
+    *(pytest.param(kind, "after", marks=pytest.mark.slow) for kind in ("step", "head", "sample_full", "set_state")),
+    ("exchange", "after"),
+    ("head", "unread"),
+    pytest.param("sample_full", "unread", marks=pytest.mark.slow),
 ]
 
 
@@ -110,7 +113,9 @@ def test_programs_that_fail_while_requests_are_paused(
 
 
 @EARLY
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=() if part % 4 == 1 else pytest.mark.slow) for part in range(12)]
+)
 def test_copies_to_devices_that_fail_once(llm: LLM, expected: dict[str, Any], part: int, early: bool):
     before = ledgers(llm)
     with pytest.MonkeyPatch.context() as patch:
@@ -125,7 +130,7 @@ def test_copies_to_devices_that_fail_once(llm: LLM, expected: dict[str, Any], pa
 
 
 BOUNDARIES: list[tuple[Any, str]] = [
-    (pausing, "assemble"),
+    (pausing, "combine"),
     (InstanceFactory, "new_instance"),
     (InstanceFactory, "allocators_of"),
 ]

@@ -52,6 +52,7 @@ def expected(llm: LLM) -> Tokens:
     return expected_of(llm, KINDS)
 
 
+@pytest.mark.slow
 def test_every_complete_text_matches_its_constraint(llm: LLM):
     """At temperature 1. The model knows no JSON, so that nothing but the constraint leads to a match."""
     answers = llm.generate([PROMPT] * len(TABLE), [drawn(structured, max_tokens=70) for structured, _ in TABLE])

@@ -153,6 +153,7 @@ def test_debug_mode_finds_bad_tables(change, message):
         jax.block_until_ready(jax.jit(traced)(call))
 
 
+@pytest.mark.slow
 def test_debug_mode_finds_a_negative_position_and_takes_padding():
     good = tables_with(1, 2, "page_ids", 99)  # behind the used entries
     call = arguments(tables=good)

@@ -31,6 +31,7 @@ def llm(name: str, tmp_path_factory: pytest.TempPathFactory, compile_cache: str)
         yield llm
 
 
+@pytest.mark.slow
 def test_chain_of_degrees(llm: LLM):
     running, expected = decoding(llm, 4, requests(8, max_tokens=48))
     for tp in (4, 2, 4, 1):

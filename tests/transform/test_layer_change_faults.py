@@ -122,6 +122,7 @@ def random_change(llm: LLM, random: np.random.Generator) -> None:
         changes[int(random.choice(len(changes), p=[0.2, 0.13, 0.17, 0.07, 0.07, 0.06, 0.07, 0.05, 0.05, 0.05, 0.08]))]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_tokens_do_not_depend_on_changes_in_random_order(replicas: LLM, seed: int):
     llm, random = replicas, np.random.default_rng(seed)

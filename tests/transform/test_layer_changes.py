@@ -79,6 +79,7 @@ def weight_bytes(llm: LLM, layers: range) -> int:
     return sum(spec.num_bytes(llm.dims.dtype) for spec in specs if spec.layer in layers)
 
 
+@pytest.mark.slow
 def test_ten_layers_of_two_devices(first_only: LLM):
     """The second device gains the weights and the KV cache of the layers alone, and gives all of it back."""
     llm, layers = first_only, range(1, 5)
@@ -165,6 +166,7 @@ def test_requests_that_decode_keep_their_tokens_through_every_change(replicas: L
     check_bytes()
 
 
+@pytest.mark.slow
 def test_all_layers_migrate_and_the_rest_of_the_memory_becomes_cache(first_only: LLM):
     llm = first_only
     before, pages = llm.memory(), llm.instances[0].kv_total_pages

@@ -78,7 +78,7 @@ def test_scarce_pages(directory: Path, compile_cache: str):
         assert tokens(running.result()) == expected
 
 
-@pytest.mark.first_by_default
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["_release_ffns", "_append_low", "take_extents", "hand_over", "_restore_ffns", "_restore"]
 )

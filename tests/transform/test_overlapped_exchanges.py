@@ -74,7 +74,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.first_by_default
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers_per_step", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.slow)]
 )

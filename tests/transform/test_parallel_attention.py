@@ -102,6 +102,7 @@ def test_tokens_at_the_start_are_those_of_transformers(llm: LLM, model_name: str
     assert llm.placement().attention_degree == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", [[(4, 4), (4, 1)]], ids=str)
 def test_tokens_do_not_depend_on_changes(
     idle: LLM, expected: list[list[tuple[int, ...]]], chain: list[tuple[int, int]]

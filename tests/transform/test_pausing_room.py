@@ -92,6 +92,7 @@ def test_paused_requests_of_higher_priority_keep_their_pages(small: LLM):
     check_idle(small)
 
 
+@pytest.mark.slow
 def test_requests_of_the_group_that_grow_take_pages_of_paused_ones(small: LLM):
     """One that began while there was room."""
     asked = [(prompt(36, 70 + i), greedy(8, priority=1)) for i in range(4)]

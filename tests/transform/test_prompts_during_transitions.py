@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[list[int], SamplingParams]] = {
 }
 
 
-@pytest.mark.first_by_default
+@pytest.mark.slow
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_new_requests_start_while_layers_change(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, at: int):

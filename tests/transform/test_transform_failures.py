@@ -28,6 +28,7 @@ from amoeba_jax.transform.relayout import Relayout
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
     """A cancelled request frees its pages in both views; a new one waits, and gets the right tokens."""
@@ -199,6 +200,7 @@ def test_failure_while_sequences_change_their_instance(idle: LLM, monkeypatch: p
     assert tokens(running.result()) == expected
 
 
+@pytest.mark.slow
 def test_failure_of_a_merge_of_instances_that_released_and_one_that_did_not(idle: LLM, monkeypatch: pytest.MonkeyPatch):
     """What the one has released for the merge by then is cache of its own."""
     prompts, params = requests(10, max_tokens=40)

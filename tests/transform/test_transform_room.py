@@ -113,6 +113,7 @@ def test_waiting_request_and_weights_that_were_not_released(scarce: LLM):
     running.result()
 
 
+@pytest.mark.slow
 def test_request_for_an_instance_that_never_came(scarce: LLM, monkeypatch: pytest.MonkeyPatch):
     """It came while instances were about to merge, which then failed: it ends with an error, alone."""
     running = Background(scarce, [prompt(5)], greedy(45))
@@ -176,6 +177,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
     assert [[tuple(sequence.output)] for sequence in sequences] == alone
 
 
+@pytest.mark.slow
 def test_siblings_begin_when_the_prompt_ends_on_the_way(scarce: LLM):
     """The last token of the leader alone is left when instances begin to merge."""
     params = SamplingParams(temperature=1, seed=1, max_tokens=27, ignore_eos=True, n=3)

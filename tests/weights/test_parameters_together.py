@@ -122,6 +122,7 @@ def assert_same_logprobs(mine: CompletionOutput, others: CompletionOutput) -> No
             assert value.logprob == pytest.approx(other[token].logprob, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_every_setting_changes_its_request(
     directory: Path,
     settings: dict[str, Any],

@@ -126,6 +126,7 @@ def test_answers_are_printed_once(report: str):
     assert report.count("Write three sentences about the") == 1
 
 
+@pytest.mark.slow
 def test_model_without_chat_template_goes_on_with_stories(text_model: Path):
     flags = ["--num-devices", "1", "--device-memory", "64MiB"]
     result = CliRunner().invoke(app, ["demo", "-m", str(text_model), *flags])

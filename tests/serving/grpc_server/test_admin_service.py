@@ -176,6 +176,7 @@ def small_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_a_transformation_that_waits_for_programs_shows_its_progress(
     start: Callable[..., Live],
     small_llm: LLM,

@@ -55,6 +55,7 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_out", [True, False])
 def test_an_empty_device_takes_a_share_of_the_load(llm: LLM, scale_out: bool):
     """All requests have the tokens of an undisturbed run, and none is computed again."""

@@ -92,7 +92,7 @@ def test_urgent_requests_among_saturating_ones_lose_nothing(llm: LLM, caplog: py
     assert [view.tensor_parallel_size for view in llm.instances] == [1] * 4
 
 
-@pytest.mark.first_by_default
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["soft", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_urgent_requests_move_or_wait(llm: LLM, preemption: str):
     """Tokens are the same, whatever becomes of those that ran."""

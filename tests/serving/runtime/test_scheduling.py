@@ -223,6 +223,7 @@ def test_siblings_priorities_and_preemption(llm: LLM, schedule: Schedule):
     assert scheduling.counters.dispatched >= len(requests)
 
 
+@pytest.mark.slow
 def test_a_cancelled_request_that_waits_for_a_merge_leaves_nothing(llm: LLM, schedule: Schedule):
     schedule()
     # Decoding requests hold all pages, so that the long one waits.
