@@ -354,7 +354,7 @@ class EngineHandle:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise RequestError(f"{name}={shorten(value)} must be an integer")
         options = PlacementOptions(kind, device, instance, layers, modules, move_kv)
-        return self._dispatcher.call(self._engine.change_placement, options).result().result()
+        return self._dispatcher.call(self._engine.changes.request, options).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
         """Regroup all devices into instances of one tensor-parallel degree while no request runs.

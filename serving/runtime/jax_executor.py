@@ -242,7 +242,7 @@ class JaxExecutor:
                 future = engine.transform(options)
                 future.add_done_callback(lambda done: self._transformed(action, done))
             case Replicate() | Evict() | Migrate() | ScaleOut() | ScaleIn():
-                placed = engine.change_placement(_placement_options(action))
+                placed = engine.changes.request(_placement_options(action))
                 placed.add_done_callback(partial(self._on_placed, action))
             case Offload(request_id):
                 engine.admission.offload(_known(self._running, request_id))
