@@ -258,8 +258,8 @@ class Admission:
             assert sequence.leader is not None, "it has a home"
             return home, home.lane_of(sequence.leader)
         keys = self._reusable_keys(sequence)
-        best: tuple[tuple[int, int, int], Instance, Lane] | None = None
-        for instance, number, lane in self._suitable(sequence):
+        best: tuple[int, Instance, Lane] | None = None
+        for instance, lane in self._suitable(sequence):
             if (
                 instance.num_free_slots
                 and lane.has_free_slot
@@ -267,7 +267,7 @@ class Admission:
             ):
                 new = sequence.num_known - lane.cache.num_cached(keys) * self._geometry.page_size
                 backlog = sum(s.num_uncomputed_tokens for s in lane.running)
-                cost = new + backlog + _DECODE_COST * len(lane.running), instance.id, number
+                cost = new + backlog + _DECODE_COST * len(lane.running)
                 if best is None or cost < best[0]:
                     best = cost, instance, lane
         return best[1:] if best else None
@@ -304,7 +304,7 @@ class Admission:
         If preemption suffices in several lanes, choose the lane where the preempted sequences are the least important.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
-        for instance, _, lane in self._suitable(sequence):
+        for instance, lane in self._suitable(sequence):
             lower = [s for s in lane.running if s.rank > sequence.rank and not s.finished]
             lower.sort(key=lambda s: s.order, reverse=True)
             victims = None
@@ -318,12 +318,12 @@ class Admission:
                 found.append(((victims[-1].order, -len(victims), -instance.id), victims))
         return max(found, key=lambda item: item[0])[1] if found else []
 
-    def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
-        """Return `(instance, lane index, lane)` for each lane that could hold a sequence if the lane were empty."""
+    def _suitable(self, sequence: Sequence) -> list[tuple[Instance, Lane]]:
+        """Return `(instance, lane)` for each lane that could hold a sequence if the lane were empty."""
         return [
-            (instance, number, lane)
+            (instance, lane)
             for instance in self._cluster.instances
-            for number, lane in enumerate(instance.lanes)
+            for lane in instance.lanes
             if lane.capacity_tokens >= sequence.max_total_tokens
         ]
 
