@@ -10,11 +10,13 @@ from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.page_copies import copy_page, copy_specs, host_specs, read_to_host, write_from_host
 from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.pages import SequencePages
 from sharding.ledger import format_bytes, parse_bytes
+from sharding.mesh import is_lost
 
 # Cost of a running sequence, in prompt tokens to compute, in the choice of an instance.
 _DECODE_COST = 16
@@ -176,7 +178,8 @@ class Admission:
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
         """Let a sequence of the queue run in a lane. Give the sequence pages and a slot (place for a running sequence).
 
-        If that fails, the sequence ends with an error. Other sequences continue.
+        If that fails, the sequence ends with an error. Other sequences continue. The programs that run here can lose
+        only the KV cache and the sampling state. If one of them is lost, the instance is recovered.
         """
         self._sequences.waiting.remove(sequence)
         try:
@@ -202,7 +205,9 @@ class Admission:
                 lane.cache.release(sequence.pages)
                 sequence.pages = None
             self._sequences.reject(sequence, error)
-            self._steps.recover_if_lost(instance, error)
+            extents = (extent for site in instance.runner.sites.values() for extent in site.extents())
+            if isinstance(error, StateLostError) or any(map(is_lost, extents)):
+                self._steps.recover(instance, error)
             return
         if sequence.started_at is None:
             sequence.num_cached = sequence.num_computed

@@ -20,7 +20,6 @@ from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, clear_in_flight
-from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.sampling.rows import (
     NO_ALLOWED_TOKEN,
     NO_TOKEN,
@@ -30,7 +29,6 @@ from amoeba_jax.sampling.rows import (
 )
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform.changes import Changes
-from sharding.mesh import is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -360,18 +358,6 @@ class Steps:
                 )
                 failure.__cause__ = error
                 self._sequences.reject(sequence, failure)
-
-    def recover_if_lost(self, instance: Instance, error: Exception) -> None:
-        """Recover an instance if a failed program has destroyed buffers of the instance.
-
-        Call this when a program that is not part of a step has failed. `error` is the error of that program.
-        """
-        runner, state = instance.runner, instance.sampler.state
-        buffers = [extent for site in runner.sites.values() for extent in site.extents()]
-        buffers += [state.flags, state.bias, runner.last_tokens]
-        hidden_lost = runner.hidden.are_lost(runner.placement.devices)
-        if isinstance(error, StateLostError) or hidden_lost or any(map(is_lost, buffers)):
-            self.recover(instance, error)
 
     def _rebuild(self, instances: list[Instance]) -> None:
         """Requeue all sequences of some instances, and give these instances new, empty caches.
