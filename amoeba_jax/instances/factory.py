@@ -113,7 +113,7 @@ class InstanceFactory:
         flags = [[self.begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
         begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
         numbers = [self.layer_numbers[device] for device in group.device_indices]
-        return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins, numbers)
+        return Site(group, kv, extent_pages, self._weights, begins, numbers)
 
     def new_lanes(
         self, placement: Placement, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], width: int

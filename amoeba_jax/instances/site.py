@@ -11,9 +11,6 @@ import jax
 
 from amoeba_jax.instances.hidden_states import StepStates
 from amoeba_jax.models.decoder import SegmentPlan
-from amoeba_jax.programs.batch import BatchShape
-from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.weights.store import WeightStore
 from sharding.mesh import SubMesh, assemble, replaced_if_lost
 
@@ -59,31 +56,13 @@ class Site:
         group: SubMesh,
         kv: KvBuffers,
         extent_pages: tuple[int, ...],
-        plan: EnginePlan,
         weights: WeightStore,
-        executables: Executables,
         begins: tuple[jax.Array, jax.Array],
         layer_numbers: Sequence[Sequence[jax.Array]],
     ):
         self.group, self.kv, self.extent_pages = group, kv, extent_pages
-        self._plan, self._store, self._executables = plan, weights, executables
-        self._begins = begins
+        self._store, self._begins = weights, begins
         self._layer_numbers, self._assembled = layer_numbers, dict[int, jax.Array]()
-
-    def programs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[jax.stages.Compiled]:
-        """Return the program of each segment (part of the model), for steps of one shape.
-
-        Raises the errors of `Executables.get`.
-        """
-        found: dict[tuple[object, ...], jax.stages.Compiled] = {}
-        programs = []
-        for segment in segments:
-            kind = segment.kinds, segment.module, segment.embeds
-            if kind not in found:
-                spec = self._plan.layers_spec(self._executables.specs, self.group, segment, shape, self.extent_pages)
-                found[kind] = self._executables.get(spec)
-            programs.append(found[kind])
-        return programs
 
     def run(
         self,
