@@ -220,9 +220,9 @@ class Cluster:
             if (samples or owner is Owner.HIDDEN) and not ledger.entries[(None, owner)]:
                 ledger.add(owner, size)
         factory.hidden.add(device, at)
-        if device not in factory.begins:
-            factory.begins[device] = jax.device_put((np.bool_(False), np.bool_(True)), at)
-            factory.layer_numbers[device] = jax.device_put([np.int32(i) for i in range(self.dims.load_shape[0])], at)
+        if device not in factory.constants:
+            numbers = [np.int32(layer) for layer in range(self.dims.load_shape[0])]
+            factory.constants[device] = jax.device_put([np.bool_(False), np.bool_(True), *numbers], at)
         if samples and device not in factory.sampling_states:
             state = SamplingState.zeros(self.plan.num_slots, self.dims.config.vocab_size, at)
             jax.block_until_ready((state.flags, state.bias))
@@ -239,8 +239,7 @@ class Cluster:
         if factory.allocators:
             factory.allocators[device].become(factory.empty_allocator(()))
         factory.hidden.drop(device)
-        factory.begins.pop(device, None)
-        factory.layer_numbers.pop(device, None)
+        factory.constants.pop(device, None)
         factory.sampling_states.pop(device, None)
         for owner in (Owner.HIDDEN, Owner.SAMPLING):
             ledger.remove(owner, ledger.entries[(None, owner)])
@@ -473,8 +472,7 @@ class Cluster:
         self.instances = ()
         self.lost = {}
         self.factory.sampling_states.clear()
-        self.factory.begins.clear()
-        self.factory.layer_numbers.clear()
+        self.factory.constants.clear()
         self.factory.hidden.clear()
         self.weights.release_all()
 

@@ -34,10 +34,9 @@ class InstanceFactory:
         hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
             `hidden.loads` counts the tokens of each expert.
         sampling_states: state of the sampler on each device that samples, by device index.
-        begins: boolean scalars False and True on each device that holds modules, by device index. A `Site` passes one
-            of these scalars to a program, to tell whether the program begins the step.
-        layer_numbers: indices of the layers, as scalars on each device that holds modules, by device index. With these
-            indices, programs count the tokens of each expert. For models without experts, there are no indices.
+        constants: scalars on each device that holds modules, by device index: False, True, and the index of each layer.
+            The boolean scalars tell a program whether it begins the step. With the indices, programs count the tokens
+            of each expert. For models without experts, there are no indices.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
@@ -48,8 +47,7 @@ class InstanceFactory:
             (self._dims.config.hidden_size, plan.hidden_tokens), self._dims.dtype, self._dims.load_shape
         )
         self.sampling_states: dict[int, SamplingState] = {}
-        self.begins: dict[int, tuple[jax.Array, jax.Array]] = {}
-        self.layer_numbers: dict[int, list[jax.Array]] = {}
+        self.constants: dict[int, list[jax.Array]] = {}
         count = len(plan.sub_meshes.devices) if plan.placement is None else 0
         self.allocators = [self.empty_allocator(()) for _ in range(count)]
 
@@ -110,10 +108,9 @@ class InstanceFactory:
 
         `extent_pages` has the number of pages of each KV extent of a layer. Layers without extents can be added later.
         """
-        flags = [[self.begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
-        begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
-        numbers = [self.layer_numbers[device] for device in group.device_indices]
-        return Site(group, kv, extent_pages, self._weights, begins, numbers)
+        by_rank = [self.constants[device] for device in group.device_indices]
+        constants = [assemble(group, buffers, replicated=True) for buffers in zip(*by_rank, strict=True)]
+        return Site(group, kv, extent_pages, self._weights, constants)
 
     def new_lanes(
         self, placement: Placement, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], width: int
