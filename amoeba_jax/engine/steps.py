@@ -127,10 +127,11 @@ class Steps:
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
         """Yield the best step, then further steps to try while programs of the best step are missing."""
+        has_turn = instance.num_launched % 2 == 0
         if len(instance.lanes) > 1:
-            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, instance.last_was_prompt)
+            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, prompt_turn=has_turn)
             return
-        running, buckets, has_turn = instance.running, instance.buckets, instance.num_launched % 2 == 0
+        running, buckets = instance.running, instance.buckets
         best = plan_step(running, buckets, instance.turns, instance.pace, prompt_logits_turn=has_turn)
         if best is not None:
             yield best
@@ -174,7 +175,6 @@ class Steps:
             step.decodes = False
         instance.pending.append(step)
         instance.num_launched += 1
-        instance.last_was_prompt = not plan.decodes
         instance.turns.took(plan.rows)
         stats = self._stats
         stats.steps += 1
