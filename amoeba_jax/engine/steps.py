@@ -6,7 +6,6 @@ then gets new, empty buffers. Steps never donate weights. A failure can therefor
 """
 
 import bisect
-import gc
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -363,17 +362,15 @@ class Steps:
         """Requeue all sequences of some instances, and give these instances new, empty caches.
 
         The argument must contain every instance that shares buffers with one of these instances. If the allocation
-        fails twice, `Cluster.take_back` replaces the instances, or takes their devices out of service.
+        fails, `Cluster.take_back` replaces the instances, or takes their devices out of service.
         """
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)
         for instance in instances:
             self._changes.forget(instance)
-        for _ in range(2):
-            try:
-                self._cluster.rebuild(instances)
-                return
-            except Exception:
-                logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
-            gc.collect()  # the frames of the error may have held the missing memory
-        self._cluster.take_back(instances)
+        try:
+            self._cluster.rebuild(instances)
+            return
+        except Exception:
+            logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
+        self._cluster.take_back(instances)  # not in the handler: the frames of the error may hold memory
