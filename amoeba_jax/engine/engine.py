@@ -258,9 +258,7 @@ class Engine:
         If `size` is None, only the number of slots limits the instance. Sequences that already run continue. Raises
         `RequestError` if the instance does not exist, or if `size` is below 1.
         """
-        instance = next((i for i in self.instances if i.id == instance_id), None)
-        if instance is None:
-            raise RequestError(f"there is no instance {instance_id}: there are {[i.id for i in self.instances]}")
+        instance = self.cluster.instance(instance_id)
         if size is not None and size < 1:
             raise RequestError(f"a batch of {size} is not possible: it must be at least 1")
         instance.limit_batch(size)

@@ -268,6 +268,13 @@ class Cluster:
         used |= {device for group in self.lost for device in group.device_indices}
         return [device for device in range(len(self.sub_meshes.devices)) if device not in used]
 
+    def instance(self, instance_id: int) -> Instance:
+        """Return the present instance with an id. Raises `RequestError` if there is no such instance."""
+        for instance in self.instances:
+            if instance.id == instance_id:
+                return instance
+        raise RequestError(f"there is no instance {instance_id}: there are {[each.id for each in self.instances]}")
+
     @property
     def all_instances(self) -> list[Instance]:
         """Present and paused instances. Each present instance is followed by the instances that are paused for it."""
