@@ -137,15 +137,7 @@ class EngineHandle:
         `to_dict()` of the result is a valid `EngineConfig.placement`. Raises `RequestError` if the instance does not
         exist.
         """
-
-        def find() -> Placement:
-            for each in self._engine.instances:
-                if each.id == instance:
-                    return each.runner.placement
-            known = [each.id for each in self._engine.instances]
-            raise RequestError(f"there is no instance {instance}: there are {known}")
-
-        return self._dispatcher.call(find).result()
+        return self._dispatcher.call(lambda: self._engine.cluster.instance(instance).runner.placement).result()
 
     def memory(self) -> MemoryReport:
         """Return the bytes of weights, KV cache and other buffers on each device.
@@ -354,7 +346,7 @@ class EngineHandle:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise RequestError(f"{name}={shorten(value)} must be an integer")
         options = PlacementOptions(kind, device, instance, layers, modules, move_kv)
-        return self._dispatcher.call(self._engine.change_placement, options).result().result()
+        return self._dispatcher.call(self._engine.changes.request, options).result().result()
 
     def set_layout(self, tensor_parallel_size: int) -> float:
         """Regroup all devices into instances of one tensor-parallel degree while no request runs.

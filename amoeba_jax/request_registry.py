@@ -183,7 +183,7 @@ class RequestRegistry:
             request = self._requests.get(request_id)
         if request is None:
             return False
-        self._dispatcher.call(self._engine.finish, request.sequences, "abort").result()
+        self._dispatcher.call(self._engine.sequences.finish, request.sequences, "abort").result()
         return True
 
     def end(self, requests: list[Request]) -> None:
@@ -197,7 +197,7 @@ class RequestRegistry:
             # Do not wait: the garbage collector may run this in any thread, even in the dispatcher. Calls run in order,
             # so the next call sees the pages free.
             with contextlib.suppress(EngineClosedError):
-                self._dispatcher.call(self._engine.finish, unfinished, "abort")
+                self._dispatcher.call(self._engine.sequences.finish, unfinished, "abort")
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """Return the tokenizer. If the model has none, raise a `RequestError` that names the feature `what`."""

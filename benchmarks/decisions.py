@@ -92,7 +92,7 @@ def measure(engine: Engine, name: str, running: list[Sequence], waiting: list[Se
         decide_s=seconds(lambda: scheduler.policy.decide(view), repeats),
         decide_long_s=seconds(lambda: scheduler.policy.decide(long_view), repeats),
     )
-    engine.finish([*running, *waiting], "abort")
+    engine.sequences.finish([*running, *waiting], "abort")
     return decision
 
 

@@ -130,7 +130,7 @@ def first_token_s(llm: LLM, num_layers: int) -> dict[str, float]:
     for stream in streams:
         next(stream)
     call, start = llm._dispatcher.call, time.perf_counter()
-    future = call(llm._engine.change_placement, PlacementOptions("scale_out", 1)).result()
+    future = call(llm._engine.changes.request, PlacementOptions("scale_out", 1)).result()
     first, layers = 0.0, 0
     while not future.done():
         switched = [status.layers_switched for status in llm.stats.placements]

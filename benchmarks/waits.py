@@ -84,7 +84,7 @@ class Watched:
     def end(self) -> None:
         """Cancel running requests."""
         engine, sequences = self._llm._engine, [request.sequences[0] for request in self._requests]
-        self._llm._dispatcher.call(engine.finish, sequences, "abort").result()
+        self._llm._dispatcher.call(engine.sequences.finish, sequences, "abort").result()
         self._llm._registry.end(self._requests)
 
     def gaps(self, begin: float, end: float) -> list[float]:

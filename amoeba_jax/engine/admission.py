@@ -10,11 +10,13 @@ from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.lane import Lane
 from amoeba_jax.instances.page_copies import copy_page, copy_specs, host_specs, read_to_host, write_from_host
 from amoeba_jax.instances.sequence import Sequence
+from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.changes import Changes
 from amoeba_jax.transform.options import TransformOptions
 from kvcache.pages import SequencePages
 from sharding.ledger import format_bytes, parse_bytes
+from sharding.mesh import is_lost
 
 # Cost of a running sequence, in prompt tokens to compute, in the choice of an instance.
 _DECODE_COST = 16
@@ -176,7 +178,8 @@ class Admission:
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
         """Let a sequence of the queue run in a lane. Give the sequence pages and a slot (place for a running sequence).
 
-        If that fails, the sequence ends with an error. Other sequences continue.
+        If that fails, the sequence ends with an error. Other sequences continue. The programs that run here can lose
+        only the KV cache and the sampling state. If one of them is lost, the instance is recovered.
         """
         self._sequences.waiting.remove(sequence)
         try:
@@ -202,7 +205,9 @@ class Admission:
                 lane.cache.release(sequence.pages)
                 sequence.pages = None
             self._sequences.reject(sequence, error)
-            self._steps.recover_if_lost(instance, error)
+            extents = (extent for site in instance.runner.sites.values() for extent in site.extents())
+            if isinstance(error, StateLostError) or any(map(is_lost, extents)):
+                self._steps.recover(instance, error)
             return
         if sequence.started_at is None:
             sequence.num_cached = sequence.num_computed
@@ -258,8 +263,8 @@ class Admission:
             assert sequence.leader is not None, "it has a home"
             return home, home.lane_of(sequence.leader)
         keys = self._reusable_keys(sequence)
-        best: tuple[tuple[int, int, int], Instance, Lane] | None = None
-        for instance, number, lane in self._suitable(sequence):
+        best: tuple[int, Instance, Lane] | None = None
+        for instance, lane in self._suitable(sequence):
             if (
                 instance.num_free_slots
                 and lane.has_free_slot
@@ -267,7 +272,7 @@ class Admission:
             ):
                 new = sequence.num_known - lane.cache.num_cached(keys) * self._geometry.page_size
                 backlog = sum(s.num_uncomputed_tokens for s in lane.running)
-                cost = new + backlog + _DECODE_COST * len(lane.running), instance.id, number
+                cost = new + backlog + _DECODE_COST * len(lane.running)
                 if best is None or cost < best[0]:
                     best = cost, instance, lane
         return best[1:] if best else None
@@ -304,7 +309,7 @@ class Admission:
         If preemption suffices in several lanes, choose the lane where the preempted sequences are the least important.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
-        for instance, _, lane in self._suitable(sequence):
+        for instance, lane in self._suitable(sequence):
             lower = [s for s in lane.running if s.rank > sequence.rank and not s.finished]
             lower.sort(key=lambda s: s.order, reverse=True)
             victims = None
@@ -318,12 +323,12 @@ class Admission:
                 found.append(((victims[-1].order, -len(victims), -instance.id), victims))
         return max(found, key=lambda item: item[0])[1] if found else []
 
-    def _suitable(self, sequence: Sequence) -> list[tuple[Instance, int, Lane]]:
-        """Return `(instance, lane index, lane)` for each lane that could hold a sequence if the lane were empty."""
+    def _suitable(self, sequence: Sequence) -> list[tuple[Instance, Lane]]:
+        """Return `(instance, lane)` for each lane that could hold a sequence if the lane were empty."""
         return [
-            (instance, number, lane)
+            (instance, lane)
             for instance in self._cluster.instances
-            for number, lane in enumerate(instance.lanes)
+            for lane in instance.lanes
             if lane.capacity_tokens >= sequence.max_total_tokens
         ]
 

@@ -143,4 +143,4 @@ class Dispatcher:
         `stop` is the stop string that was found in the output. If `stop` is None, the sequence is aborted.
         """
         with contextlib.suppress(EngineClosedError):
-            self.call(self._engine.finish, [sequence], "abort" if stop is None else "stop", stop)
+            self.call(self._engine.sequences.finish, [sequence], "abort" if stop is None else "stop", stop)

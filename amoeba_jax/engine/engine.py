@@ -23,11 +23,10 @@ from amoeba_jax.errors import ContextLengthError, RequestError
 from amoeba_jax.instances.cluster import REVIVE_INTERVAL_S, Cluster
 from amoeba_jax.instances.instance import Instance
 from amoeba_jax.instances.sequence import Sequence
-from amoeba_jax.outputs import FinishReason
 from amoeba_jax.stats import EngineStats
 from amoeba_jax.transform.changes import Changes
-from amoeba_jax.transform.options import PlacementOptions, TransformOptions
-from amoeba_jax.transform.report import PlacementReport, TransformReport
+from amoeba_jax.transform.options import TransformOptions
+from amoeba_jax.transform.report import TransformReport
 
 ENOUGH_TOKENS = 512
 """Enough tokens for a usual answer. See `Engine.default_max_tokens`."""
@@ -62,7 +61,7 @@ class Engine:
     Attributes:
         waiting: queue of sequences, in the order in which the sequences start.
         scheduler_hook: scheduler that starts sequences and changes instances. If None, `Admission` starts sequences,
-            and instances change only when `transform` or `change_placement` is called.
+            and instances change only when `transform` or `Changes.request` is called.
         closing: whether `close` will be called soon. Any thread may set `closing`. If `closing` is True, a warm-up ends
             before its next program.
     """
@@ -131,12 +130,9 @@ class Engine:
     def drain(self) -> None:
         """Wait for all steps in flight and take their results."""
         for instance in self.cluster.all_instances:
-            self._drain(instance)
+            while instance.pending:
+                self.steps.take(instance, instance.pending.popleft())
         self.changes.collect()
-
-    def _drain(self, instance: Instance) -> None:
-        while instance.pending:
-            self.steps.take(instance, instance.pending.popleft())
 
     @property
     def interval_s(self) -> float | None:
@@ -214,10 +210,6 @@ class Engine:
             except Exception as error:
                 self.sequences.reject(sequence, error)
 
-    def finish(self, sequences: list[Sequence], reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End sequences early and free their pages (`Sequences.finish`)."""
-        self.sequences.finish(sequences, reason, stop_reason)
-
     @property
     def has_requests(self) -> bool:
         """Whether any request is waiting, running or paused."""
@@ -260,23 +252,13 @@ class Engine:
             self.admission.check_waiting(options)
         return self.changes.request(options)
 
-    def change_placement(self, options: PlacementOptions) -> "Future[PlacementReport]":
-        """Begin to change the placement of an instance while requests run. Return a future of the report.
-
-        See `LLM.replicate`, `LLM.evict`, `LLM.migrate`, `LLM.scale_out` and `LLM.scale_in`. Raises `LayoutError`,
-        `RequestError` or `MemoryBudgetError`, and changes nothing, if the change is impossible.
-        """
-        return self.changes.request(options)
-
     def limit_batch(self, instance_id: int, size: int | None) -> None:
         """Limit the number of running sequences of an instance to `size`.
 
         If `size` is None, only the number of slots limits the instance. Sequences that already run continue. Raises
         `RequestError` if the instance does not exist, or if `size` is below 1.
         """
-        instance = next((i for i in self.instances if i.id == instance_id), None)
-        if instance is None:
-            raise RequestError(f"there is no instance {instance_id}: there are {[i.id for i in self.instances]}")
+        instance = self.cluster.instance(instance_id)
         if size is not None and size < 1:
             raise RequestError(f"a batch of {size} is not possible: it must be at least 1")
         instance.limit_batch(size)

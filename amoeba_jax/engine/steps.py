@@ -6,7 +6,6 @@ then gets new, empty buffers. Steps never donate weights. A failure can therefor
 """
 
 import bisect
-import gc
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,6 @@ from amoeba_jax.instances.cluster import Cluster, drop_frames
 from amoeba_jax.instances.instance import Instance, Phase
 from amoeba_jax.instances.sequence import Entries, Sequence, Update
 from amoeba_jax.instances.step import PendingStep, Row, StepNotLaunchedError, StepPlan, clear_in_flight
-from amoeba_jax.instances.step_sampler import StateLostError
 from amoeba_jax.sampling.rows import (
     NO_ALLOWED_TOKEN,
     NO_TOKEN,
@@ -30,7 +28,6 @@ from amoeba_jax.sampling.rows import (
 )
 from amoeba_jax.stats import STEP_TOKENS, EngineStats
 from amoeba_jax.transform.changes import Changes
-from sharding.mesh import is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +126,11 @@ class Steps:
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
         """Yield the best step, then further steps to try while programs of the best step are missing."""
+        has_turn = instance.num_launched % 2 == 0
         if len(instance.lanes) > 1:
-            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, instance.last_was_prompt)
+            yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, prompt_turn=has_turn)
             return
-        running, buckets, has_turn = instance.running, instance.buckets, instance.num_launched % 2 == 0
+        running, buckets = instance.running, instance.buckets
         best = plan_step(running, buckets, instance.turns, instance.pace, prompt_logits_turn=has_turn)
         if best is not None:
             yield best
@@ -176,7 +174,6 @@ class Steps:
             step.decodes = False
         instance.pending.append(step)
         instance.num_launched += 1
-        instance.last_was_prompt = not plan.decodes
         instance.turns.took(plan.rows)
         stats = self._stats
         stats.steps += 1
@@ -361,33 +358,19 @@ class Steps:
                 failure.__cause__ = error
                 self._sequences.reject(sequence, failure)
 
-    def recover_if_lost(self, instance: Instance, error: Exception) -> None:
-        """Recover an instance if a failed program has destroyed buffers of the instance.
-
-        Call this when a program that is not part of a step has failed. `error` is the error of that program.
-        """
-        runner, state = instance.runner, instance.sampler.state
-        buffers = [extent for site in runner.sites.values() for extent in site.extents()]
-        buffers += [state.flags, state.bias, runner.last_tokens]
-        hidden_lost = runner.hidden.are_lost(runner.placement.devices)
-        if isinstance(error, StateLostError) or hidden_lost or any(map(is_lost, buffers)):
-            self.recover(instance, error)
-
     def _rebuild(self, instances: list[Instance]) -> None:
         """Requeue all sequences of some instances, and give these instances new, empty caches.
 
         The argument must contain every instance that shares buffers with one of these instances. If the allocation
-        fails twice, `Cluster.take_back` replaces the instances, or takes their devices out of service.
+        fails, `Cluster.take_back` replaces the instances, or takes their devices out of service.
         """
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)
         for instance in instances:
             self._changes.forget(instance)
-        for _ in range(2):
-            try:
-                self._cluster.rebuild(instances)
-                return
-            except Exception:
-                logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
-            gc.collect()  # the frames of the error may have held the missing memory
-        self._cluster.take_back(instances)
+        try:
+            self._cluster.rebuild(instances)
+            return
+        except Exception:
+            logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
+        self._cluster.take_back(instances)  # not in the handler: the frames of the error may hold memory

@@ -156,7 +156,7 @@ def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
     return [StepPlan(mixed, ()), decodes]
 
 
-def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, last_was_prompt: bool) -> Iterator[StepPlan]:
+def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, *, prompt_turn: bool) -> Iterator[StepPlan]:
     """Yield possible next steps of an instance with several lanes, the best step first.
 
     If programs of the best step are missing, the caller can launch one of the other steps.
@@ -165,7 +165,8 @@ def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, last_was
         lanes: lanes of the instance. A lane is a set of sequences that travel through the layers together.
         buckets: step shapes that an instance with only one of these lanes would have.
         turns: order of the prompts.
-        last_was_prompt: whether the latest step computed a prompt. If so, steps that decode come first.
+        prompt_turn: whether steps with a prompt come first. If False, steps that decode come first. The caller should
+            alternate between True and False.
     """
     decodes = [
         [s for s in lane.running if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits] for lane in lanes
@@ -179,7 +180,7 @@ def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, last_was
     first = next(iter(turns.ordered(prompts)), None)
     prompt_plans = iter(()) if first is None else _prompt_plans(first, prompts[first], buckets)
     decode_plans = _lane_decode_plans(decodes, buckets)
-    for plans in (decode_plans, prompt_plans) if last_was_prompt else (prompt_plans, decode_plans):
+    for plans in (prompt_plans, decode_plans) if prompt_turn else (decode_plans, prompt_plans):
         yield from plans
 
 

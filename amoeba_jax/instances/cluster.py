@@ -1,12 +1,11 @@
 """Cluster: the devices of an engine, the memory of the devices, and the instances on them."""
 
-import contextlib
 import gc
 import logging
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from amoeba_jax.programs.background import compile_jobs
 from amoeba_jax.programs.compiling import Executable
 from amoeba_jax.programs.enumeration import enumerate_programs
 from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.memory import ACTIVATION_KINDS, MemoryPlan
+from amoeba_jax.programs.memory import ACTIVATION_KINDS
 from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.programs.start_placement import home_pages
 from amoeba_jax.weights.loading import OpenWeights
@@ -98,12 +97,15 @@ class Cluster:
     # Memory of the devices
 
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
-        """Load the weights, and create the first instances with their buffers."""
+        """Load the weights, and create the first instances with their buffers.
+
+        Raises `MemoryBudgetError`, which names the budget, if an allocation of the buffers fails.
+        """
         plan, tp = self.plan, self.plan.start_tp
         with self.open_weights() as reader:
             self.weights.load(reader, self.ledgers, on_load, plan.start_shards())
-        with allocation_errors(self.memory_plan):
-            self.factory = InstanceFactory(plan, self.weights, self.executables)
+        self.factory = InstanceFactory(plan, self.weights, self.executables)
+        try:
             if plan.placement is not None:
                 self.instances = (self._placed_instance(plan.placement),)
             else:
@@ -111,6 +113,17 @@ class Cluster:
                     self.open_device(device, samples=True)
                 groups = [group for group in self.sub_meshes.groups(tp) if group.start in plan.start_devices]
                 self.instances = tuple(self._empty_instance(group, tp, plan.start_attention) for group in groups)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            memory = self.memory_plan
+            raise MemoryBudgetError(
+                "a device could not allocate what the engine plans within a budget of "
+                f"{format_bytes(memory.budget_bytes)}, of which each layer's KV cache takes "
+                f"{format_bytes(memory.num_pages * memory.page_bytes)}: choose a smaller device_memory or "
+                "memory_utilization. On a GPU the rest of its memory may be in use, or in pieces "
+                "(XLA_PYTHON_CLIENT_PREALLOCATE=false makes pieces)"
+            ) from error
         self._unused_bytes = {device: self.ledgers[device].free_bytes for device in plan.start_devices}
 
     def unused_bytes(self, device: int) -> int:
@@ -202,9 +215,9 @@ class Cluster:
             if (samples or owner is Owner.HIDDEN) and not ledger.entries[(None, owner)]:
                 ledger.add(owner, size)
         factory.hidden.add(device, at)
-        if device not in factory.begins:
-            factory.begins[device] = jax.device_put((np.bool_(False), np.bool_(True)), at)
-            factory.layer_numbers[device] = jax.device_put([np.int32(i) for i in range(self.dims.load_shape[0])], at)
+        if device not in factory.constants:
+            numbers = [np.int32(layer) for layer in range(self.dims.load_shape[0])]
+            factory.constants[device] = jax.device_put([np.bool_(False), np.bool_(True), *numbers], at)
         if samples and device not in factory.sampling_states:
             state = SamplingState.zeros(self.plan.num_slots, self.dims.config.vocab_size, at)
             jax.block_until_ready((state.flags, state.bias))
@@ -221,8 +234,7 @@ class Cluster:
         if factory.allocators:
             factory.allocators[device].become(factory.empty_allocator(()))
         factory.hidden.drop(device)
-        factory.begins.pop(device, None)
-        factory.layer_numbers.pop(device, None)
+        factory.constants.pop(device, None)
         factory.sampling_states.pop(device, None)
         for owner in (Owner.HIDDEN, Owner.SAMPLING):
             ledger.remove(owner, ledger.entries[(None, owner)])
@@ -237,6 +249,13 @@ class Cluster:
         used = {device for instance in self.instances for device in instance.runner.placement.devices}
         used |= {device for group in self.lost for device in group.device_indices}
         return [device for device in range(len(self.sub_meshes.devices)) if device not in used]
+
+    def instance(self, instance_id: int) -> Instance:
+        """Return the present instance with an id. Raises `RequestError` if there is no such instance."""
+        for instance in self.instances:
+            if instance.id == instance_id:
+                return instance
+        raise RequestError(f"there is no instance {instance_id}: there are {[each.id for each in self.instances]}")
 
     @property
     def all_instances(self) -> list[Instance]:
@@ -455,29 +474,9 @@ class Cluster:
         self.instances = ()
         self.lost = {}
         self.factory.sampling_states.clear()
-        self.factory.begins.clear()
-        self.factory.layer_numbers.clear()
+        self.factory.constants.clear()
         self.factory.hidden.clear()
         self.weights.release_all()
-
-
-@contextlib.contextmanager
-def allocation_errors(plan: MemoryPlan) -> Iterator[None]:
-    """Raise `MemoryBudgetError` if an allocation inside this context fails. The message names the budget.
-
-    JAX allocates arrays asynchronously, so the code in the context must wait for its arrays.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise MemoryBudgetError(
-            f"a device could not allocate what the engine plans within a budget of {format_bytes(plan.budget_bytes)}, "
-            f"of which each layer's KV cache takes {format_bytes(plan.num_pages * plan.page_bytes)}: choose a smaller "
-            "device_memory or memory_utilization. On a GPU the rest of its memory may be in use, or in pieces "
-            "(XLA_PYTHON_CLIENT_PREALLOCATE=false makes pieces)"
-        ) from error
 
 
 def drop_frames(error: BaseException) -> None:

@@ -34,10 +34,9 @@ class InstanceFactory:
         hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
             `hidden.loads` counts the tokens of each expert.
         sampling_states: state of the sampler on each device that samples, by device index.
-        begins: boolean scalars False and True on each device that holds modules, by device index. A `Site` passes one
-            of these scalars to a program, to tell whether the program begins the step.
-        layer_numbers: indices of the layers, as scalars on each device that holds modules, by device index. With these
-            indices, programs count the tokens of each expert. For models without experts, there are no indices.
+        constants: scalars on each device that holds modules, by device index: False, True, and the index of each layer.
+            The boolean scalars tell a program whether it begins the step. With the indices, programs count the tokens
+            of each expert. For models without experts, there are no indices.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
@@ -48,8 +47,7 @@ class InstanceFactory:
             (self._dims.config.hidden_size, plan.hidden_tokens), self._dims.dtype, self._dims.load_shape
         )
         self.sampling_states: dict[int, SamplingState] = {}
-        self.begins: dict[int, tuple[jax.Array, jax.Array]] = {}
-        self.layer_numbers: dict[int, list[jax.Array]] = {}
+        self.constants: dict[int, list[jax.Array]] = {}
         count = len(plan.sub_meshes.devices) if plan.placement is None else 0
         self.allocators = [self.empty_allocator(()) for _ in range(count)]
 
@@ -105,34 +103,14 @@ class InstanceFactory:
 
     # Parts of instances
 
-    def new_site(self, group: SubMesh, kv: KvBuffers, released: int) -> Site:
+    def site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
         """Return a site (the buffers of one device group) with the KV extents `kv`.
 
-        `released` is the degree for which the weights of the group are released. The memory of weights that this degree
-        does not need is KV cache.
+        `extent_pages` has the number of pages of each KV extent of a layer. Layers without extents can be added later.
         """
-        return self._site(group, kv, self._plan.extent_pages(released))
-
-    def _site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
-        flags = [[self.begins[device][flag] for device in group.device_indices] for flag in (0, 1)]
-        begins = assemble(group, flags[0], replicated=True), assemble(group, flags[1], replicated=True)
-        numbers = [self.layer_numbers[device] for device in group.device_indices]
-        return Site(group, kv, extent_pages, self._plan, self._weights, self._executables, begins, numbers)
-
-    def empty_site(self, home: Home, extent_pages: tuple[int, ...]) -> Site:
-        """Return a site (the buffers of one home) without layers.
-
-        Layers can be added later. `extent_pages` has the number of pages of each KV extent that an added layer gets.
-        """
-        group = self._plan.sub_meshes.group(home.start, home.degree)
-        return self._site(group, [[] for _ in range(self._dims.config.num_layers)], extent_pages)
-
-    def new_lane(self, pool: PagePool, group: SubMesh) -> Lane:
-        """Return an empty lane (set of sequences) for an instance that has all modules on `group`.
-
-        The sequences of the lane get their pages from `pool`.
-        """
-        return self.lane({group.home: pool}, self._plan.buckets(group.tp).max_num_seqs)
+        by_rank = [self.constants[device] for device in group.device_indices]
+        constants = [assemble(group, buffers, replicated=True) for buffers in zip(*by_rank, strict=True)]
+        return Site(group, kv, extent_pages, self._weights, constants)
 
     def new_lanes(
         self, placement: Placement, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], width: int
@@ -193,7 +171,7 @@ class InstanceFactory:
                 buffers.
         """
         placement = Placement.uniform(group.home, self._dims.config.num_layers)
-        sites = {group.home: self.new_site(group, kv, released)}
+        sites = {group.home: self.site(group, kv, self._plan.extent_pages(released))}
         return self.instance(placement, sites, {group.home: allocators}, released, group.tp, last_tokens)
 
     def _parallel_attention_instance(self, group: SubMesh, degree: int, kv: KvBuffers, released: int) -> Instance:
@@ -208,11 +186,12 @@ class InstanceFactory:
                 need is KV cache.
         """
         placement = Placement.parallel_attention(group.home, degree, self._dims.config.num_layers)
-        sites = {group.home: self.new_site(group, [[] for _ in kv], released)}
+        extent_pages = self._plan.extent_pages(released)
+        sites = {group.home: self.site(group, [[] for _ in kv], extent_pages)}
         for home in placement.attention[0]:
             part = self._plan.sub_meshes.group(home.start, home.degree)
             own = [[array for extent in extents for array in divide(group, extent, [part])] for extents in kv]
-            sites[home] = self.new_site(part, own, released)
+            sites[home] = self.site(part, own, extent_pages)
         allocators = {home: [self.allocators[device] for device in home.devices] for home in placement.attention[0]}
         return self.instance(placement, sites, allocators, released, group.tp)
 
@@ -246,7 +225,7 @@ class InstanceFactory:
         for home in sorted({placement.head, *(h for homes in (*placement.attention, *placement.ffn) for h in homes)}):
             mesh, extents = plan.sub_meshes.group(home.start, home.degree), (pages.get(home, 0),)
             layers = [layer for layer, homes in enumerate(placement.attention) if home in homes]
-            sites[home] = self._site(mesh, self._new_extents(mesh, extents, layers), extents)
+            sites[home] = self.site(mesh, self._new_extents(mesh, extents, layers), extents)
         jax.block_until_ready([site.kv for site in sites.values()])
         allocators = {home: [self.empty_allocator([count]) for _ in home.devices] for home, count in pages.items()}
         return self.instance(placement, sites, allocators, 1, placement_width(placement))

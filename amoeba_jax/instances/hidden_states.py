@@ -94,19 +94,6 @@ class DeviceBuffers:
             if index in self._devices and index not in present:
                 self._arrays[(index,)] = jnp.zeros(self._shape, self._dtype, device=self._devices[index])
 
-    def are_lost(self, devices: Iterable[int]) -> bool:
-        """Return whether a failed program has lost the buffer of at least one of these devices.
-
-        The call waits for launched steps.
-        """
-        found: set[int] = set()
-        for indices, array in self._arrays.items():
-            if not set(indices).isdisjoint(devices):
-                if is_lost(array):
-                    return True
-                found.update(indices)
-        return not found.issuperset(set(devices) & self._devices.keys())
-
     def clear(self) -> None:
         """Drop all buffers."""
         self._arrays.clear()
@@ -197,10 +184,6 @@ class HiddenStates(DeviceBuffers):
         super().replace_lost(devices)
         if self.loads is not None:
             self.loads.replace_lost(devices)
-
-    def are_lost(self, devices: Iterable[int]) -> bool:
-        devices = tuple(devices)
-        return super().are_lost(devices) or (self.loads is not None and self.loads.are_lost(devices))
 
     def clear(self) -> None:
         super().clear()

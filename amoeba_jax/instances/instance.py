@@ -79,7 +79,6 @@ class Instance:
         attention_degree: degree of the attention. With data-parallel attention, this degree is below `tp`.
         pending: launched steps whose results the host has not taken.
         num_launched: number of steps launched so far.
-        last_was_prompt: whether the latest step computed a prompt.
         transition: object that moves layers to other homes (package `transform`). None: no layers move.
         pace: durations of recent steps.
         turns: order in which prompts are computed.
@@ -106,7 +105,6 @@ class Instance:
         self.batch_limit: int | None = None
         self.pending: deque[PendingStep] = deque()
         self.num_launched = 0
-        self.last_was_prompt = False
         self.transition: Any = None
         self.pace, self.turns = Pace(), PromptTurns()
         self._free_slots = list(range(self.sampler.num_slots))[::-1]

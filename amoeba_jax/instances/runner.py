@@ -117,7 +117,7 @@ class Runner:
         self.sampler, self.reader = sampler, reader
         self.plan, self.executables = plan, executables
         self.switch: StepSwitch | None = None
-        self._work: dict[int | None, tuple[Work, ...]] = {}
+        self._work: dict[object, list[tuple[Work, list[ProgramSpec]]]] = {}
         self._known_at: object = None
         self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
 
@@ -168,20 +168,22 @@ class Runner:
         return [self.sampler.state_spec(group) for group in groups]
 
     def _layer_specs(self, plan: StepPlan) -> list[ProgramSpec]:
-        found = {spec.key: spec for work in self._work_of(plan.lane) for spec in self._work_specs(work, plan.shape)}
+        found = {spec.key: spec for _, specs in self._work_of(plan) for spec in specs}
         return [*found.values(), self._head_spec(plan)]
 
     def _head_spec(self, plan: StepPlan) -> ProgramSpec:
         return self.plan.head_spec(self.executables.specs, self.group, plan.shape, plan.logits_of)
 
-    def _work_specs(self, work: Work, shape: BatchShape) -> list[ProgramSpec]:
+    def _work_of(self, plan: StepPlan) -> list[tuple[Work, list[ProgramSpec]]]:
+        """Return the work list of a step, with the specs of the programs of each item."""
         extents = {home: site.extent_pages for home, site in self.sites.items()}
-        return work_specs(self.plan, self.executables.specs, work, shape, self.placement.num_microbatches, extents)
-
-    def _work_of(self, microbatch: int | None) -> tuple[Work, ...]:
-        if microbatch not in self._work:
-            self._work[microbatch] = work_list(self.placement, microbatch, self.plan.cutter)
-        return self._work[microbatch]
+        key = plan.lane, plan.shape, *extents.items()
+        if (found := self._work.get(key)) is None:
+            work, count = work_list(self.placement, plan.lane, self.plan.cutter), self.placement.num_microbatches
+            specs = self.executables.specs
+            found = [(item, work_specs(self.plan, specs, item, plan.shape, count, extents)) for item in work]
+            self._work[key] = found
+        return found
 
     # Launch
 
@@ -274,15 +276,16 @@ class Runner:
             return batches[home, blocks]
 
         prepared: list[_Prepared] = []
-        for work in self._work_of(plan.lane):
+        for work, specs in self._work_of(plan):
+            # Segments of equal shape have the same spec object. Its key is hashed only once.
+            found = {id(spec): spec for spec in specs}
+            compiled = {number: self.executables.get(spec) for number, spec in found.items()}
+            programs = [compiled[id(spec)] for spec in specs]
             if isinstance(work, Compute):
-                at = work.shape(shape, count)
-                programs = self.sites[work.home].programs(work.segments, at)
                 needs_batch = any(segment.takes_batch for segment in work.segments)
-                packed = put(work.home, work.blocks, at)[0] if needs_batch else None
+                packed = put(work.home, work.blocks, work.shape(shape, count))[0] if needs_batch else None
                 prepared.append(_Prepared(work, programs, packed))
                 continue
-            programs = [self.executables.get(spec) for spec in self._work_specs(work, shape)]
             columns: jax.Array | int = shape.num_rows // count
             if work.home is not None:
                 columns = jax.device_put(np.int32(columns), self.sites[work.home].group.replicated)

@@ -11,11 +11,8 @@ import jax
 
 from amoeba_jax.instances.hidden_states import StepStates
 from amoeba_jax.models.decoder import SegmentPlan
-from amoeba_jax.programs.batch import BatchShape
-from amoeba_jax.programs.executables import Executables
-from amoeba_jax.programs.plan import EnginePlan
 from amoeba_jax.weights.store import WeightStore
-from sharding.mesh import SubMesh, assemble, replaced_if_lost
+from sharding.mesh import SubMesh, replaced_if_lost
 
 KvBuffers = list[list[jax.Array]]
 """KV extents of each layer, each `[tp * pages, page_elems]`. The list of a layer at another home is empty."""
@@ -50,8 +47,8 @@ class Site:
     Args:
         kv: KV extents of each layer.
         extent_pages: number of pages of each extent on a rank, the same for all layers.
-        begins: boolean scalars False and True on all ranks. A program gets True if its segment begins the step.
-        layer_numbers: index of each layer as an int32 scalar, for each rank. Empty for models without experts.
+        constants: scalars on all ranks that programs take: False, True, and the index of each layer
+            (`InstanceFactory.constants`).
     """
 
     def __init__(
@@ -59,31 +56,12 @@ class Site:
         group: SubMesh,
         kv: KvBuffers,
         extent_pages: tuple[int, ...],
-        plan: EnginePlan,
         weights: WeightStore,
-        executables: Executables,
-        begins: tuple[jax.Array, jax.Array],
-        layer_numbers: Sequence[Sequence[jax.Array]],
+        constants: Sequence[jax.Array],
     ):
         self.group, self.kv, self.extent_pages = group, kv, extent_pages
-        self._plan, self._store, self._executables = plan, weights, executables
-        self._begins = begins
-        self._layer_numbers, self._assembled = layer_numbers, dict[int, jax.Array]()
-
-    def programs(self, segments: Iterable[SegmentPlan], shape: BatchShape) -> list[jax.stages.Compiled]:
-        """Return the program of each segment (part of the model), for steps of one shape.
-
-        Raises the errors of `Executables.get`.
-        """
-        found: dict[tuple[object, ...], jax.stages.Compiled] = {}
-        programs = []
-        for segment in segments:
-            kind = segment.kinds, segment.module, segment.embeds
-            if kind not in found:
-                spec = self._plan.layers_spec(self._executables.specs, self.group, segment, shape, self.extent_pages)
-                found[kind] = self._executables.get(spec)
-            programs.append(found[kind])
-        return programs
+        self._store = weights
+        self._no, self._yes, *self._layer_numbers = constants
 
     def run(
         self,
@@ -113,7 +91,6 @@ class Site:
             begins: whether the first segment begins the step.
         """
         kv, hidden, loads = self.kv, states.hidden, states.loads
-        no, yes = self._begins
         for segment, program in zip(segments, programs, strict=True):
             layers = slice(segment.layers.start, segment.layers.stop)
             attends = segment.module != "ffn"
@@ -122,9 +99,9 @@ class Site:
             if segment.takes_batch:
                 arguments.append(packed)
             if segment.embeds:
-                arguments += [last_tokens, yes if begins and not segment.start else no]
+                arguments += [last_tokens, self._yes if begins and not segment.start else self._no]
             if segment.has_experts:
-                arguments.append(self._layer_number(segment.start))
+                arguments.append(self._layer_numbers[segment.start])
             if (part := exchanges.get(segment) if exchanges else None) is None:
                 extents, hidden = program(*arguments)
             else:
@@ -135,13 +112,6 @@ class Site:
             if segment.has_experts:
                 hidden, loads = hidden
         return StepStates(hidden, loads)
-
-    def _layer_number(self, layer: int) -> jax.Array:
-        """Return the index of a layer as an array on all ranks. Programs take the index in this form."""
-        if layer not in self._assembled:
-            parts = [numbers[layer] for numbers in self._layer_numbers]
-            self._assembled[layer] = assemble(self.group, parts, replicated=True)
-        return self._assembled[layer]
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
         """Return the weights of a segment, in the order in which the segment's program takes them."""

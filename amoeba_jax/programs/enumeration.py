@@ -45,14 +45,16 @@ def enumerate_by_degree(
         homes = {plan.placement.head, *(h for of in (*plan.placement.attention, *plan.placement.ffn) for h in of)}
         specs = _instance(plan, executables, plan.placement, {home: (pages.get(home, 0),) for home in homes})
         return {degree: list({spec.key: spec for spec in specs}.values()) for degree in plan.degrees}
-    found: dict[object, ProgramSpec] = {}
+    known: set[object] = set()
     by_degree: dict[int, list[ProgramSpec]] = {}
     for index, tp in enumerate(degrees):
         mine = list(_instances(plan, executables, tp, tp))
         for before in degrees[:index]:
             for group in plan.sub_meshes.groups(max(tp, before)):
                 mine += _transition(plan, executables, group, min(tp, before), group.tp)
-        by_degree[tp] = [spec for spec in mine if found.setdefault(spec.key, spec) is spec]
+        found = {spec.key: spec for spec in mine if spec.key not in known}
+        known |= found.keys()
+        by_degree[tp] = list(found.values())
     return by_degree
 
 

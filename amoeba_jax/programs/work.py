@@ -205,8 +205,8 @@ def work_specs(
 ) -> list[ProgramSpec]:
     """Return the programs of one item of a work list, in order.
 
-    A `Compute` has a program for each kind of segment. A `join` or `split` has one program. A `copy` has two programs
-    for each of its copies, one to read columns and one to write them.
+    A `Compute` has a program for each segment. Segments of equal shape have the same spec object. A `join` or `split`
+    has one program. A `copy` has two programs for each of its copies, one to read columns and one to write them.
 
     Args:
         plan: sizes of the engine.
@@ -219,8 +219,9 @@ def work_specs(
     pool, width = plan.sub_meshes, plan.hidden_tokens
     if isinstance(work, Compute):
         group, at = pool.group(work.home.start, work.home.degree), work.shape(step, num_microbatches)
-        segments = {(one.kinds, one.module, one.embeds): one for one in work.segments}.values()
-        return [plan.layers_spec(specs, group, segment, at, extent_pages[work.home]) for segment in segments]
+        kinds = {(one.kinds, one.module, one.embeds): one for one in work.segments}
+        made = {kind: plan.layers_spec(specs, group, one, at, extent_pages[work.home]) for kind, one in kinds.items()}
+        return [made[one.kinds, one.module, one.embeds] for one in work.segments]
     if work.home is not None:
         group, make = pool.group(work.home.start, work.home.degree), specs.join if work.kind == "join" else specs.split
         return [make(group, work.lower, plan.most_rows(work.lower), width)]

@@ -99,7 +99,8 @@ def _down(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
     settle_references(lane.pages, lane.cache.pages(), parts)
     if not any(part.num_pages for part in parts):
         limits = [0] * len(parts)  # all layers switch at once, and no sequence may start before that
-    members = [cluster.factory.new_site(member, [[] for _ in range(num_layers)], after) for member in groups]
+    extents = cluster.plan.extent_pages(after)
+    members = [cluster.factory.site(member, [[] for _ in range(num_layers)], extents) for member in groups]
     lanes: list[Lane] = []
     for index, (member, part, table, limit) in enumerate(zip(groups, parts, tables, limits, strict=True)):
         pool = PagePool(geometry, allocators[index * tp : (index + 1) * tp], tp)

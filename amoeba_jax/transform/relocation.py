@@ -201,8 +201,9 @@ class Relocation(Transition):
         if not in_use(cluster, home):
             undo.callback(cluster.close_device, home.start)
             cluster.open_device(home.start)
-        extents = self.plan.extents[home]
-        return cluster.factory.empty_site(home, extents), [cluster.factory.open_allocator(home.start, extents)]
+        extents, group = self.plan.extents[home], cluster.sub_meshes.group(home.start, home.degree)
+        site = cluster.factory.site(group, [[] for _ in range(cluster.dims.config.num_layers)], extents)
+        return site, [cluster.factory.open_allocator(home.start, extents)]
 
     def _places(
         self, number: int, part: _Part, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], undo: ExitStack

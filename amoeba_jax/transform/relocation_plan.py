@@ -99,7 +99,7 @@ def plan_relocation(cluster: Cluster, options: PlacementOptions) -> RelocationPl
 
     Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the relocation is impossible.
     """
-    instance = _instance(cluster, options.instance)
+    instance = cluster.instance(options.instance)
     num_devices, home = len(cluster.sub_meshes.devices), Home(max(options.device, 0), 1)
     if not 0 <= options.device < num_devices:
         raise LayoutError(f"device {options.device} does not exist: there are devices 0 to {num_devices - 1}")
@@ -139,13 +139,6 @@ def plan_relocation(cluster: Cluster, options: PlacementOptions) -> RelocationPl
     plan = RelocationPlan(options, instance, before, after, chunks, {}, joining)
     plan.extents.update(_extents(cluster, plan))
     return plan
-
-
-def _instance(cluster: Cluster, number: int) -> Instance:
-    found = next((instance for instance in cluster.instances if instance.id == number), None)
-    if found is None:
-        raise RequestError(f"there is no instance {number}: there are {[each.id for each in cluster.instances]}")
-    return found
 
 
 def _joining(cluster: Cluster, instance: Instance, device: int) -> Instance:

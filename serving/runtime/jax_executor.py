@@ -227,7 +227,7 @@ class JaxExecutor:
         engine = self._engine
         match action:
             case Dispatch(request_id, instance_id):
-                engine.admission.start(self._instance(instance_id), self._waits(request_id))
+                engine.admission.start(engine.cluster.instance(instance_id), self._waits(request_id))
             case ScaleUp(devices, degree) | ScaleDown(devices, degree):
                 if all(i.tp == degree for i in engine.instances if i.id in devices):
                     raise RequestError(f"the instances on devices {list(devices)} have degree {degree} already")
@@ -242,7 +242,7 @@ class JaxExecutor:
                 future = engine.transform(options)
                 future.add_done_callback(lambda done: self._transformed(action, done))
             case Replicate() | Evict() | Migrate() | ScaleOut() | ScaleIn():
-                placed = engine.change_placement(_placement_options(action))
+                placed = engine.changes.request(_placement_options(action))
                 placed.add_done_callback(partial(self._on_placed, action))
             case Offload(request_id):
                 engine.admission.offload(_known(self._running, request_id))
@@ -271,12 +271,6 @@ class JaxExecutor:
         if done.exception() is None and not pauses:
             self._timings.transformed(done.result())
         self._on_transformed(action, done)
-
-    def _instance(self, instance_id: int) -> Instance:
-        for instance in self._engine.instances:
-            if instance.id == instance_id:
-                return instance
-        raise RequestError(f"instance {instance_id} does not exist")
 
 
 class EngineScheduler:

@@ -88,7 +88,7 @@ class Reject:
     reason: str
 
 
-# Placement changes (CoCoServe). An executor on devices maps a change to `Engine.change_placement`, with
+# Placement changes (CoCoServe). An executor on devices maps a change to `Changes.request`, with
 # `PlacementOptions(kind, device, instance, range(*layers), modules, move_kv)`. While the change is in progress,
 # `InstanceView.changes_placement` is true, and steps continue. An executor without `ClusterView.layer` refuses them.
 

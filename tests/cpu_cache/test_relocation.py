@@ -15,6 +15,7 @@ from tiny_models import tiny_config, write_model
 
 from amoeba_jax import LLM, SamplingParams
 from amoeba_jax.cpu_cache import relocation
+from amoeba_jax.instances.step import StepPlan
 from amoeba_jax.programs.compiling import Executable
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
@@ -112,10 +113,8 @@ def test_the_cache_has_each_program_once_and_for_any_device(directory: Path, cac
     with LLM(directory, compile_cache=str(cache), prefix_caching=False, **SETTINGS) as llm:
         before = compiled["by XLA"]
         last = engine_of(llm).instances[-1]
-        shape = last.buckets.step(1)
-        segments = engine_of(llm).cluster.plan.segments
-        programs = in_dispatcher(llm, last.site.programs, segments, shape)
-        assert programs
+        inputs = in_dispatcher(llm, last.runner.prepare, StepPlan(last.buckets.step(1), ()), last.lanes)
+        assert inputs.work[0].programs
         assert compiled["by XLA"] == before, "the entry is that of the first device"
         everywhere(llm, PARAMS[0])
         llm.transform(2)

@@ -157,12 +157,12 @@ def pause_and_resume(llm: LLM) -> None:
 
 def migrate(llm: LLM) -> None:
     for device in (1, 0):
-        change(llm, engine_of(llm).change_placement(PlacementOptions("migrate", device, layers=range(3, 5))))
+        change(llm, engine_of(llm).changes.request(PlacementOptions("migrate", device, layers=range(3, 5))))
 
 
 def replicate(llm: LLM) -> None:
     for kind in ("replicate", "evict"):
-        change(llm, engine_of(llm).change_placement(PlacementOptions(kind, 1, layers=range(3, 5))))
+        change(llm, engine_of(llm).changes.request(PlacementOptions(kind, 1, layers=range(3, 5))))
 
 
 def preempt(llm: LLM) -> None:
@@ -223,7 +223,7 @@ def test_new_instances_take_over_constrained_requests(shared_data: Path, compile
 
     def scale(llm: LLM) -> None:
         for kind in ("scale_out", "scale_in"):
-            change(llm, engine_of(llm).change_placement(PlacementOptions(kind, 1)))
+            change(llm, engine_of(llm).changes.request(PlacementOptions(kind, 1)))
             assert len(engine_of(llm).instances) == (2 if kind == "scale_out" else 1)
 
     one = {"head": [0], "stages": [{"layers": [0, 5], "homes": [[0]]}]}
@@ -250,7 +250,7 @@ def test_a_slot_is_free_although_its_last_step_awaits_its_matcher(llm: LLM):
         requests = submit(llm, [(PROMPT, params) for params in penalized])
         launch(llm)
         assert constrained_steps(llm) == 2
-        engine.finish([s for r in ended for s in r.sequences], "abort")
+        engine.sequences.finish([s for r in ended for s in r.sequences], "abort")
         engine.advance()
         assert all(s.slot >= 0 for r in requests for s in r.sequences)
         assert constrained_steps(llm) == 2

@@ -116,7 +116,7 @@ def test_requests_of_the_group_go_on_beside_those_that_paused(idle: LLM):
         steps(idle, lambda: all(r.sequences[0].output for r in later))
         future = engine.transform(TransformOptions(1, ALL, layers_per_step=1))
         engine.advance()
-        engine.finish(requests[0].sequences, "abort")  # while layers change
+        engine.sequences.finish(requests[0].sequences, "abort")  # while layers change
         engine.end_transformations()
         assert future.result().groups[0].recomputed == 0
         assert engine.instances == members
@@ -142,7 +142,7 @@ def test_what_ends_a_paused_request_frees_its_pages_at_once(idle: LLM):
         free = group.page_counts().available
         paused = len(group.paused_sequences)
         for request in requests[:3]:
-            engine.finish(request.sequences, "abort")
+            engine.sequences.finish(request.sequences, "abort")
         assert len(group.paused_sequences) < paused
         assert group.page_counts().available > free
         transform(idle, options(1))
@@ -166,7 +166,7 @@ def test_what_would_lose_paused_requests_is_refused(idle: LLM):
         transform(idle, options(4, "pause"))
         with pytest.raises(RequestError, match=r"requests are paused on devices \[0, 1, 2, 3\]: transform them to TP1"):
             engine.transform(options(2))
-        engine.finish([s for r in requests for s in r.sequences], "abort")
+        engine.sequences.finish([s for r in requests for s in r.sequences], "abort")
         transform(idle, options(2))
         assert [i.tp for i in engine.instances] == [2, 2]
         registry_of(idle).end(requests)
@@ -243,7 +243,7 @@ def test_instances_whose_paused_requests_have_ended_keep_their_prefixes(idle: LL
         steps(idle, lambda: all(r.sequences[0].output for r in requests))
         members = engine.instances
         transform(idle, options(4, "pause"))
-        engine.finish([r.sequences[0] for r in requests], "abort")
+        engine.sequences.finish([r.sequences[0] for r in requests], "abort")
         report = transform(idle, options(1))
         assert engine.instances == members
         assert report.moved_bytes == 0
@@ -269,7 +269,7 @@ def test_views_and_sets_of_layouts_show_what_is_paused(idle: LLM):
     assert view.kv_used_pages > 0
     with pytest.raises(RequestError, match=f"0 running, {view.paused} paused"):
         idle.set_layout(1)
-    in_dispatcher(idle, lambda: engine_of(idle).finish([s for r in requests for s in r.sequences], "abort"))
+    in_dispatcher(idle, lambda: engine_of(idle).sequences.finish([s for r in requests for s in r.sequences], "abort"))
     assert idle.instances[0].paused == 0
     idle.set_layout(1)
     registry_of(idle).end(requests)

@@ -82,7 +82,7 @@ def test_paused_requests_of_higher_priority_keep_their_pages(small: LLM):
             engine.drain()
         assert not later[0].sequences[0].output
         assert not any(r.sequences[0].num_preemptions for r in requests)
-        engine.finish(later[0].sequences, "abort")
+        engine.sequences.finish(later[0].sequences, "abort")
         transform(small, options(1))
         steps(small, lambda: done(requests))
         assert outputs(requests) == expected

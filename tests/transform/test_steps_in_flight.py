@@ -11,8 +11,10 @@ from tiny_models import tiny_model
 from transform_cases import SHARED, make
 
 from amoeba_jax import LLM
+from amoeba_jax.engine.engine import Engine
 from amoeba_jax.engine.steps import MAX_PENDING_STEPS
 from amoeba_jax.errors import RequestError
+from amoeba_jax.instances.instance import Instance
 from amoeba_jax.request import Request
 from amoeba_jax.transform.options import TransformOptions
 
@@ -45,6 +47,12 @@ def decoding(llm: LLM) -> list[Request]:
     return requests
 
 
+def drain(engine: Engine, instance: Instance) -> None:
+    """Take the results of all steps of an instance that are in flight."""
+    while instance.pending:
+        engine.steps.take(instance, instance.pending.popleft())
+
+
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, up: bool):
     """The call returns at once; results are taken in as they come, and the change begins with the last of them."""
@@ -67,18 +75,18 @@ def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, u
             engine.admission.preempt(changing[0].running[0])
         late = submit(idle, [(prompt(9, 50), greedy(4))])
         for instance in others:  # their results come first
-            engine._drain(instance)
+            drain(engine, instance)
         for _ in range(MAX_PENDING_STEPS):
             engine.advance()
         assert all(len(instance.pending) == MAX_PENDING_STEPS for instance in others), "they go on"
         assert not any(s in i.running for s in late[0].sequences for i in changing), "no request starts beside them"
-        engine._drain(changing[0])
+        drain(engine, changing[0])
         engine.changes.collect()
         if up:
             assert [i for i in engine.instances if i.id in HALF] == changing, "the other has not run yet"
             engine.advance()
             assert not changing[0].pending, "it launches nothing"
-            engine._drain(changing[1])
+            drain(engine, changing[1])
             engine.changes.collect()
         assert all(i.transition is not None for i in engine.instances if i.id in HALF), "it has begun"
         steps(idle, lambda: done(requests) and done(late) and not engine.changes.busy)
@@ -102,7 +110,7 @@ def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits
         engine.transform(TransformOptions(2, HALF))
         engine.advance()
         assert not second.pending, "it launches nothing"
-        engine._drain(first)
+        drain(engine, first)
         engine.changes.collect()
         assert any(i.transition is not None for i in engine.instances), "it has begun"
         steps(idle, lambda: done(requests) and not engine.changes.busy)
@@ -153,7 +161,7 @@ def test_requests_end_while_steps_in_flight_are_waited_for(idle: LLM):
         for _ in range(MAX_PENDING_STEPS):
             engine.advance()
         future = engine.transform(TransformOptions(2, HALF))
-        engine.finish(requests[1].sequences, "abort")
+        engine.sequences.finish(requests[1].sequences, "abort")
         engine.drain()
         engine.end_transformations()
         assert done(requests)

@@ -45,7 +45,7 @@ def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.Monke
     def on_switch(transition: Any) -> None:
         if transition.num_switched == 1:
             victim = next(s for s in transition.instance.running if s.request_id == names[2])
-            idle._engine.finish([victim], "abort")
+            idle._engine.sequences.finish([victim], "abort")
             late.append(Background(idle, prompts[5:], params))
 
     after_each_switch(monkeypatch, on_switch)

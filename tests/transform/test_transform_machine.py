@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.requests) - 1))
         self.cancelled.add(index)
-        self.engine.finish(self.requests[index][2], "abort")
+        self.engine.sequences.finish(self.requests[index][2], "abort")
 
     @rule(
         tp=st.sampled_from([1, 2, 4]),
