@@ -429,7 +429,8 @@ class Cluster:
                 for home in set(homes):
                     for device in home.devices:
                         degrees[device, layer, kind] = home.degree
-                        kv_bytes[device, layer] += (kind == "attention") * pages[home] * self.memory_plan.page_bytes
+                        if kind == "attention":
+                            kv_bytes[device, layer] += pages[home] * self.memory_plan.page_bytes
         for module, degree in degrees.items():
             if degree == 1:  # modules of larger homes have not moved
                 self.weights.copy_modules(*module)

@@ -66,7 +66,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "homes of two devices": {"head": [0, 1], "stages": [stage(0, 3, [0, 1]), stage(3, 6, [2, 3])]},
     "embedding and head apart from all layers": {"head": [3], "stages": [stage(0, 6, [1])]},
 }
-OFTEN = ("embedding and head apart from all layers",)
+OFTEN = ("parallel attention beside one ffn",)
 ASKED = requests(4, max_tokens=16)
 
 
