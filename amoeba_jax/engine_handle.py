@@ -112,9 +112,9 @@ class EngineHandle:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        The number is the room that the smallest instance has left after the prompt. An instance with room for fewer
-        than 512 tokens does not count, except the largest instance. For this reason, a request with a short prompt
-        never needs a merge of instances.
+        The room of an instance is the number of tokens that the instance can hold after the prompt. The result is the
+        smallest room that is at least 512. If no instance has that much room, the result is the largest room. A request
+        with a short prompt therefore needs no merge of instances.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 

@@ -280,8 +280,8 @@ class Admission:
     def _lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
         """Return the lane of an instance in which to start a sequence. Return None if no lane has room.
 
-        If the sequence can share the prompt pages of its leader, choose the leader's lane. Otherwise, choose the lane
-        with the most available pages among the lanes with room.
+        A further sample of a request may be able to share the prompt pages of the first sample. It then gets the lane
+        of the first sample. Any other sequence gets the lane with the most available pages.
         """
         if self.leader_home(sequence) is instance:
             assert sequence.leader is not None, "it has a home"

@@ -29,14 +29,14 @@ class InstanceFactory:
     """Factory of instances and their parts, on devices whose weights are loaded. Used by the dispatcher thread only.
 
     Attributes:
-        allocators: one page allocator for each device. The allocators stay the same objects when instances change. With
-            a start placement, the list is empty.
+        allocators: one page allocator for each device. The allocators stay the same objects when instances change. If
+            the engine has a start placement, the list is empty, and the instance has allocators of its own.
         hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
             `hidden.loads` counts the tokens of each expert.
         sampling_states: state of the sampler on each device that samples, by device index.
-        constants: scalars on each device that holds modules, by device index: False, True, and the index of each layer.
-            The boolean scalars tell a program whether it begins the step. With the indices, programs count the tokens
-            of each expert. For models without experts, there are no indices.
+        constants: arguments of programs that never change, for each device that holds modules. The keys are device
+            indices. Each value has the boolean scalars False and True, which tell a program whether it begins the step.
+            If the model has experts, the indices of all layers follow. Programs need them to count tokens of experts.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 

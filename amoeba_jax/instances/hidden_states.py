@@ -74,7 +74,11 @@ class DeviceBuffers:
         return assemble(group, [self._arrays.pop((index,)) for index in indices], replicated=replicated)
 
     def put(self, group: SubMesh, array: jax.Array, *, replicated: bool = True) -> None:
-        """Store the buffers of a group's devices. `array` has the form that `take` returns."""
+        """Store the buffers of a group's devices, for a later `take`.
+
+        If `replicated`, each device has the whole `array`. Otherwise, `array` is the concatenation of the buffers along
+        the first axis.
+        """
         if replicated:
             self._arrays[group.device_indices] = array
         else:

@@ -235,12 +235,9 @@ class Instance:
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
         """Reserve pages until a sequence has room for `num_tokens` tokens. Return an empty collection on success.
 
-        If too few pages are free, return sequences that hold pages in the same memory. The caller must preempt one of
-        these sequences and call again.
-
-        Paused sequences may also hold pages in this memory. If some paused sequences have the same priority as
-        `sequence` or a lower one, only these paused sequences are returned. Otherwise, no paused sequences are
-        returned.
+        If too few pages are free, return candidates for preemption. The caller must preempt one of them and call again.
+        The candidates are paused sequences in the same memory, if any of them has at most the priority of `sequence`.
+        Otherwise, the candidates are running sequences in the same memory. `sequence` may be among them.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)

@@ -207,10 +207,10 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Scheduling rank `(beyond_share, priority)`. A sequence of a lower rank comes first.
+        """Sort key for scheduling: `(beyond_share, priority)`. The sequence with the smallest key is served first.
 
-        A sequence may be preempted for a sequence of a lower rank. Where docstrings compare sequences, "higher
-        priority" means a lower rank.
+        `beyond_share` is True if the client of the sequence already has its share of the engine. A sequence may be
+        preempted for a sequence with a smaller key. Other docstrings call a smaller key a higher priority.
         """
         return (self.beyond_share, self.params.priority)
 

@@ -140,8 +140,7 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
     emptied. Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
 
     Args:
-        released: released degree of the new instances. These instances keep all weights that the released degree needs.
-            The memory of all other weights becomes KV cache.
+        released: degree whose weights the new instances keep. The memory of all other weights becomes KV cache.
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
@@ -164,8 +163,7 @@ def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) 
     """Raise `RequestError` if a running request may become too long for an instance of degree `tp`.
 
     Args:
-        released: released degree of that instance. The instance keeps all weights that the released degree needs. The
-            memory of all other weights becomes KV cache.
+        released: degree whose weights that instance keeps. The memory of all other weights becomes KV cache.
     """
     limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:

@@ -426,8 +426,8 @@ class Relayout(Transition):
         """Create instances of the lower degree over the buffers of `members`. The new instances have no sequences.
 
         Args:
-            released: released degree of each new instance. An instance keeps all weights that its released degree
-                needs. The memory of all other weights is KV cache.
+            released: for each new instance, the degree whose weights it keeps. The memory of all other weights is KV
+                cache.
         """
         factory, tp = self.cluster.factory, self.plan.lower
         tokens = disassemble(self.instance.group, self.instance.runner.last_tokens)

@@ -135,8 +135,7 @@ class RelayoutPlan:
     - `merge`: several instances become one.
     - `split`: one instance becomes several.
     - `divide`: an instance gets data-parallel attention. FFN weights stay where they are.
-    - `join`: an instance with data-parallel attention gets attention of its own degree again. FFN weights stay where
-      they are.
+    - `join`: the reverse of `divide`. All devices of the instance compute its attention together again.
     - `pause`: several instances pause with their requests, and one larger instance serves. No pages move.
     - `resume`: the paused instances serve again. No pages move.
 
@@ -144,11 +143,11 @@ class RelayoutPlan:
         old: instances that change. A merge or pause has several, and any other change has one.
         group: devices of the change, as one group of the higher degree.
         lower: lower one of the two degrees. In `divide` and `join`, the lower degree of the attention.
-        released: `(released degree before the change, released degree after the change)`. The devices keep all weights
-            that the released degree needs. The memory of all other weights is KV cache.
+        released: two degrees: one before the change, and one after the change. A device keeps the weights that an
+            instance of this degree needs. The memory of its other weights is KV cache.
         kind: kind of the change.
-        memory_first: whether the FFNs of all layers change together. In a merge, the FFNs change before any page moves.
-            In a split, the FFNs change after all pages have moved.
+        memory_first: if True, the FFNs of all layers change together: before any page moves in a merge, and after all
+            pages have moved in a split. If False, the FFN of a layer changes with its pages.
     """
 
     options: TransformOptions
