@@ -150,11 +150,12 @@ class Relayout(Transition):
         start = time.perf_counter()
         self._plan_moves()
         plan_s = time.perf_counter() - start
+        wanted = self._layers_per_step if self.instance.running else self.num_layers
         before, first, in_step = self.num_switched, len(self._left), False
         try:
-            while self._left and self.num_switched - before < self._layers_per_step:
+            while self._left and self.num_switched - before < wanted:
                 segment = self._left[-1]
-                is_last = self.num_switched - before + len(segment.layers) >= self._layers_per_step
+                is_last = self.num_switched - before + len(segment.layers) >= wanted
                 if is_last and step is not None and self._leave_to(step, segment):
                     in_step = True
                     break
