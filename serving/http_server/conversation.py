@@ -198,10 +198,10 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None, limits: Limits) -
                 raise FieldError("tool_choice.allowed_tools", f"names a tool twice, got {shorten(allowed)}")
             mode = allowed.get("mode", "auto")
         else:
-            functions, mode = [_find(functions, _choice_name(choice))], "named"
+            return Tools([_find(functions, _choice_name(choice))], "named", parallel is not False)
     if mode == "none":
         return Tools()
-    if mode not in (None, "auto", "required", "named"):
+    if mode not in (None, "auto", "required"):
         raise FieldError("tool_choice", f"must be none, auto, required or a function, got {shorten(choice)}")
     return Tools(functions, mode or "auto", parallel is not False)
 

@@ -184,6 +184,7 @@ def image(kind: str) -> list[Any]:
         ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
         ({"response_format": {"type": "text", "mood": 1}}, "response_format.mood"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "named"}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
