@@ -203,7 +203,7 @@ class EngineConfig:
 
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> "EngineConfig":
-        """Build a config from keyword arguments. `model` and `expert_loads` may be a `Path`, `placement` a mapping.
+        """Build a config from keyword arguments. `model` and `expert_loads` may be paths. `placement` may be a mapping.
 
         Raises `ConfigError` if a name is not a setting. The message lists all settings.
         """

@@ -113,8 +113,8 @@ class EngineHandle:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
         The room of an instance is the number of tokens that the instance can hold after the prompt. The result is the
-        smallest room that is at least 512. If no instance has that much room, the result is the largest room. A request
-        with a short prompt therefore needs no merge of instances.
+        smallest room of at least 512 tokens, for example 900 if the instances have room for 300, 900 and 4,000 tokens.
+        If no instance has that much room, the result is the largest room.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 
@@ -255,9 +255,9 @@ class EngineHandle:
         Return a report when the change is done. The sequences of the instance are divided into microbatches (shares),
         one for each device that computes the replicated layers. No request is lost or computed again.
 
-        If the device has no weights of these layers, the device gets a copy of the weights. A device that serves
-        another instance already has the weights. That instance then gives up some of its KV pages for the replicated
-        layers.
+        If the device has no weights of these layers, the device gets a copy of the weights. If the device serves
+        another instance, it already has the weights. The KV pages for the replicated layers then come from the pages of
+        that instance.
 
         Only layers at tensor-parallel degree 1 can be replicated. Split an instance of a higher degree first. An
         instance with replicas cannot merge. Call `evict` before a merge. docs/placement.md has examples.
@@ -282,8 +282,8 @@ class EngineHandle:
     ) -> PlacementReport:
         """Remove copies of layers from a device while requests run. Return a report when the change is done.
 
-        This is the reverse of `replicate`, and raises the same errors. Afterwards, the memory of the copies is free,
-        except memory that another instance uses.
+        This is the reverse of `replicate`, with the same arguments and errors. The memory of the copies is free
+        afterwards. Weights that another instance uses stay on the device.
         """
         return self._change_placement("evict", device, instance, layers, modules)
 
@@ -298,14 +298,14 @@ class EngineHandle:
         """Move layers of an instance to another device while requests run. Return a report when the change is done.
 
         The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of other layers
-        on the old device. The embedding and the output projection stay on the old device. `layers`, `device` and
-        `instance` are as for `replicate`. The errors are those of `replicate`.
+        on the old device. The embedding and the output projection stay on the old device. The other arguments and the
+        errors are the same as for `replicate`.
 
         Args:
-            modules: a value of `replicate`, or `"kv"`. `"kv"` moves the attention and its KV cache, like `"attention"`.
-                The old device then keeps a copy of the attention weights, and a later move back copies no weights.
-            move_kv: whether the KV cache moves. If False, only the FFNs move. The attention stays, because it must run
-                on the device that holds the KV cache.
+            modules: modules to move: `"layer"`, `"attention"` (with its KV cache), `"ffn"` or `"kv"`. `"kv"` moves the
+                same modules as `"attention"`, but the old device keeps a copy of the attention weights. A later move
+                back then copies no weights.
+            move_kv: whether the KV cache moves. If False, only the FFNs move, and `modules` must be `"layer"`.
         """
         return self._change_placement("migrate", device, instance, layers, modules, move_kv)
 
@@ -313,14 +313,14 @@ class EngineHandle:
         """Replicate all layers of an instance on an empty device. The copy then becomes a separate instance.
 
         As soon as the device has a layer, it computes this layer for a share of the requests. When the device has all
-        layers, the sequences of this share move to the new instance. The errors are those of `replicate`.
+        layers, the requests of this share move to the new instance. The errors are the same as for `replicate`.
         """
         return self._change_placement("scale_out", device, instance)
 
     def scale_in(self, device: int, instance: int = 0) -> PlacementReport:
         """End the instance on a device. Another instance takes over its sequences, and the device is empty afterwards.
 
-        The errors are those of `replicate`.
+        The errors are the same as for `replicate`.
 
         Args:
             device: device of the instance that ends.
@@ -358,14 +358,14 @@ class EngineHandle:
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
         """Compile the programs of the given tensor-parallel degrees and of transformations between these degrees.
 
-        Return the number of programs that were missing. They were compiled or loaded from the cache on disk. Each
-        program also runs once. No instance changes its degree. After a warm-up of all degrees, requests no longer wait
-        for compilations. `stats.late_programs` counts programs that the warm-up missed.
+        Return the number of programs that were missing. Missing programs are compiled, or loaded from the cache on
+        disk. Each program then runs once. No instance changes its degree. After a warm-up of all degrees, requests do
+        not wait for compilations. `stats.late_programs` counts programs that the warm-up missed.
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
             background: whether to return at once, with the number of missing programs. The programs are then compiled
-                at a low priority while requests run, and the warm-up does not run them. `stats.degrees` shows the
+                at a low priority while requests run, but the warm-up does not run them. `stats.degrees` shows the
                 progress.
 
         Raises:

@@ -24,9 +24,8 @@ class ExpertLoadReport:
     """Tokens that experts have computed since the start of the engine. `LLM.expert_loads` returns it.
 
     Attributes:
-        tokens: number of tokens of each expert in each layer, by the index of the expert in the model.
-        imbalance: imbalance of the load between the ranks of each instance, by the id of the instance
-            (`load_imbalance`).
+        tokens: number of tokens that each expert of each layer has computed, with experts in the order of the model.
+        imbalance: load imbalance between the ranks of each instance (`load_imbalance`), by the id of the instance.
     """
 
     tokens: Int64[np.ndarray, "layers E"]
@@ -38,10 +37,10 @@ class ExpertLoadReport:
 
 
 def read_order(path: str | None, model: ModelConfig, max_tp: int) -> tuple[tuple[int, ...], ...]:
-    """Read a file of `ExpertLoadReport.save`, and return `ModelDims.expert_order` for equal loads of the shards.
+    """Read a file of `ExpertLoadReport.save`. Return an order of the experts that gives all shards about equal loads.
 
-    None: no file, and the result is empty. It is also empty if `max_tp` does not divide the number of experts, because
-    each rank then has a part of every expert.
+    The result has the order for each layer (`ModelDims.expert_order`, see `deal`). The result is empty if `path` is
+    None. It is also empty if `max_tp` does not divide the number of experts: each rank then has a part of every expert.
 
     Raises `ConfigError` if the file cannot be read, or does not fit the model.
     """
@@ -70,10 +69,11 @@ def read_order(path: str | None, model: ModelConfig, max_tp: int) -> tuple[tuple
 
 
 def deal(loads: Int64[np.ndarray, " E"], num_shards: int) -> tuple[int, ...]:
-    """Return the experts in the order of `num_shards` shards with equally many experts and about equal loads.
+    """Distribute experts over `num_shards` shards, so that all shards have equally many experts and about equal loads.
 
-    The expert with the largest load goes first, to the shard with the smallest load that is not full. Within a shard,
-    experts are in the order of their index.
+    Experts are assigned in the order of their loads, largest load first. Each expert goes to the shard with the
+    smallest load among the shards that are not full. Return the indices of the experts of shard 0 in ascending order,
+    then the indices of shard 1, and so on.
     """
     size = len(loads) // num_shards
     shards: list[list[int]] = [[] for _ in range(num_shards)]
@@ -86,7 +86,7 @@ def deal(loads: Int64[np.ndarray, " E"], num_shards: int) -> tuple[int, ...]:
 
 
 def model_order(dims: ModelDims, tokens: Int64[np.ndarray, "layers E"]) -> Int64[np.ndarray, "layers E"]:
-    """Return numbers of tokens by the index of the expert in the model, given in the order of the shards."""
+    """Reorder `tokens` along the axis of experts: from the order of the shards to the order of the model."""
     if not dims.expert_order:
         return tokens
     result = np.zeros_like(tokens)
@@ -95,18 +95,18 @@ def model_order(dims: ModelDims, tokens: Int64[np.ndarray, "layers E"]) -> Int64
 
 
 def load_imbalance(dims: ModelDims, placement: Placement, totals: Mapping[int, Any]) -> float:
-    """Return the imbalance of the load between the ranks of an instance.
+    """Return the load imbalance between ranks: 1 if all loads are equal, p if one of p ranks has all tokens.
 
-    The load of a rank in a layer is the number of pairs of a token and one of its experts that this rank computes.
-    Every layer waits for its slowest rank. So the result is the sum over all layers of the largest load of a rank,
-    divided by the sum over all layers of the mean load of the ranks: 1 if all ranks have equal loads, and p if one of p
-    ranks has all tokens. It is 1 before the first token, and if ranks have parts of all experts.
+    The load of a rank in a layer is the number of (token, expert) pairs that the rank computes. The result is the
+    largest load of a rank, summed over all layers, divided by the mean load of the ranks, summed over all layers.
+    The largest load counts because every layer waits for its slowest rank. The result is also 1 before the first token,
+    and if every rank has a part of every expert.
 
     Args:
         dims: sizes of the model.
         placement: placement of the instance.
-        totals: numbers of tokens that the devices of the instance have routed since the start of the engine, also as
-            parts of other instances: int64 `[layers, E]` by device, in the order of the shards.
+        totals: int64 `[layers, E]` for each device: number of tokens of each expert since the start of the engine, with
+            experts in the order of the shards. Tokens of earlier instances on the device are included.
     """
     if not dims.experts.whole:
         return 1.0
@@ -119,7 +119,10 @@ def load_imbalance(dims: ModelDims, placement: Placement, totals: Mapping[int, A
 
 
 def rank_loads(dims: ModelDims, tp: int, rows: Sequence[Int64[np.ndarray, " E"]]) -> Int64[np.ndarray, " tp"]:
-    """Return the load of each rank at degree `tp`. `rows` are added; experts are in the order of the shards."""
+    """Return the number of tokens that the experts of each rank get at degree `tp`, summed over `rows`.
+
+    Each of the `rows` has the number of tokens of each expert, with experts in the order of the shards.
+    """
     experts = sum(rows, start=np.zeros(dims.load_shape[1], np.int64))
     shards = experts.reshape(dims.max_tp, -1).sum(axis=1)
     return shards.reshape(-1, tp).sum(axis=0)  # rank r computes the shards r, r + tp, ...

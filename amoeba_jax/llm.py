@@ -64,7 +64,7 @@ class LLM(EngineHandle):
         Raises:
             RequestError: an argument is malformed, or the only prompt cannot be served.
             NotANumberError: the logits for the only prompt are infinite or NaN.
-            RequestFailedError: a program or memory for the only prompt was not available.
+            RequestFailedError: a program for the only prompt failed, or a device had too little memory.
         """
         prompt_list, alone = as_prompts(prompts)
         return self._generate(prompt_list, alone, params, request_ids, cache_salt)
@@ -180,10 +180,10 @@ class LLM(EngineHandle):
         client: str = "",
         arrival: float | None = None,
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
-        """Complete one prompt and yield `(request, delta)` for each addition (delta) to the output. Made for servers.
+        """Complete one prompt and yield `(request, delta)` pairs. A delta has the output since the previous delta.
 
-        The work for a token does not grow with the length of the output. Other arguments and errors are the same as for
-        `astream`.
+        Servers use this method, because the work for a token does not grow with the length of the output. Other
+        arguments and errors are the same as for `astream`.
 
         Args:
             client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
@@ -292,6 +292,6 @@ class LLM(EngineHandle):
 
 
 def _end_request(registry: "weakref.ref[RequestRegistry]", request: Request) -> None:
-    """Abort a request whose stream is garbage-collected. The weak reference `registry` keeps no engine alive."""
+    """Abort a request whose stream is garbage-collected."""
     if (owner := registry()) is not None:
         owner.end([request])

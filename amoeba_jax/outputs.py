@@ -47,8 +47,8 @@ class Logprob:
 class RequestMetrics(_ShortRepr):
     """Times of one request in seconds, defined as in vLLM. A time is None until it is known.
 
-    If a request has several samples, the first token is the first token of any sample, and the last token the last
-    token of any sample.
+    If a request has several samples, "first token" means the earliest token of any sample, and "last token" means the
+    latest token of any sample.
     """
 
     arrival: float

@@ -27,8 +27,9 @@ _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
     """Start JAX and return its first `num_devices` devices. Raises `ConfigError` if JAX has fewer devices.
 
-    If JAX may start GPUs, first turn off the XLA flag `NCCL_SPLITTING`, unless the user has set it. If JAX has already
-    started several GPUs without the flag, log a warning.
+    With the XLA flag `NCCL_SPLITTING`, programs on several GPUs can hang. This function therefore turns the flag off
+    before JAX starts GPUs. A value that the user has set does not change. If JAX has already started several GPUs and
+    the flag is not set, log a warning.
     """
     num_cpu_devices = max(CPU_DEVICES, num_devices)
     os.environ.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * num_cpu_devices))
@@ -62,13 +63,9 @@ def jax_has_started() -> bool:
 
 
 def cuda_may_start(platforms: str) -> bool:
-    """Return whether JAX would try to start NVIDIA GPUs.
+    """Return whether a JAX plug-in for NVIDIA GPUs is installed and `platforms` (JAX_PLATFORMS) allows these GPUs.
 
-    The result is True if a plug-in for NVIDIA GPUs is installed and `platforms` allows these GPUs. If the result is
-    False, set no GPU flags. XLA reads XLA_FLAGS on every platform, and exits if it does not know a flag.
-
-    Args:
-        platforms: value of JAX_PLATFORMS.
+    If the result is False, do not put GPU flags into XLA_FLAGS: XLA exits if it finds a flag that it does not know.
     """
     wanted = set(platforms.split(",")) - {""}
     return (not wanted or not wanted.isdisjoint({"cuda", "gpu"})) and any(map(find_spec, _CUDA_PLUGINS))
@@ -77,8 +74,8 @@ def cuda_may_start(platforms: str) -> bool:
 def nccl_splitting(environ: Mapping[str, str]) -> str | None:
     """Return the value of the flag `NCCL_SPLITTING` in XLA_FLAGS, or None if it is not set.
 
-    A flag without value is "true". If XLA_FLAGS does not begin with a dash, it is the name of a file, and the flag is
-    read from this file. Raises `OSError` if the file cannot be read.
+    If the flag has no value, return "true". XLA_FLAGS may be the name of a file with flags (`is_inline`). The flag is
+    then read from this file. Raises `OSError` if the file cannot be read.
     """
     value = None
     for flag in _xla_flags(environ).split():
@@ -89,10 +86,10 @@ def nccl_splitting(environ: Mapping[str, str]) -> str | None:
 
 
 def without_nccl_splitting(environ: Mapping[str, str]) -> str:
-    """Return the flags of XLA_FLAGS with `NCCL_SPLITTING` turned off. A flag that is already set does not change.
+    """Return a value for XLA_FLAGS that turns `NCCL_SPLITTING` off.
 
-    If XLA_FLAGS is the name of a file, the name is returned, and the file must set the flag. Raises `ValueError` if the
-    file does not set the flag, and `OSError` if the file cannot be read.
+    If the flag is already set, return XLA_FLAGS unchanged. If XLA_FLAGS is the name of a file, the flag must be set in
+    the file. Raises `ValueError` if the file does not set the flag, and `OSError` if the file cannot be read.
     """
     flags = environ.get("XLA_FLAGS", "")
     if nccl_splitting(environ) is not None:

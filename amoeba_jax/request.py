@@ -106,8 +106,8 @@ class Request:
     def take(self, updates: Iterable[Update], end_early: EndEarly) -> None:
         """Process updates (new tokens of the samples) and deliver the new output.
 
-        If a stop string ends a sequence, call `end_early(sequence, stop_string)`. If an exception is raised, deliver it
-        as the error of the request, and call `end_early(sequence, None)` for all sequences.
+        If a stop string ends a sequence, call `end_early(sequence, stop_string)`. If the processing fails, deliver the
+        exception as the error of the request, and call `end_early(sequence, None)` for all sequences.
         """
         try:
             for update in updates:
@@ -190,7 +190,6 @@ class Request:
         return [{token: Logprob(it.logprob, it.rank, text(token)) for token, it in entry.items()} for entry in built]
 
     def _measure(self, completion: _Completion) -> None:
-        """Update the request's metrics after a sample has got new output."""
         sequence, before = completion.sequence, self._metrics
         self._most_tokens = max(self._most_tokens, completion.num_tokens)
         queue_s, ttft_s = before.queue_s, before.ttft_s
@@ -218,7 +217,8 @@ class Request:
     def _ended_at(self) -> float:
         """Return the time when the last sample ended.
 
-        If a stop string ended a sample and the engine has not recorded the end yet, return the present time.
+        Return the present time if the engine has not recorded the end of every sample yet. This is the case if a stop
+        string has just ended a sample.
         """
         ended = [sequence.finished_at for sequence in self.sequences if sequence.finished_at is not None]
         return max(ended) if len(ended) == len(self.sequences) else time.monotonic()

@@ -77,7 +77,7 @@ class RequestRegistry:
             params: sampling settings. None: defaults.
             deliver: function for outputs, called in the output thread (see `Request`).
             request_id: id of the request. None: a generated id.
-            cache_salt: salt of cached prefixes. None: no salt.
+            cache_salt: name of a group of requests. Cached prefixes are shared only inside a group. None: no name.
             every_token: whether to deliver output after each step. If false, all output is delivered at the end.
             deadline: value of `time.monotonic()` by which the request must start. None: no deadline.
             client: name of the client that sent the request. Clients get equal shares of slots and pages.
@@ -133,9 +133,9 @@ class RequestRegistry:
         return request
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """Return the state of a constrained sequence before its first token; None without a constraint.
+        """Return the initial state of the grammar that constrains a sequence. Return None without a constraint.
 
-        A new grammar is compiled, which can take some seconds. Otherwise the call takes microseconds. Raises
+        The compilation of a new grammar can take some seconds. For a known grammar, the call takes microseconds. Raises
         `RequestError` if the grammar is refused.
         """
         if params.structured is None:

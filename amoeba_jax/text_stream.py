@@ -72,10 +72,7 @@ class TextStream:
         return self._release(len(self._held) + len(new) - may_begin, new)
 
     def _release(self, length: int, new: str) -> str:
-        """Append `new` to the text that is held back.
-
-        Remove the first `length` characters of all this text and return them.
-        """
+        """Append `new` to the text that is held back. Then remove the first `length` characters and return them."""
         if not self._held and length == len(new):
             return new
         self._held.extend(new)
@@ -95,11 +92,10 @@ class _StopString:
         self._borders = [0]  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def read(self, new: str, counts: bool) -> int | None:
-        """Search the next text, `new`.
+        """Search the text `new`, which follows the text of earlier calls. An occurrence may start in earlier text.
 
-        Return the index in `new` where the first occurrence has ended, or None without an occurrence. An occurrence may
-        start in earlier text. If `counts` is false, occurrences are ignored. Do not call this method again after an
-        occurrence was found.
+        Return the index in `new` after the last character of the first occurrence, or None without an occurrence. If
+        `counts` is false, occurrences are ignored. Do not call this method again after it has found an occurrence.
         """
         text, borders, matched = self.text, self._borders, self.matched
         if not matched and text[0] not in new:

@@ -140,8 +140,8 @@ class Tokenizer:
         text can be refused without tokenization. The limit includes a factor for normalizers (NFC), which compose up to
         4 characters into one.
 
-        There is one exception. Some tokenizers drop characters, such as repeated spaces or characters outside the
-        vocabulary. A text that mainly consists of dropped characters can be refused although its tokens would fit.
+        Some tokenizers drop characters, such as repeated spaces or characters outside the vocabulary. For such a
+        tokenizer, the limit can be too low: a text with many dropped characters is refused although its tokens fit.
 
         The first use takes up to 1 s for a vocabulary of 150,000 tokens.
         """
@@ -272,14 +272,13 @@ class Tokenizer:
 class DetokenizeStream:
     """Incremental decoder that returns only complete characters.
 
-    The results of `push` and `flush` add up to the decoded text of prompt and output, minus the text of the prompt. As
-    in vLLM, the first word of the output therefore keeps its leading space. A character that starts in the prompt and
-    ends in the output is returned whole. Only the last 32 prompt tokens are examined. Skipped special tokens do not
-    count.
+    The results of `push` and `flush` together are the decoded text of prompt and output, without the text of the
+    prompt. As in vLLM, the first word of the output therefore keeps its leading space. A character that starts in the
+    prompt and ends in the output is returned whole. Of the prompt, only the last 32 tokens are examined.
 
-    The results can differ from that text in one case. If one byte token in a run of byte tokens is invalid,
-    SentencePiece decodes the whole run as U+FFFD. The stream cannot correct text that it has already returned. The
-    invalid token affects the text of at most 25 further tokens.
+    The results can be wrong in one case. If one byte token in a run of byte tokens is invalid, SentencePiece decodes
+    the whole run as U+FFFD, but the stream has already returned text of this run. The invalid token affects the text of
+    at most 25 further tokens.
 
     `DecodeStream` of the library `tokenizers` is not used, because it drops text at the end, and raises an error after
     an invalid byte token.
@@ -303,10 +302,10 @@ class DetokenizeStream:
         self._held: list[int] = []  # tokens whose text was not returned yet
 
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
-        """Return `(kept, cut)`, two numbers of tokens at the end of the prompt.
+        """Return `(kept, cut)` for a prompt that ends with the tokens `tail`.
 
-        `kept` tokens are the context for the output. The last `cut` tokens of the prompt form an incomplete character.
-        `tail` has the last tokens of the prompt.
+        The last `kept` tokens of the prompt are the context for decoding the output. The last `cut` of these tokens
+        form an incomplete character.
         """
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
             # Among four consecutive positions, at least one is the start of a character.
@@ -357,7 +356,7 @@ class DetokenizeStream:
         return self._decode(self._held)  # the exception in the class docstring: returned text has changed
 
     def _keep_context(self) -> None:
-        """Keep tokens as context for the next tokens. The text of these tokens has been returned."""
+        """Make the tokens in `_held` the context of later tokens, after their text has been returned."""
         self._context = (self._cut + self._held)[-_MOST_CONTEXT:]
         self._context_text = self._decode(self._context)
         self._cut, self._whole_texts, self._held = [], (), []
@@ -367,9 +366,9 @@ class DetokenizeStream:
 
 
 def _decomposed_length(text: str) -> int:
-    """Return the largest number of characters that a normalizer can compose into `text`.
+    """Return how many characters a text can have that a normalizer (NFC) turns into `text`.
 
-    U+FFFD may stand for a part of any character, so it counts as the longest composition.
+    U+FFFD may stand for a part of any character, so the longest possible character is assumed.
     """
     return len(unicodedata.normalize("NFD", text)) + (_MOST_DECOMPOSED - 1) * text.count(REPLACEMENT)
 

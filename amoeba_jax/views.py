@@ -225,8 +225,8 @@ class MemoryReport:
     def parts(self, device: int) -> dict[int | None, dict[str, int]]:
         """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers that belong to no layer.
 
-        The uses are `weights`, `kv cache in use`, `kv cache kept`, `kv cache free`, `sampling` and `padding`. Padding
-        counts only as `padding`, not as weights or KV cache. Hidden states count as `weights`.
+        The uses are `weights`, `kv cache in use`, `kv cache kept` (pages of cached prefixes), `kv cache free`,
+        `sampling` and `padding`. Padding counts only as `padding`. Hidden states count as `weights`.
         """
         cache_bytes = self.by_owner(device).get(Owner.KV_CACHE, 0)
         layers: dict[int | None, dict[str, int]] = {}
@@ -260,8 +260,8 @@ class MemoryReport:
     def rows(self) -> list[list[str]]:
         """Return the header and the rows of the table, with one column for each device.
 
-        Each owner (such as KV cache) has a row. Further rows have the bytes of the KV cache in use, the kept KV cache,
-        all padding, reserved memory, unused memory and the budget.
+        Each owner (such as KV cache) has a row. Further rows have the bytes of the KV cache in use, cached prefixes,
+        padding, reserved memory, unused memory and the budget.
         """
         devices = self.devices
         totals = {device: self.by_owner(device) for device in devices}
@@ -342,7 +342,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device. The sum of their bytes is the budget, or more if the budget is exceeded."""
+    """Return the columns of a device, whose bytes add up to the budget. The sum is higher if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]
@@ -394,8 +394,8 @@ class DegreePrograms:
 
     Attributes:
         degree: tensor-parallel degree.
-        num_programs: number of programs of this degree, including the programs that change instances between this
-            degree and the degrees prepared before.
+        num_programs: number of programs of this degree, and of transformations between this degree and the degrees that
+            were prepared before.
         num_ready: number of programs that are compiled.
     """
 

@@ -1,7 +1,8 @@
-"""Simulations of CoCoServe's sections 3 and 6 for `papers.py`: Llama-2-13B on A100-40 with PCIe.
+"""Simulations of sections 3 and 6 of the CoCoServe paper, for `papers.py`: Llama-2-13B on A100-40 with PCIe.
 
-The paper's request rates, up to 50 a second with 256 tokens each, are above what four A100 generate. Figures 6 and 10
-are therefore simulated as bursts of so many requests in one second, and Figure 11 as lower rates for minutes.
+The paper states up to 50 requests a second, with 256 tokens each. Four A100 cannot generate that many tokens. For
+Figures 6 and 10, a rate of 50 is therefore simulated as a burst of 50 requests in one second. For Figure 11, lower
+rates are simulated for minutes.
 """
 
 import math
@@ -50,12 +51,12 @@ DURATION_S = 240.0
 
 
 def device() -> DeviceSpec:
-    """Return an A100-40 that is connected by PCIe 4.0."""
+    """Return an A100-40 with PCIe 4.0, and with the host time of the baseline in each step (`HOST_S`)."""
     return replace(find_device("A100-40"), link_bandwidth=25e9, link_efficiency=0.8, step_overhead_s=HOST_S)
 
 
 def activation_gb(model: ModelShape) -> float:
-    """Return the temporaries that leave KV cache for `BATCH` requests on one device, in GB."""
+    """Return the GB of temporaries on a device with which its KV cache holds `BATCH` requests."""
     free = MemoryPlan(model, device(), activation_bytes=0.0).capacity_tokens(1) - BATCH * (PROMPT + OUTPUT)
     return free * model.kv_token_bytes() / 1e9
 
@@ -76,8 +77,8 @@ def serve(
     Args:
         rate: requests per second.
         instances: number of instances at the start, on the first devices.
-        placed: replicas at the start.
-        duration_s: seconds in which requests arrive. None: a burst of `rate` requests.
+        placed: layers that are replicated at the start.
+        duration_s: seconds in which requests arrive. None: a burst of `rate` requests in one second.
         deadline_s: seconds after which a request fails.
     """
     load = WorkloadConfig(
@@ -101,16 +102,17 @@ def serve(
 def burst(
     model: ModelShape, count: int, instances: int, placed: tuple[Replicate, ...], seeds: int
 ) -> tuple[float, float]:
-    """Return tokens per second and mean latency in seconds of a burst without a scaling policy, means over seeds."""
+    """Simulate a burst of requests with fixed replicas. Return (tokens/s, mean latency in s), averaged over seeds."""
     runs = [serve(model, "static-tp1", count, instances, placed=placed, seed=seed) for seed in range(seeds)]
     latencies = [float(np.nanmean(run.e2el_s)) for run in runs]
     return float(np.mean([run.output_throughput for run in runs])), float(np.mean(latencies))
 
 
 def figure_6(model: ModelShape, seeds: int) -> Iterator[tuple[str, float, float, float]]:
-    """Yield name, published value, value of Equation 4 without communication, and simulated value.
+    """Yield rows of Figure 6: (name, published value, value of Equation 4 without communication, simulated value).
 
-    The first row is the mean latency of the baseline in seconds. Other rows are throughputs relative to the baseline.
+    The first row is the mean latency of the baseline in seconds. It has no value of Equation 4 (NaN). Other rows are
+    throughputs divided by the throughput of the baseline.
     """
     base, base_s = burst(model, 50, 1, (), seeds)
     yield "baseline: mean latency at 50 requests (s)", 20.0, math.nan, base_s
@@ -122,10 +124,10 @@ def figure_6(model: ModelShape, seeds: int) -> Iterator[tuple[str, float, float,
 
 
 def figure_10(model: ModelShape, seeds: int) -> Iterator[tuple[str, float, float, float, float]]:
-    """Yield load, published and simulated throughput of two instances with replicas over two instances without, and
-    published and simulated latency likewise.
+    """Yield rows: (load, published throughput, simulated throughput, published latency, simulated latency).
 
-    The number of requests is fitted: four instances then generate as much more than two as in the paper.
+    Each value is the figure of two instances with replicas, divided by the figure without replicas. The number of
+    requests is fitted to the paper's ratio between the throughputs of four and of two instances.
     """
     placed = Replicate(0, (0, REPLICATED // 2), 2), Replicate(1, (0, REPLICATED // 2), 3)
     for load, more, less, lead in (("low", 1.1692, 0.8577, 1.2814), ("high", 1.3878, 0.7252, 1.5813)):
@@ -136,14 +138,15 @@ def figure_10(model: ModelShape, seeds: int) -> Iterator[tuple[str, float, float
 
 
 def memory_ratio(model: ModelShape) -> float:
-    """Return the memory of two instances with replicas relative to two instances: 58,787 MiB in the paper."""
+    """Return the memory of two instances with replicas over the memory without replicas (58,787 MiB in the paper)."""
     layer_bytes = model.attention_bytes + model.ffn_bytes / model.num_layers
     return 1 + REPLICATED * layer_bytes / (58786.68 * 2**20)
 
 
 @cache
 def knee(model: ModelShape, policy: str, num_devices: int, share: float = 0.9) -> float:
-    """Return the requests per second up to which `share` of the requests meet the limits, within 2%."""
+    """Return the highest rate in requests per second, within 2%, at which `share` of the requests meet the limits
+    `SLO`."""
     low, high = 0.5, 16.0
     while high > 1.02 * low:
         rate = (low * high) ** 0.5
@@ -153,17 +156,17 @@ def knee(model: ModelShape, policy: str, num_devices: int, share: float = 0.9) -
 
 
 def failed(model: ModelShape, policy: str, num_devices: int, rate: float, deadline_s: float) -> float:
-    """Return the share of requests that miss a deadline, in %."""
+    """Return the percentage of requests that miss a deadline."""
     run = serve(model, policy, rate, 1, num_devices, duration_s=DURATION_S, deadline_s=deadline_s)
     return 100 * float((run.ending == Ending.DEADLINE).mean())
 
 
 def figure_11(model: ModelShape) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield name, published value, simulated value, and whether it was fitted.
+    """Yield rows of Figure 11: (name, published value, simulated value, whether the simulated value is fitted).
 
-    Fitted are the requests per second that count as 25 of the paper, so that the baseline has its knee there, and a
-    deadline, so that 34% of its requests fail at 55. On one device the baseline serves; the replicas of `cocoserve` use
-    one or three further devices.
+    Two values are fitted to the baseline, which runs on one device. The highest rate at which 90% of its requests meet
+    the limits counts as 25 requests/s, as in the paper. The deadline makes 34% of its requests fail at 55 requests/s.
+    The policy `cocoserve` gets one or three further devices for replicas.
     """
     unit = knee(model, "static-tp1", 1) / 25
     yield "baseline: attainment falls below 90% (requests/s)", 25.0, 25.0, True

@@ -2,10 +2,10 @@
 
     python benchmarks/context.py [--device-memory 640MiB] [--json context.json]
 
-The model has SmolLM2's shape and random weights, and runs on four virtual CPU devices. For each case, the benchmark
-measures the tokens that the largest instance holds, and the longest prompt that this instance answers. The case
-"changing" starts as 4 x TP1, serves short requests all the time, and merges. "TP4 alone" is computed, not measured: it
-is a server that loads only a quarter of all matrices on each device.
+The model has SmolLM2's shape and random weights, and runs on four virtual CPU devices. For each case, the table has the
+tokens that the largest instance holds, and the longest prompt that this instance has answered. The case "changing"
+starts as 4 x TP1, serves short requests all the time, and merges. The row "TP4 alone" is only computed, for a server
+that loads a quarter of all matrices on each device.
 """
 
 import argparse

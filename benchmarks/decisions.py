@@ -4,8 +4,8 @@
 
 Four TP1 instances run the maximum number of requests, so that a tick dispatches nothing. The table has the time of a
 tick and of its two parts. In "snapshot", the scheduler takes a snapshot of the engine. In "decide", the policy reads
-the whole queue. In the last column, one in 20 waiting requests is too long for one device. These long requests exist
-only in a copy of the snapshot.
+the whole queue. In the last column, "decide" is timed with a queue in which one in 20 requests is too long for one
+device.
 """
 
 import argparse
@@ -45,7 +45,7 @@ NUM_INSTANCES, PROMPT, NEW_TOKENS, LONG_EVERY = 4, 128, 128, 20
 
 @dataclass(frozen=True)
 class Decision:
-    """Median seconds of a decision and its parts."""
+    """Median seconds of a tick and of its two parts. `decide_long_s` is `decide_s` with long requests in the queue."""
 
     policy: str
     waiting: int
@@ -56,7 +56,7 @@ class Decision:
 
 
 def sequences(llm: LLM, count: int) -> list[Sequence]:
-    """Return waiting requests that were not submitted to the engine."""
+    """Make `count` requests without submitting them to the engine, and return their sequences."""
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     made = [llm._registry.make([1 + i % 200] * PROMPT, params, lambda delivery: None, None, None) for i in range(count)]
     return [request.sequences[0] for request in made]

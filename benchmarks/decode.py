@@ -61,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPlan(StepPlan):
-    """Step with given inputs."""
+    """Plan of a step with a prepared batch."""
 
     step: StepBatch
 
@@ -70,7 +70,7 @@ class PreparedPlan(StepPlan):
 
 
 def launch(instance: Instance, step: StepBatch) -> HeadOutput:
-    """Launch a prepared step of an instance without waiting."""
+    """Launch a step with a prepared batch on an instance, and return its output without waiting for it."""
     plan = PreparedPlan(step.shape, (), step=step)
     return instance.runner.run(instance.runner.prepare(plan, instance.lanes))
 

@@ -120,9 +120,9 @@ def leave_out(report: dict[str, Any], engine: str, reason: str, say: Say) -> Non
 
 
 def make_job(model: str, scratch: Path, work: dict[str, Any], cores: int) -> dict[str, Any]:
-    """Return the job for a runner, which describes a model and the requests to run.
+    """Return the job for a script that measures an engine. A job describes a model and the requests to run.
 
-    If the weights of the model are random, write a checkpoint with them first.
+    If the model has random weights, first write them as a checkpoint.
     """
     directory = scratch / model
     if config := MODELS[model]:
@@ -205,10 +205,10 @@ def figures(cell: dict[str, Any], job: dict[str, Any], bandwidth: float) -> dict
 
 @contextmanager
 def results_of(python: Path, runner: Path, job: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-    """Start a runner, and yield an iterator over the results that the runner writes.
+    """Start the script `runner`, send the job to it, and yield an iterator over the results that it writes.
 
-    At the end of the block, the runner and its children are killed. Raises `PeerError` with the end of the log if the
-    runner fails.
+    At the end of the block, the process and its children are killed. Raises `PeerError` with the end of the log if the
+    script fails.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -261,7 +261,7 @@ def busy_cores(seconds: float = 1.0) -> float:
 
 
 def add_agreement(report: dict[str, Any], say: Say) -> None:
-    """Replace the tokens of each result by its agreement with transformers.
+    """Replace the tokens in each result by their agreement with the tokens of transformers.
 
     `equal_tokens` is the share of equal tokens in each request. `equal_requests` is the number of requests in which all
     tokens are equal.
@@ -319,9 +319,10 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def against(field: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any], dict[str, Any]], str]:
-    """Return a function that formats `field` of a result, and the ratio of this field to the baseline.
+    """Return a function `(result, baseline) -> text` that formats `field` of a result, such as "12.3 (1.05x)".
 
-    The field is multiplied by `scale` and formatted with `form`.
+    The first number is the field multiplied by `scale`, formatted with `form`. The number in brackets is its ratio to
+    the baseline.
     """
 
     def text(result: dict[str, Any], base: dict[str, Any]) -> str:

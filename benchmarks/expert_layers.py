@@ -1,4 +1,4 @@
-"""Experts of one layer, computed in several ways, for `gpu.py`."""
+"""Experts of one layer, computed by several methods, for `gpu.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class ExpertWork:
 
     @property
     def elements(self) -> int:
-        """Weights of the experts that have tokens, if the tokens are spread evenly."""
+        """Number of weight elements of all experts that get a token, if the tokens are spread evenly."""
         return min(self.experts, self.tokens * self.top_k) * 3 * self.hidden * self.features
 
     @property
@@ -39,9 +39,9 @@ class ExpertWork:
         return self.tokens * self.top_k * 6 * self.hidden * self.features
 
     def ways(self, dtype: jax.typing.DTypeLike, *, gpu: bool) -> dict[str, Callable[[], jax.Array]]:
-        """Return compiled calls of each way that the device supports, on the same random data.
+        """Return compiled calls that compute the layer on the same random data, by name of the method.
 
-        Raises `ValueError` if their results differ.
+        Methods that the device does not support are left out. Raises `ValueError` if the results differ.
         """
         keys = jax.random.split(jax.random.key(0), 5)
         wide, tall = (self.experts, 2 * self.features, self.hidden), (self.experts, self.hidden, self.features)

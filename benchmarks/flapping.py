@@ -1,16 +1,17 @@
-"""Simulated gain of a policy that changes degrees over fixed degrees.
+"""Tokens per second of a policy that changes degrees, compared with fixed degrees, by simulation.
 
     python benchmarks/flapping.py [--policy amoeba] [--seeds 2] [--duration 900] [--settle-s 120] [--json flapping.json]
 
-The model is Qwen2.5-32B on 8 H20. Short requests arrive faster than the devices can serve them, so that lost time shows
-in the tokens per second. The cases differ in the gap between two long requests, in the output length of long requests,
-and in the duration of a change of degree. Only fixed degrees that can hold the long requests are compared.
+The model is Qwen2.5-32B on 8 H20. Short requests arrive faster than the devices can serve them, so that time lost by
+changes lowers the tokens per second. The cases differ in the gap between two long requests, in the output length of
+long requests, and in the duration of a change of degree. Only fixed degrees that can hold the long requests are
+compared.
 
 The table has these columns for each case:
 
-- the tokens per second of the policy and of each fixed degree, after the first `--settle-s` seconds;
-- "over the best": the ratio of the policy to the best fixed degree, with the 95% interval over seeds;
-- "from the start": the same ratio, but over the whole run;
+- the tokens per second of the policy and of each fixed degree, after the first `--settle-s` seconds.
+- "over the best": the ratio of the policy to the best fixed degree, with the 95% interval over seeds.
+- "from the start": the same ratio, but over the whole run.
 - "changes": the number of changes in the whole run, and the number of changes after `--settle-s`.
 
 For each gap and output length, a line names the shortest duration of a change at which the policy is worse than the
@@ -46,7 +47,8 @@ MAX_LOSS = 0.02
 
 
 def config_of(options: argparse.Namespace, gap_s: float, tokens: int, seed: int) -> SimulationConfig:
-    """Return the workload: too many short requests, and long requests."""
+    """Return the workload: too many short requests, and every `gap_s` seconds a long request with `tokens` output
+    tokens."""
     load = WorkloadConfig(
         dataset_name="mix",
         duration_s=options.duration,
@@ -76,7 +78,7 @@ class Found(NamedTuple):
 
 
 def run(config: SimulationConfig, name: str, change_s: float, settle_s: float) -> Found:
-    """Run one simulation."""
+    """Simulate the policy `name`, with changes of degree that take `change_s` seconds."""
 
     def setup(config: SimulationConfig, name: str) -> Setup:
         made = make_setup(config, name)

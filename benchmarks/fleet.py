@@ -2,12 +2,13 @@
 
     python benchmarks/fleet.py [--instances 8] [--waiting 1000] [--policies amoeba] [--ticks 300]
 
-All instances are full at the start. One in 20 waiting requests is too long for one device. Of every 16 devices, the
-first four form a TP4 instance with a long request. Between two decisions, one request arrives. The cases are
+At the start, all instances are full. Of every 16 devices, the first four form a TP4 instance with a long request. All
+other instances are TP1. One in 20 waiting requests is too long for one device. Between two decisions, one request
+arrives. The cases are
 
-- full: no waiting request fits on an instance;
-- flow: between two decisions, a request also ends, so that another request fits;
-- urgent: the new request may preempt all running requests;
+- full: no waiting request fits on an instance.
+- flow: between two decisions, a request also ends, so that another request fits.
+- urgent: the new request may preempt all running requests.
 - change: between two decisions, four TP1 instances also merge, or a TP4 instance splits.
 """
 
@@ -50,7 +51,7 @@ CASES = ("full", "flow", "urgent", "change")
 
 @dataclass(frozen=True)
 class Figures:
-    """Milliseconds of a tick, and of the decision of the policy within a tick."""
+    """Milliseconds of a scheduler's tick, and of the policy's decision within a tick."""
 
     policy: str
     case: str
@@ -61,7 +62,7 @@ class Figures:
 
 
 class Fleet:
-    """Executor without devices. It applies dispatches, and refuses changes of instances."""
+    """Instances without devices. A scheduler can dispatch requests to them, but not merge or split them."""
 
     def __init__(self, instances: int, waiting: int):
         self.now_s, self._numbers, self.queue = 1_000.0, iter(range(10**9)), {}
@@ -98,11 +99,11 @@ class Fleet:
         self.queue[f"w{number}"] = WaitingRequest(f"w{number}", total - 200, total, priority, arrival_s=self.now_s)
 
     def step(self, changed: Iterator[int], count: int, ends: bool) -> None:
-        """Add a token to one request on each of the next `count` instances.
+        """Simulate 20 ms in which one request on each of the next `count` instances gets a token.
 
-        If `ends` is set and the first of these instances is full, a request on that instance ends instead.
+        With `ends`, a request on the first of these instances ends instead, if that instance is full.
 
-        `changed`: iterator over indexes in `views`, which yields the next instances.
+        `changed`: iterator that yields the indexes of the next instances in `views`.
         """
         self.now_s += 0.02
         for index in range(count):
@@ -117,9 +118,9 @@ class Fleet:
                 self.views[place] = replace(view, running=(*view.running[:-1], grown))
 
     def change(self, place: int) -> None:
-        """Merge the instances of a group of four devices, or split the TP4 instance of the group.
+        """Merge four TP1 instances into a TP4 instance, or split a TP4 instance into four. The new instances are full.
 
-        The group is the aligned group that has the instance `views[place]`. The new instances are full.
+        The four devices are the aligned group that includes the instance `views[place]`.
         """
         first = self.views[place].devices[0] // 4 * 4
         here = [view for view in self.views if first <= view.id < first + 4]

@@ -52,14 +52,14 @@ HOST_S = 0.0052
 
 
 def device() -> DeviceSpec:
-    """Return an H200 of the paper's engine, which needs vLLM's eager mode: the host launches each operator."""
+    """Return an H200 with the host time of the paper's engine (vLLM in eager mode): the host launches each operator."""
     h200 = find_device("H200")
     return replace(h200, kernel_s=h200.launch_s, step_overhead_s=HOST_S)
 
 
 @dataclass(frozen=True)
 class Served:
-    """Run of one policy."""
+    """Result of one simulated policy, and figures computed from it."""
 
     result: PolicyResult
 
@@ -72,7 +72,7 @@ class Served:
         return float(np.nanmean(self.result.tpot_s if rows is None else self.result.tpot_s[rows])) * 1e3
 
     def urgent(self) -> np.ndarray:
-        """Return whether each request has a higher priority."""
+        """Return a mask of the urgent requests: those with a negative priority."""
         priority = self.result.requests.priority
         assert priority is not None, "some are"
         return priority < 0
@@ -101,7 +101,7 @@ def serve(
     duration_s: float = 300.0,
     flying: FlyingConfig | None = None,
 ) -> Served:
-    """Simulate one policy. Low and high phases of 30 s alternate.
+    """Simulate one policy under a load in which low and high phases of 30 s alternate.
 
     Args:
         low: range of requests per second in low phases, such as "2:5".
@@ -129,9 +129,10 @@ def serve(
 
 
 def table_1(model: ModelShape, policy: str, seeds: int) -> tuple[float, ...]:
-    """Return the values of Table 1 for one policy, in the order of `TEXT`, as means over seeds.
+    """Return the simulated values of Table 1 for one policy, averaged over seeds.
 
-    With the policy `flying`, urgent requests get half of the devices.
+    In this order: TPOT of urgent requests, TPOT of all requests, TTFT of urgent requests, TTFT of all requests (means
+    in ms), and peak tokens/s. With the policy `flying`, urgent requests get half of the devices.
     """
     flying, found = FlyingConfig(urgent_degree=4), []
     for seed in range(seeds):
@@ -143,8 +144,10 @@ def table_1(model: ModelShape, policy: str, seeds: int) -> tuple[float, ...]:
 
 
 def figure_8(model: ModelShape, policy: str, seeds: int) -> tuple[float, float, float, float]:
-    """Return values of the requests in high phases: mean TTFT, P90 TTFT and mean queue time in seconds; and the peak
-    tokens per second."""
+    """Return (mean TTFT, P90 TTFT, mean queue time, peak tokens/s), averaged over seeds.
+
+    The times are in seconds, of requests that arrive in high phases. The peak is that of the whole run.
+    """
     found = []
     for seed in range(seeds):
         run = serve(model, policy, LOW, HIGH, BURSTS, seed=seed)
@@ -156,7 +159,7 @@ def figure_8(model: ModelShape, policy: str, seeds: int) -> tuple[float, float, 
 
 
 def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Return the mean TTFT and the mean TPOT in ms. Requests that arrive in the first 15 s do not count.
+    """Simulate a load at one rate. Return the mean TTFT and the mean TPOT in ms, without requests of the first 15 s.
 
     Args:
         rate: range of requests per second, or one number.
@@ -172,8 +175,7 @@ def light(model: ModelShape, policy: str, seeds: int, rate: str, lengths: tuple[
 
 
 def figures(model: ModelShape, seeds: int) -> Iterator[tuple[str, str, float | None, float, bool]]:
-    """Yield rows: table or figure, name, published number, simulated number, and whether the simulated number was
-    fitted."""
+    """Yield rows: (table or figure, name, published number, simulated number, whether the simulated one is fitted)."""
     names = (
         "mean TPOT, priority (ms)",
         "mean TPOT (ms)",

@@ -1,4 +1,4 @@
-"""Test of a server that gets damaged messages, which it must refuse without harm.
+"""Test that a server refuses damaged messages without harm.
 
     python benchmarks/fuzz.py [--count 100000] [--seed 0] [--json fuzz.json]
 
@@ -82,7 +82,7 @@ class FuzzReport:
 
     @property
     def problems(self) -> list[str]:
-        """Failed criteria. The rate of messages is no criterion."""
+        """Descriptions of the failed criteria. The number of messages per second is no criterion."""
         problems = [f"{it.rpc}: {it.status} {it.text!r} for {it.message}" for it in self.findings.values()]
         problems += [f"the known request: {answer}" for answer in self.wrong_answers]
         if self.growth > MAX_GROWTH:
@@ -90,7 +90,6 @@ class FuzzReport:
         return problems
 
     def count(self, rpc: Rpc, data: bytes, status: str, text: str) -> None:
-        """Add an answer."""
         name = rpc.path.rpartition(".")[2]
         self.statuses[name][status] += 1
         if status in _BUGS and _NOT_NUMBERS not in text and len(self.findings) < _FINDINGS:
@@ -200,7 +199,6 @@ def show(report: FuzzReport, console: Console) -> None:
 
 
 def plain(report: FuzzReport) -> dict[str, Any]:
-    """Return the results for JSON."""
     return {
         "sent": report.sent,
         "seconds": report.seconds,

@@ -231,7 +231,7 @@ class Bench:
 
     @property
     def num_devices(self) -> int:
-        """Devices for `changes`: a power of two."""
+        """Number of devices for the part `changes`: a power of two, at most `sizes.max_devices`."""
         return 1 << (min(len(jax.local_devices()), self.sizes.max_devices).bit_length() - 1)
 
     def open(self, **settings: Any) -> LLM:
@@ -256,11 +256,10 @@ class Bench:
         gc.collect()
 
     def prompt_tokens(self, count: int, length: int) -> list[list[int]]:
-        """Return random prompts."""
         return self.random.integers(3, self.model.vocab_size, (count, length)).tolist()
 
     def bound(self, work: Work) -> tuple[float, str]:
-        """Return the least seconds of some work, and the limiting rate."""
+        """Return the minimum seconds for some work, and the name of the rate that limits it ("memory" or "FLOP")."""
         times = {"memory": work.num_bytes / self.bandwidth, "FLOP": work.flops / self.machine.flop_rate}
         name = max(times, key=lambda name: times[name])
         return times[name], name
@@ -300,7 +299,7 @@ def prefill_work(dims: ModelDims, tokens: int, chunk: int) -> Work:
 
 
 def compile_steps(llm: LLM) -> None:
-    """Compile all steps of greedy requests. `LLM.warmup` would also compile samplers."""
+    """Compile all steps of greedy requests. `LLM.warmup` would also compile programs that sample."""
 
     def compile_all() -> None:
         cluster = llm._engine.cluster
@@ -336,7 +335,8 @@ def kernels(run: Bench) -> Iterator[Row]:
 
 
 def experts(run: Bench) -> Iterator[Row]:
-    """Measure the experts of one layer, in each way that the device supports. The results of all ways must agree."""
+    """Measure the experts of one layer with each method that the device supports. The results of all methods must
+    agree."""
     machine, itemsize = run.machine, jnp.dtype(run.machine.dtype).itemsize
     for work in run.sizes.experts:
         calls = work.ways(machine.dtype, gpu=machine.gpu)
@@ -433,14 +433,14 @@ def round_trips(run: Bench, llm: LLM, degree: int) -> list[ChangeRow]:
 
 
 def wait_for_steps(llm: LLM, count: int = 4) -> None:
-    """Wait until each device could have run `count` more steps."""
+    """Wait until `count` more steps for each device have run, summed over all instances."""
     wanted = llm.stats.steps + count * llm.num_devices
     while llm.stats.steps < wanted:
         time.sleep(0.002)
 
 
 def change_row(name: str, report: TransformReport) -> ChangeRow:
-    """Return the row of a transformation. Its time excludes the compilation of programs."""
+    """Return the row of a transformation. Its time excludes preparation and the wait for compiled programs."""
     groups = report.groups
     return ChangeRow(
         name,
@@ -459,7 +459,8 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 
 def choose_model(options: argparse.Namespace, memory_bytes: float, scratch: Path) -> Path:
-    """Return the directory of a config.json: `--model`, or `scratch` with the largest default model that fits."""
+    """Return the directory of the config.json to use. Without `--model`, write the config of a default model to
+    `scratch`."""
     if options.model is not None:
         return options.model
     config = TINY_MODEL if options.tiny else LLAMA_8B if memory_bytes >= LARGE_GPU_BYTES else LLAMA_3B
@@ -496,7 +497,6 @@ def part_names(text: str) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts, print and save their results, and return the exit code."""
     start = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=part_names, default=list(PARTS), help="names with commas between; default: all")

@@ -14,7 +14,8 @@ from rich.table import Table
 
 
 class OutOfTime(BaseException):
-    """Error of a part whose time is used up. It is no `Exception`, so that `except Exception` does not catch it."""
+    """Error of a part whose time is used up. It derives from `BaseException`, so that `except Exception` does not catch
+    it."""
 
 
 class PartSkipped(Exception):
@@ -125,9 +126,9 @@ Row = KernelRow | StepRow | LoadRow | ChangeRow
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTime` in the main thread after `seconds`.
+    """Raise `OutOfTime` in the main thread if the `with` block takes longer than `seconds`.
 
-    If a call of XLA is running then, raise it after this call.
+    If XLA is running at that time, the error is raised when XLA returns.
     """
 
     def expire(*_: Any) -> None:

@@ -65,7 +65,7 @@ class Phase:
 
 
 def judge(phase: Phase, alone: Figures) -> None:
-    """Add problems of innocent requests to a phase."""
+    """Record in `phase.problems` each criterion that the phase fails. `alone`: figures without an attack."""
     seen = phase.seen
     if seen.failures:
         phase.problems.append(f"innocent requests failed: {seen.failures}")
@@ -103,7 +103,7 @@ def run_phase(name: str, running: server.Running, innocents: Innocents, seconds:
 
 
 def run(options: argparse.Namespace, console: Console) -> list[Phase]:
-    """Run all phases, and return them. Ends early if the server ends or is not idle after an attack."""
+    """Run all phases, and return them. Stop early if the server is not idle after an attack, or has ended."""
     names = chosen(options.attacks)
     with (
         server.running_server(options) as running,
@@ -126,7 +126,6 @@ def run(options: argparse.Namespace, console: Console) -> list[Phase]:
 
 
 def show_phase(phase: Phase, alone: Figures, console: Console) -> None:
-    """Print the results of one phase."""
     seen = phase.seen
     ratio = seen.worst_s / alone.median_s
     console.print(
@@ -145,7 +144,6 @@ def show_phase(phase: Phase, alone: Figures, console: Console) -> None:
 
 
 def yes(held: bool) -> str:
-    """Return "yes" for a criterion that holds, else "NO"."""
     return "yes" if held else "NO"
 
 
@@ -175,7 +173,6 @@ def show_table(phases: list[Phase], console: Console) -> None:
 
 
 def plain(phase: Phase) -> dict[str, Any]:
-    """Return a phase for JSON."""
     tally = phase.tally.report() if phase.tally else None
     phase.tally = None
     return asdict(phase) | {"tally": tally}

@@ -2,8 +2,8 @@
 
     python benchmarks/http_overhead.py [--model smollm2-135m] [--streams 64] [--requests 128] [--repeats 2] [--json F]
 
-One child process is `amoeba serve --http-port`. This process reads `--streams` streams at a time, by turns over gRPC
-and as `/v1/completions` over HTTP. The client of HTTP is httpx2, on which OpenAI's client is built.
+One child process is `amoeba serve --http-port`. This process reads `--streams` streams at a time. Runs over gRPC and
+runs over HTTP (`/v1/completions`) alternate. The HTTP client is httpx2, on which OpenAI's client is built.
 """
 
 import argparse

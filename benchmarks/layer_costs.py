@@ -19,12 +19,12 @@ DEVICES = 4
 
 
 def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
-    """Return the median host seconds of merges and splits without requests, by name.
+    """Return the median seconds of changes between TP1 and TP4 without requests. `_4` is a merge, `_1` is a split.
 
-    - `release`: release of weights during a merge.
+    - `release`: only the release of weights in a merge.
     - `restore_1`: split that restores the weights.
-    - `switch_4`, `switch_1`: merge and split with kept weights, in which only views of buffers change.
-    - `after_4`, `after_1`: merge and split with kept weights right after programs have run, with cold processor caches.
+    - `switch_4`, `switch_1`: changes that keep the weights. Only views of buffers change.
+    - `after_4`, `after_1`: as `switch`, but right after programs have run, so that the processor's caches are cold.
     - `join`, `part`: see `array_seconds`.
     """
 
@@ -63,7 +63,7 @@ def idle_times(llm: LLM, repeats: int) -> dict[str, float]:
 
 
 def local_copy(llm: LLM) -> float:
-    """Return `local_copy_seconds` for the pages of the model."""
+    """Return the seconds for each byte that devices copy between pages of the model (see `local_copy_seconds`)."""
     plan, group = llm._engine.cluster.memory_plan, SubMesh(0, tuple(jax.devices()[:DEVICES]))
     dtype = jnp.dtype(llm.dims.dtype)
     return local_copy_seconds(group, llm.dims.pages, dtype, plan.num_pages, plan.phase_pages)

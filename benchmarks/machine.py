@@ -51,14 +51,14 @@ def flop_rate(repeats: int = 5, size: int = 2048) -> float:
 def local_copy_seconds(
     group: SubMesh, geometry: PageGeometry, dtype: jnp.dtype, num_pages: int, phase_pages: int, repeats: int = 5
 ) -> float:
-    """Return the seconds for each byte that devices copy between their own pages.
+    """Return the time to copy pages within a device, in seconds for each byte, if all devices copy at the same time.
 
     The copies run in phases like an exchange, but send nothing to other devices. So the result is a lower bound for an
     exchange.
 
     Args:
         group: devices that copy at the same time.
-        num_pages: pages of each of eight layers on each device; at least two.
+        num_pages: pages of each of eight layers on each device. At least two.
         phase_pages: number of pieces that each rank sends to each rank in a phase of an exchange.
     """
     phase_pages = min(phase_pages, num_pages // 2)
@@ -84,10 +84,9 @@ def local_copy_seconds(
 
 
 def array_seconds(group: SubMesh, count: int) -> dict[str, float]:
-    """Return the host seconds in which JAX assembles `count` arrays from buffers ("join") and takes them apart
-    ("part").
+    """Return the host seconds to make `count` arrays from device buffers ("join") and to take them apart ("part").
 
-    Both times are lower bounds for a change of views.
+    A transformation that only changes views of buffers takes at least this time.
     """
     buffers = [[jnp.zeros((1, 1), device=device) for device in group.devices] for _ in range(count)]
     assemble(group, buffers[0])  # JAX checks the first array of a kind.

@@ -1,11 +1,11 @@
-"""Time to move the KV pages of one layer from 4 x TP1 to TP4 and back, by memory order.
+"""Time to move the KV pages of one layer from 4 x TP1 to TP4 and back, by order of the elements in a page.
 
     python benchmarks/migration.py [--pages 832] [--repeats 15]
 
 A share is the part of a page that one rank stores at TP4. In header-centric order, a share is one contiguous run of
-memory. The benchmark exchanges the shares in place, and also copies them into a new pool (variant `basic`). Most
-engines use the page-friendly order. There, a share is `2 * page_size` runs, each with the heads of one token. Pages in
-this order are only copied, because an exchange in place would leave holes. All results are compared with NumPy.
+memory. The benchmark exchanges such shares in place, and also copies them into a new pool (variant `basic`). Most
+engines use page-friendly order, in which a share is `2 * page_size` runs: the keys or the values of one token each.
+Such shares are only copied, because an exchange in place would leave holes. All results are compared with NumPy.
 """
 
 import argparse
@@ -103,7 +103,7 @@ class Copied:
 
 
 class InPlace:
-    """Exchange in phases within the existing pool."""
+    """Mover that exchanges shares within the existing pool, in phases."""
 
     runs = 1
 

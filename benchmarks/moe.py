@@ -101,7 +101,7 @@ def decode(directory: Path, batches: list[int], rounds: int) -> list[dict[str, A
 
 
 def _step_ms(generate: Any) -> float:
-    """Return milliseconds of a decode step: the difference of a long and a short answer."""
+    """Return milliseconds of a decode step, from the difference between a long and a short answer."""
     times = []
     for length in (2, 2 + NEW_TOKENS):
         start = time.perf_counter()
@@ -130,7 +130,7 @@ def _theirs(peer: Any, prompts: np.ndarray, length: int) -> None:
 
 
 def release_ms(directory: Path, rounds: int) -> tuple[float, float]:
-    """Return milliseconds of host time to release the weights for TP4 on 4 devices: of one layer, and of all layers."""
+    """Return the host time in ms to release the weights on 4 devices for TP4: (mean of a layer, sum of all layers)."""
     settings = {"load_format": "random", "device_memory": "1GiB", "max_num_seqs": 4, "max_model_len": 128}
     with LLM(directory, num_devices=4, max_tensor_parallel_size=4, progress=False, **settings) as llm:
         cluster = llm._engine.cluster

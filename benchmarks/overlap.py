@@ -1,12 +1,12 @@
-"""Schedule of a step that exchanges pages. XLA compiles the step for four H100 without a GPU.
+"""Kernels that run while a step sends pages. XLA compiles the step for four H100 without a GPU.
 
     pip install jax-cuda12-plugin jax-cuda12-pjrt     # the compiler for JAX's version, no CUDA
     python benchmarks/overlap.py --config config.json [--rows 32] [--layers 4] [--phase-pages 64] [--hlo step.hlo]
 
-The compiled program is a decode step of a segment of a TP4 instance. The same program exchanges pages of as many other
-layers (`EngineConfig.overlap_exchange`). It is compiled once for each kind of exchange. In the compiled schedule, each
-send of pages has a start and a done. The table counts the kernels between start and done: matrix products, which take
-the most time, and other kernels. The exit code is 1 if a send has no kernel between start and done.
+The compiled program is a decode step of a segment of a TP4 instance. The program also exchanges pages of equally many
+other layers (`EngineConfig.overlap_exchange`). It is compiled once for each kind of exchange. In the compiled schedule,
+each send of pages has a start operation and a done operation. The table counts the kernels between the two: matrix
+products, which take the most time, and other kernels. The exit code is 1 if a send has no kernel in between.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SEND, DONE = "collective-permute-start", "collective-permute-done"
 
 @dataclass(frozen=True)
 class Send:
-    """Send of pages, and the kernels between its start and its done.
+    """Send of pages, and the kernels between its start operation and its done operation.
 
     Attributes:
         num_bytes: bytes sent.

@@ -1,4 +1,4 @@
-"""Causes of the differences between papers and simulation, and published numbers without a row (`papers.py`)."""
+"""Causes of differences between papers and simulation, and published numbers that `papers.py` does not reproduce."""
 
 from paper_rows import Row
 

@@ -88,10 +88,10 @@ THROUGHPUTS = {1: 448.0, 2: 670.0, 4: 767.0}
 
 
 def fit_context(known: dict[int, float], degree: int) -> float:
-    """Return the capacity at `degree`, computed from the capacities at two `known` degrees.
+    """Return the tokens that an instance holds at `degree`, computed from the tokens at two other degrees.
 
-    The capacity at degree p is `a * p - b`. `a` is the memory of a device minus its copy of the non-FFN weights. `b` is
-    the memory of the FFN, which the group stores once. `known`: capacity by degree, in the unit of the result.
+    An instance of degree p holds `a * p - b`. Here, `a` is the memory of a device minus its copy of the non-FFN
+    weights. `b` is the memory of the FFN weights, which the instance stores once. `known`: tokens by degree.
     """
     (p, one), (q, two) = known.items()
     slope = (two - one) / (q - p)
@@ -99,10 +99,10 @@ def fit_context(known: dict[int, float], degree: int) -> float:
 
 
 def fit_throughput(known: dict[int, float], degree: int) -> float:
-    """Return the tokens per second at `degree`, from a cost model that is fitted to two `known` degrees.
+    """Return the tokens per second at `degree`, from a cost model that is fitted to two other degrees.
 
-    The shipped cost model gives the time of a decode step of a batch with contexts of 1K tokens. The fitted values are
-    the batch size, and a factor of the latency of all-reduces.
+    The simulator's cost model gives the time of a decode step with contexts of 1K tokens. Two values are fitted: the
+    batch size, and a factor for the latency of all-reduces. `known`: tokens per second by degree.
     """
     device = find_device("H20")
     ranks = dict.fromkeys((2, 4), 0.0)
@@ -117,7 +117,7 @@ def fit_throughput(known: dict[int, float], degree: int) -> float:
         return base_s + factor * latencies_s + cost.context_s(tp) * batch * KILO
 
     def factor(batch: float) -> float:
-        """Return the factor of the latencies that gives the known tokens per second of the higher degree."""
+        """Return the factor for latencies with which the model gives the known tokens/s at the higher degree."""
         least_s = step_s(q, batch, 0.0)
         return (batch / two - least_s) / (step_s(q, batch, 1.0) - least_s)
 
@@ -164,7 +164,7 @@ def tables_2_and_3() -> Iterable[Row]:
 
 
 def figures_9_to_11() -> Iterable[Row]:
-    """Return rows about merges of Qwen2.5-32B from four TP1 to TP4 with 90% of the cache in use."""
+    """Return rows about a merge of Qwen2.5-32B from 4 x TP1 to TP4, with 90% of the KV cache in use."""
     device = find_device("H20")
     tokens = int(4 * 0.9 * MemoryPlan(QWEN, device, 1.0, 14.3e9).capacity_tokens(1))
     layers, change = QWEN.num_layers, InPlaceCost(QWEN, device).change(1, 4, tokens)
@@ -194,7 +194,7 @@ def figures_9_to_11() -> Iterable[Row]:
 
 
 def flying() -> Iterable[Row]:
-    """Return rows of Flying Serving: Llama-3-70B on 8 H200."""
+    """Return rows of Flying Serving that need no simulation of a load: Llama-3-70B on 8 H200."""
     device = flying_paper.device()
     budget = 264e3 * LLAMA_70B.kv_token_bytes() / 2 + LLAMA_70B.weight_bytes / 2
     for degree, value, how in ((2, 264, "calibrated on this row"), (4, 959, CALIBRATED), (8, 2300, CALIBRATED)):
@@ -210,9 +210,10 @@ def flying() -> Iterable[Row]:
 
 
 def flying_served(seeds: int) -> Iterable[Row]:
-    """Return rows of policies under the loads of Flying Serving.
+    """Return rows of the policies under the loads of Flying Serving.
 
-    The lengths of requests are fitted to the paper's rows of static policies, and the host work to static DP's TPOT.
+    The lengths of requests are fitted to the paper's rows of static policies. The host time of a step is fitted to the
+    TPOT of static data parallelism.
     """
     for where, what, paper, twin, fitted in flying_paper.figures(LLAMA_70B, seeds):
         how = "lengths calibrated on this row" if fitted else "predicted; lengths and host work fitted to static rows"
@@ -229,8 +230,7 @@ def quick_rows() -> Iterable[Row]:
 
 
 def cocoserve(seeds: int) -> Iterable[Row]:
-    """Return rows of CoCoServe: Llama-2-13B on four A100-40. Fitted are a baseline's latency, loads and a deadline
-    (`cocoserve_paper`)."""
+    """Return rows of CoCoServe: Llama-2-13B on four A100-40. `cocoserve_paper` names the fitted values."""
     for name, paper, ideal, found in cocoserve_paper.figure_6(LLAMA_13B, seeds):
         if math.isnan(ideal):
             yield Row("CoCoServe Figure 6", name, paper, found, "calibrated on this row")
@@ -249,7 +249,7 @@ def cocoserve(seeds: int) -> Iterable[Row]:
 
 
 def comparators() -> Iterable[Row]:
-    """Return rows of other mechanisms, to which nothing was fitted (`published_mechanisms`)."""
+    """Return rows of other systems: Shift Parallelism, LoongServe and KunServe (`published_mechanisms`)."""
     yield from published_mechanisms.shift_parallelism(LLAMA_70B)
     yield from published_mechanisms.loongserve(LLAMA_7B)
     yield from published_mechanisms.kunserve(QWEN_14B)
@@ -259,7 +259,7 @@ def comparators() -> Iterable[Row]:
 
 
 def _capacity(policy: str) -> float:
-    """Return the tokens per second of a policy with a backlog of AMOEBA's mix."""
+    """Return the tokens per second of a policy if many requests of AMOEBA's workload always wait."""
     load = WorkloadConfig(
         dataset_name="mix", num_prompts=600, short_per_minute=6000, long_per_minute=100, short_output_len=256,
         long_output_len=256,
@@ -270,16 +270,16 @@ def _capacity(policy: str) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """Results at one load, by policy.
+    """Results at one load, by policy. All values are averaged over seeds.
 
     Attributes:
-        means: tokens per second, averaged over seeds.
-        halves: half the width of the 95% interval of each mean.
-        slo_shares: share of requests that meet the latency objectives, averaged over seeds.
-        ttft_ms: mean TTFT of completed requests, averaged over seeds.
-        tpot_ms: mean TPOT, likewise.
-        merges: number of merges, likewise.
-        lows: tokens per second in the slowest tenth of the time over the mean (Figure 13), likewise.
+        means: tokens per second.
+        halves: half the width of the 95% interval of `means`.
+        slo_shares: share of requests that meet the latency objectives.
+        ttft_ms: mean TTFT of requests.
+        tpot_ms: mean TPOT of requests.
+        merges: number of merges.
+        lows: 10th percentile of the tokens in a second, divided by their mean (Figure 13).
     """
 
     short_per_minute: float
@@ -308,9 +308,10 @@ def sweep(
     duration_s: float,
     capacities: dict[int, int] | None = None,
 ) -> list[Point]:
-    """Simulate the mix of AMOEBA 4.2.4 on 8 H20, for each rate and each output length. Nothing is fitted.
+    """Simulate the workload of AMOEBA 4.2.4 on 8 H20, for each rate and each output length. Nothing is fitted.
 
-    `capacities`: tokens of an instance by degree (`TABLE_1`). None: the sizes that the paper states.
+    `rates`: short requests per minute. `outputs`: output tokens of a request. `capacities`: tokens that an instance
+    holds, by degree. None: computed from the sizes that the paper states.
     """
     points = []
     for output in outputs:
@@ -335,7 +336,8 @@ def sweep(
 def serve(
     config: SimulationConfig, name: str, requests: RequestTable, capacities: dict[int, int] | None
 ) -> PolicyResult:
-    """Simulate one policy. If `capacities` is given, these are the capacities of its degrees."""
+    """Simulate one policy. If `capacities` is given, only its degrees exist, and instances hold these numbers of
+    tokens."""
     if capacities is None:
         return simulate(config, name, requests)
     setup = make_setup(config, name)
@@ -381,8 +383,8 @@ def rows_of_sweeps(stated: list[Point], tabled: list[Point], systems: list[Point
     """Return rows of AMOEBA's Figures 12 to 14.
 
     Args:
-        stated: points of Figure 12 with the sizes that the paper states.
-        tabled: the same with the capacities of Table 1.
+        stated: points of Figures 12 and 13, with capacities from the sizes that the paper states.
+        tabled: points of Figures 12 and 13, with the capacities of Table 1.
         systems: points of Figure 14.
     """
     others = "round_robin", "least_load_first"
@@ -429,7 +431,6 @@ def print_rows(found: list[Row], console: Console) -> None:
 
 
 def _plain(found: list[Row]) -> list[dict[str, Any]]:
-    """Return rows for JSON."""
     return [asdict(row) | {"ratio": row.ratio, "cause": cause(row) if row.differs else None} for row in found]
 
 

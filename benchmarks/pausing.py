@@ -64,7 +64,7 @@ class Timer:
 
 
 def change(engine: Engine, degree: int, running: RunningRequests) -> tuple[tuple[float, float], TransformReport]:
-    """Transform, and return the milliseconds of the host (`Timer.ms`) and the report."""
+    """Change the degree. Return (wall clock, processor time of the thread) in ms, and the report."""
     timer = Timer()
     future = engine.transform(TransformOptions(degree, DEVICES, release_weights=False, running=running))
     taken_ms = timer.ms()
@@ -133,7 +133,6 @@ def rounds(llm: LLM, num_paused: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--paused", type=int, default=8)

@@ -28,7 +28,7 @@ KINDS = {"TP1": "#5b8fd9", "between": "#b04fb0", "TP4": "#2f9e6e"}
 
 
 def run(llm: LLM, prompts: list[list[int]], way: dict[str, Any]) -> dict[str, Any]:
-    """Merge and split under load.
+    """Merge and split under load, with the arguments `way` of `transform`.
 
     Return the steps of the first device, the times of the changes, and memory reports.
     """

@@ -1,14 +1,15 @@
-"""Cost of replicated and migrated layers, of scaling out, and the speed-up of replicas beside Equation 4 of CoCoServe.
+"""Cost of replicating and migrating layers and of scaling out, and speed-up by replicated layers.
 
     python benchmarks/placement.py [--layers 40] [--batch 16] [--json placement.json]
 
-The model has random weights. The first table has the layout of CoCoServe's Table 2: an instance on device 0 replicates
-or migrates its first layers to device 1, which is empty. Beside it are the seconds of a plain `jax.device_put` of the
-same weights, and of making KV caches of the same size. The second table has the step time with replicated layers on two
-virtual devices, and the speed-up that Equation 4 predicts from the measured cost of a transfer. Virtual devices share
-the processor's cores, so the speed-up is real only if the machine has a free core for each device. The last line has
-the times of scaling out to an empty device, and of a new engine on one device, from its start to its first token with
-all programs in the compile cache.
+The model has random weights, and an instance on device 0. Device 1 is empty. The output has three parts:
+
+- Seconds to replicate and to migrate the first layers to device 1, as in CoCoServe's Table 2. For comparison: seconds
+  of a plain `jax.device_put` of the same weights, and of making KV caches of the same size.
+- Step time and speed-up if layers are replicated, beside the speed-up that CoCoServe's Equation 4 predicts from the
+  measured cost of a transfer. The speed-up is real only if the machine has a free core for each virtual device.
+- Seconds to scale out to device 1. For comparison: seconds from the start of a new engine on one device to its first
+  token, with all programs in the compile cache.
 """
 
 import argparse
@@ -47,7 +48,7 @@ PAPER = {
 
 
 def plain_s(llm: LLM, layers: range) -> tuple[float, float]:
-    """Return the seconds of `device_put` of the weights of layers to device 1, and of making KV caches of its size."""
+    """Return the seconds to `device_put` the weights of layers on device 1, and to make KV caches for them there."""
     cluster = llm._engine.cluster
     weights, site = cluster.weights, cluster.instances[0].runner.sites[Home(0, 1)]
     shapes = [(pages, cluster.dims.pages.page_elems) for pages in site.extent_pages]
@@ -67,7 +68,8 @@ def plain_s(llm: LLM, layers: range) -> tuple[float, float]:
 
 
 def costs(llm: LLM, num_layers: int, repeats: int) -> list[dict[str, Any]]:
-    """Replicate and migrate layers there and back. Return median seconds and bytes for each number of layers."""
+    """Replicate layers on device 1, and migrate layers there. Return median seconds and bytes for each number of
+    layers."""
     found = []
     for count in [n for n in PAPER if n <= num_layers]:
         layers, taken = range(count), dict[str, list[float]](replicate=[], migrate=[], copy=[], kv=[])
@@ -103,7 +105,8 @@ def step_s(llm: LLM, batch: int, steps: int) -> float:
 
 
 def speedups(llm: LLM, num_layers: int, batch: int, steps: int) -> list[dict[str, Any]]:
-    """Return the step time with a growing number of replicated layers, and the prediction of Equation 4."""
+    """Return the step time and the measured and predicted (Equation 4) speed-up for growing numbers of replicated
+    layers."""
     alone = step_s(llm, batch, steps)
     found: list[dict[str, Any]] = [{"layers": 0, "step_s": alone, "measured": 1.0, "predicted": 1.0}]
     llm.replicate(range(1), 1)  # two transfers, and hardly any parallel work
@@ -122,7 +125,8 @@ def speedups(llm: LLM, num_layers: int, batch: int, steps: int) -> list[dict[str
 def first_token_s(llm: LLM, num_layers: int) -> dict[str, float]:
     """Scale out to an empty device while requests run.
 
-    Return the seconds until the new device has computed for a token, and until it has an instance of its own.
+    Return the seconds until the first token that the new device has helped to compute, and until the device has an
+    instance of its own.
     """
     prompts = [[1, 2, 3 + n] for n in range(8)]
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -153,7 +157,6 @@ def cold_start_s(settings: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    """Print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--batch", type=int, default=16)

@@ -1,4 +1,4 @@
-"""Comparison of policies with fixed degrees, which serve the same requests on one server.
+"""Comparison of scheduling policies and fixed degrees. All serve the same requests on one server.
 
     python benchmarks/policies.py [--dataset mix|burst] [--duration 40] [--seeds 1 2 3] [--json FILE]
 
@@ -9,10 +9,9 @@ There are two workloads:
 - `burst` is Flying Serving's workload. Phases with a low rate and with a high rate alternate, and a share of the
   requests is urgent.
 
-The fixed degrees are `static-tp1`, `static-tp2`, `static-tp4` and `static-mixed`, in which half of the devices are one
-instance. For each seed, all policies get the same requests in the same order from `amoeba bench`. Requests arrive
-faster than they are served; `--max-concurrency` limits the requests in flight. A first round compiles programs and is
-not counted.
+The fixed degrees are `static-tp1`, `static-tp2`, `static-tp4` and `static-mixed` (half of the devices form one
+instance, the others are TP1). Requests arrive faster than they are served. `--max-concurrency` limits the requests in
+flight. A first round compiles programs and is not counted.
 
 The first table has means over the seeds with 95% intervals (Student's t). If no instance of a fixed degree can hold a
 request, the request is refused. Refused requests count as failed, and do not count in the goodput. For `burst`, a
@@ -99,7 +98,6 @@ def begin(client: Client, name: str, num_devices: int, settle_s: float) -> None:
 
 
 def show(title: str, results: dict[str, list[dict[str, Any]]]) -> None:
-    """Print a table of means and intervals."""
     table = Table("policy", *FIELDS.values(), title=title)
     for name, reports in results.items():
         cells = []

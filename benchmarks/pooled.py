@@ -2,7 +2,7 @@
 
 A phase of a short run has about ten requests, which are too few for a 90th percentile. So the requests of several runs
 are pooled. The bootstrap draws whole runs, because requests of the same run wait for each other. With fewer than five
-runs, there are no intervals. With five runs, the intervals are rather narrow.
+runs, there are no intervals. With only five runs, the intervals are somewhat too narrow.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,10 @@
 
     python benchmarks/soak.py [--minutes 30] [--baseline-minutes 5] [--attacks errors,lists,...] [--json soak.json]
 
-The load has short and long requests, sampled and greedy, over both protocols. Some requests are cancelled, are aborted,
-or miss their deadline. Clients and the policy change the degrees of instances. The innocent requests of hostile.py run
-beside the load, and their latencies are measured. In the first `--baseline-minutes`, there are no attacks.
+The load has short and long requests, sampled and greedy, over amoeba.v1 and the Open Inference Protocol. Some requests
+are cancelled, are aborted, or miss their deadline. Clients and the policy change the degrees of instances. The innocent
+requests of hostile.py run beside the load, and their latencies are measured. In the first `--baseline-minutes`, there
+are no attacks.
 
 The exit code is 0 if all of these criteria hold:
 
@@ -63,7 +64,6 @@ class MemoryWatch:
             self.samples.append(((time.monotonic() - self._began) / 60, self._running.rss_mib()))
 
     def stop(self) -> None:
-        """Stop the sampler."""
         self._stop.set()
         self._thread.join()
 
@@ -124,7 +124,7 @@ class Soak:
 
 
 def criteria(soak: Soak, max_growth: float) -> dict[str, tuple[bool, str]]:
-    """Return for each criterion, by name, whether it holds, and its figures as text.
+    """Return the criteria by name, each as (whether it holds, its figures as text).
 
     `max_growth`: maximum growth of the server's memory, as a share.
     """
@@ -201,10 +201,8 @@ class Runner:
         self.soak.alive, self.soak.log = self._running.alive, self._running.last_words()
 
     def _gather(self, *lists: list[Answer]) -> None:
-        """Add the new answers to innocent requests to each of `lists`.
-
-        Once a minute, print a line about the answers.
-        """
+        """Append the new answers (of innocent requests) to each list in `lists`. Once a minute, print a line about the
+        answers."""
         taken = self._innocents.take()
         for answers in (*lists, self._recent):
             answers += taken
@@ -220,7 +218,7 @@ class Runner:
 
 
 def run(options: argparse.Namespace, console: Console) -> Soak:
-    """Run all phases. Ends early if the server ends."""
+    """Run all phases, and return the observations. Stop early if the server ends."""
     with (
         server.running_server(options) as running,
         Innocents(running.target, options.rate, options.innocent_address, options.seed) as innocents,
@@ -272,7 +270,6 @@ def show(soak: Soak, held: dict[str, tuple[bool, str]], console: Console) -> Non
 
 
 def plain(soak: Soak, held: dict[str, tuple[bool, str]]) -> dict[str, Any]:
-    """Return the run for JSON."""
     return {
         "baseline": asdict(figures(soak.baseline)),
         "beside_attacks": asdict(figures(soak.attacked)),

@@ -46,7 +46,7 @@ PARTS = ("import", "load, programs of the first layout", "first request served",
 
 
 def start(model: str, devices: int, device_memory: str, cache: str) -> dict[str, float]:
-    """Start an engine in this process, and return the seconds of each part of the start. Older checkouts work too."""
+    """Start an engine in this process. Return the seconds of each part of the start. Works in older checkouts too."""
     began = time.perf_counter()
     from amoeba_jax import LLM, SamplingParams
 
@@ -155,7 +155,7 @@ def segments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode_step(llm, batch: int, context: int):
-    """Return a step that decodes `batch` sequences of `context` tokens."""
+    """Return a prepared batch for a step that decodes `batch` sequences, each with `context` tokens."""
     from amoeba_jax.programs.batch import StepBatch
 
     instance = llm._engine.instances[0]

@@ -1,8 +1,9 @@
-"""Cost and benefit of each group of step shapes: its programs and memory mappings, and the slowdown without the group.
+"""Cost and benefit of groups of step shapes (buckets), such as chunks of 128 tokens.
 
     python benchmarks/step_shapes.py [--model DIRECTORY] [--repeats 9] [--json step_shapes.json]
 
-Steps are timed on one TP1 instance. Programs are counted for four devices and all degrees, with the default settings.
+The cost of a group is its number of programs and of their memory mappings, for four devices, all degrees and default
+settings. For the benefit, the same work is timed with and without the shapes of the group, on one TP1 instance.
 """
 
 import argparse
@@ -34,13 +35,12 @@ Steps = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Group of step shapes (`amoeba_jax.programs.buckets`), such as chunks of 128 tokens, and steps that show its
-    value.
+    """Group of step shapes (buckets), such as chunks of 128 tokens, and steps that show the value of the group.
 
     Attributes:
         steps: steps that do some work with shapes of the group.
         instead: steps that do the same work with other shapes.
-        kept: function that returns whether a shape belongs to the group, at any degree.
+        kept: function that returns whether a shape of any degree belongs to the group.
     """
 
     name: str
@@ -110,7 +110,8 @@ class Runner:
         self._batches: dict[tuple[int, int, int], StepBatch] = {}
 
     def prepare(self, step: tuple[int, int, int]) -> None:
-        """Compile the programs of a step, and count their mappings."""
+        """Compile the programs of a step, and count their memory mappings. `step`: (decoding rows, prompts, chunk
+        size)."""
         decodes, prompts, chunk = step
         shape = self.instance.buckets.step(*step)
         batch = StepBatch(shape, 1)

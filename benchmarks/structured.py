@@ -1,9 +1,9 @@
-"""Decode with constrained requests beside decode without: tokens/s, in alternating runs.
+"""Tokens/s of decoding with and without constrained output, in alternating runs.
 
     python benchmarks/structured.py [--model smollm2-135m] [--batch 32] [--max-tokens 48] [--repeats 5] [--json OUT]
 
-All rows are constrained by a JSON schema, half of the rows, or none. All requests draw at temperature 1. The schema has
-so many required properties that no text is complete before `--max-tokens`.
+In each run, a JSON schema constrains all rows, half of the rows, or none. All requests sample at temperature 1. The
+schema has so many required properties that no text is complete before `--max-tokens`.
 """
 
 import argparse
@@ -28,10 +28,9 @@ CONSTRAINED = StructuredOutput(json_schema=SCHEMA)
 
 
 def tokens_per_s(llm: LLM, batch: int, max_tokens: int, constrained: int) -> tuple[float, float]:
-    """Run a batch. Return the tokens/s of constrained and of other requests, after the first token.
+    """Run a batch, and return (tokens/s of constrained requests, tokens/s of other requests), after the first token.
 
-    Args:
-        constrained: number of constrained requests.
+    `constrained`: number of constrained requests.
     """
     free = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
     bound = SamplingParams(seed=1, max_tokens=max_tokens, structured=CONSTRAINED)

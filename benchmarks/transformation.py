@@ -5,15 +5,15 @@
 
 The methods are
 
-- the variants of `LLM.transform`, with several numbers of layers that switch between two steps;
-- the baselines of `baselines/movers.py`;
+- the variants of `LLM.transform`, with different numbers of layers that switch between two steps.
+- the baselines of `baselines/movers.py`.
 - `restart`, which closes the engine and opens an engine with the new degree.
 
 Requests decode greedily on all instances, and their prompts (`--prompt`) fill the KV cache. For each method, the table
 has the time and memory of the change, the number of steps and tokens during the change, and the longest wait of a
-request for a token. With `--orders`, the table has only the two orders of a change (`order` of `LLM.transform`), one
-layer in a step, in turn. The lines below the table compare the methods, steps with and without the switch of a layer,
-changes without requests, and FFNs with and without padding.
+request for a token. The lines below the table compare the methods, steps with and without the switch of a layer,
+changes without requests, and FFNs with and without padding. With `--orders`, only the two orders of a change (`order`
+of `LLM.transform`) are compared, with one layer between two steps.
 
 The time of a step is the time between two results. So it includes all programs that were launched after the previous
 step. SmolLM2 has its real weights.
@@ -73,7 +73,7 @@ class Step:
         arrived: time at which the result arrived, by `time.perf_counter()`.
         device: first device of the instance that ran the step.
         degree: degree of this instance.
-        boundary: first layer in the new layout; None if no transformation runs.
+        boundary: index of a layer. This layer and all later layers are in the new layout. None: no transformation runs.
         switched: whether layers switched just before the step.
     """
 
@@ -211,7 +211,7 @@ def merge_and_split(
         found: list of `watched`, to which steps are added during the call.
         up: arguments `variant` and `layers_per_step` of `transform` for the merge.
         down: arguments `variant` and `layers_per_step` of `transform` for the split.
-        start: begin of the period before the merge in which the step time at TP1 is measured.
+        start: time at which the measurement of TP1 steps begins. It ends with the merge.
         steps: number of steps to wait for after each change.
     """
     marks = [start]
@@ -230,7 +230,7 @@ def merge_and_split(
 def transform(
     llm: LLM, degree: int, variant: str, layers_per_step: int | Literal["auto"] = "auto", order: str = "layer"
 ) -> TransformReport:
-    """Transform all devices in place, or with a baseline."""
+    """Transform all devices with a variant of `LLM.transform` or with a baseline (`MOVERS`)."""
     if variant not in MOVERS:
         return llm.transform(degree, variant=variant, layers_per_step=layers_per_step, order=order)
     with baseline(variant):
@@ -323,7 +323,6 @@ def switch_costs(found: list[Step]) -> list[tuple[float, float]]:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run all measurements of one model."""
     with tempfile.TemporaryDirectory() as scratch:
         model, settings = scratch, {"load_format": "random"}
         if name in REAL_MODEL:

@@ -7,8 +7,8 @@ other on an idle TP4 instance. Then best-effort requests fill all slots of 4 x T
 Urgent requests arrive one after the other. Each urgent request pauses the best-effort requests and gets a TP4 instance.
 With `--stream-s`, urgent requests follow each other without a break, and `--max-pause-s` limits the pauses.
 
-The table has the TTFTs that the engine measured. It also has the longest gap between two tokens of a best-effort
-request during each urgent request, minus the time of that urgent request. Tokens are timed when the engine returns
+The table has the TTFTs that the engine measured. For each urgent request, it also has the longest gap between two
+tokens of a best-effort request, minus the duration of the urgent request. Tokens are timed when the engine returns
 them, and again when the threads of the clients receive them.
 
 The exit code is 1 if tokens differ from undisturbed runs, if a request is lost, or if a best-effort request is
@@ -90,13 +90,13 @@ class BestEffort:
 
 
 def gaps(times: Iterable[list[float]], begin: float, end: float) -> list[float]:
-    """Return the seconds between two consecutive tokens of a request, for all gaps that overlap the given span."""
+    """Return the gaps in seconds between consecutive tokens of a request. Only gaps that overlap the span count."""
     pairs = [pair for each in times for pair in itertools.pairwise(each)]
     return [b - a for a, b in pairs if b >= begin and a <= end]
 
 
 def timed(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[RequestOutput, float, float]:
-    """Serve one request, and return its output, begin and end."""
+    """Serve one request. Return its output, and the times at which the call began and ended."""
     begin = time.perf_counter()
     return llm.generate(prompt, params)[0], begin, time.perf_counter()
 
@@ -110,7 +110,7 @@ def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def beyond(times: list[list[float]], spans: list[tuple[float, float]], step_s: float) -> list[float]:
-    """Return one value for each urgent request, in steps: the longest gap during the request minus the request's time.
+    """Return for each urgent request, in steps: the longest gap that overlaps the request, minus its duration.
 
     A gap is the time between two consecutive tokens of a best-effort request.
 

@@ -3,7 +3,8 @@
     python benchmarks/viewers.py --model smollm2-135m --viewers 20
 
 Viewers are plain HTTP clients in another process, which read as fast as they can. Differences of tokens/s below the
-spread of the turns mean nothing. The processor time of an idle server is exact: a server that decodes has as much less.
+spread of the turns mean nothing. The processor time that viewers take is measured exactly on an idle server. A server
+that decodes loses the same processor time.
 """
 
 import argparse
@@ -41,7 +42,7 @@ asyncio.run(main())
 
 @contextmanager
 def viewers(url: str, count: int) -> Iterator[None]:
-    """Let `count` viewers read the state until the `with` block ends."""
+    """Run `count` viewers of the live page in another process until the `with` block ends."""
     parts = urlsplit(url)
     process = subprocess.Popen([sys.executable, "-c", _VIEWERS, parts.hostname or "", str(parts.port), str(count)])
     try:
@@ -53,7 +54,6 @@ def viewers(url: str, count: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure, and print one line for each turn and a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="model")
     parser.add_argument("--num-devices", type=int, default=4, help="devices")

@@ -2,15 +2,15 @@
 
     python benchmarks/waits.py [--models SmolLM2-135M Deep-48] [--devices 4] [--requests 16] [--repeats 3] [--json FILE]
 
-Requests decode on all instances, on virtual devices, with `layers_per_step="auto"`. If devices share cores, the times
-of steps vary even without a change. The slower layout is the layout with the longer steps, either before or after the
-change. For the merge and for the split, the table has
+Requests decode on all instances, on virtual devices, with `layers_per_step="auto"`. They are at rest while nothing
+changes. If devices share cores, the times of steps vary even at rest. Of the layouts before and after the change, the
+slower layout is the one with the longer steps at rest. For the merge and for the split, the table has
 
-- the longest gap between two tokens of a request during the change, in steps of the slower layout;
-- the longest gap in the slower layout while nothing changes, in the same unit;
-- the duration of the change, relative to a change that switches all layers at once;
+- the longest gap between two tokens of a request during the change, in steps of the slower layout.
+- the longest gap at rest in the slower layout, in the same unit.
+- the duration of the change, relative to a change that switches all layers at once.
 - the TTFT of a short prompt that arrives at the start, in the middle and at the end of the change, and its ratio to the
-  TTFT in the slower layout while nothing changes;
+  TTFT at rest in the slower layout.
 - the share of cached prompt tokens that are found after the change.
 """
 
@@ -88,7 +88,7 @@ class Watched:
         self._llm._registry.end(self._requests)
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Return the seconds between two consecutive tokens of a request, for all gaps that overlap the given span."""
+        """Return the gaps in seconds between consecutive tokens of a request. Only gaps that overlap the span count."""
         pairs = [pair for times in self.times for pair in itertools.pairwise(times)]
         return [b - a for a, b in pairs if b >= begin and a <= end]
 
@@ -108,7 +108,7 @@ def first_token(llm: LLM, prompt: list[int]) -> float:
 def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: int | str = "auto"):
     """Transform, and submit a short request during the change.
 
-    Return the TTFT of the short request in seconds, and begin and end of the change.
+    Return the TTFT of the short request in seconds, and the times at which the change began and ended.
 
     Args:
         prompt: prompt of the short request. None: there is no short request, and the returned TTFT is 0.
@@ -141,7 +141,6 @@ def change(llm: LLM, degree: int, prompt: list[int] | None, place: str, layers: 
 
 
 def measure(llm: LLM, devices: int, num_requests: int, repeats: int) -> dict[str, Any]:
-    """Return all measurements of a model."""
     random, vocab = np.random.default_rng(0), llm._engine.dims.config.vocab_size
     prompts = [random.integers(3, vocab, 64).tolist() for _ in range(num_requests)]
     short = [random.integers(3, vocab, 24).tolist() for _ in range(200)]
@@ -203,7 +202,6 @@ def prefixes(llm: LLM, devices: int, prompts: list[list[int]]) -> dict[str, floa
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """Print the results of a model."""
     table = Table(title=name)
     for column in ("", "merge", "split"):
         table.add_column(column)
@@ -226,7 +224,6 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Print and save the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=RANDOM_MODELS, nargs="+", default=["SmolLM2-135M", "Deep-48"])
     parser.add_argument("--devices", type=int, choices=(2, 4), default=4)

@@ -4,13 +4,13 @@ Run `pip install 'ray[serve]'` and `pip install -e '.[http]'`, then
 
     python examples/ray_serve.py --model smollm2-135m --replicas 2
 
-It serves OpenAI's API on http://127.0.0.1:8000. A replica has all devices of its host, its own engine and its own
-scheduler, and its instances merge and split as under `amoeba serve`. Ray starts the replicas, restarts a replica whose
-engine has failed, and balances the requests.
+It serves OpenAI's API on http://127.0.0.1:8000. A replica has all devices of its host, with an engine and a scheduler.
+Its instances merge and split as under `amoeba serve`. Ray starts the replicas, restarts a replica whose engine has
+failed, and balances the requests.
 
-Every token crosses two actors (the replica and Ray's proxy). With a slow model this costs nothing. With a fast model,
-0.3 to 0.6 times the tokens/s of `amoeba serve` remain. docs/many_hosts.md has figures, and compares the example with
-the gateway, which has no such cost.
+Every token passes through two actors: the replica and Ray's proxy. This does not slow down a slow model. A fast model
+reaches only 0.3 to 0.6 times the tokens/s of `amoeba serve`. docs/many_hosts.md has figures, and compares this example
+with the gateway of this project, which has no such cost.
 """
 
 import argparse

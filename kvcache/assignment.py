@@ -16,26 +16,22 @@ def assign_down(
     staying: Sequence[Int[np.ndarray, " _"]] | None = None,
     limit: int | Sequence[int] | None = None,
 ) -> Int32[np.ndarray, " sequences"]:
-    """Choose an instance for each sequence when a group of devices splits into several instances.
+    """Choose an instance for each sequence when a group of devices splits. Return the indices of these instances.
 
-    Return the index of an instance for each sequence.
+    The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. If two
+    sequences with a common page get different instances, each instance needs a copy of the page.
 
-    The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. Sequences that
-    share a page may get different instances, and each of these instances then needs a copy of the page.
-
-    If the sequences do not fit this way, a second attempt puts sequences that share pages on the same instance. This
-    attempt is not the first, because it leaves instances idle if all prompts begin with the same system prompt.
-
-    The input does not include cached pages that no sequence uses. The caller drops these pages.
+    If the sequences do not fit this way, sequences with common pages are put on the same instance. This is not tried
+    first, because it leaves instances idle if all prompts begin with the same system prompt.
 
     Args:
-        pages: numbers of the distinct pages of each sequence, for example their ids on rank 0. Equal numbers mean the
-            same page.
+        pages: pages of each sequence, for example their ids on rank 0. Equal numbers mean the same page. Cached pages
+            that no sequence uses are not included.
         room: free pages of each instance, in pages of the lower degree.
         staying: number of page pieces of each sequence that could stay in place on each instance
-            (`relayout.staying_pieces`). If given, each sequence is first assigned to the instance with the highest
-            number. Sequences are then moved until the free pages of the instances differ by at most the pages of the
-            longest sequence, or until no move helps. If the result does not fit, `staying` is ignored.
+            (`relayout.staying_pieces`). If given, each sequence is put on the instance with the highest number. Then
+            sequences are moved to balance the free pages of the instances. If the result does not fit, `staying` is
+            ignored.
         limit: maximum number of sequences of an instance: one number, or a list by instance. None: no limit.
 
     Raises `OutOfPagesError` if no assignment is found. The search is greedy and may miss an assignment that exists.
@@ -81,17 +77,17 @@ def _assign(
     preference: _Preference,
     limit: list[int],
 ) -> Int32[np.ndarray, " sequences"] | None:
-    """Assign groups of sequences, the group with the most pages first. Return the instance of each sequence.
+    """Assign each group of sequences to an instance, largest group first. Return the instance of each sequence.
 
-    If a group does not fit into one instance, its sequences are assigned one by one. Return None if a sequence does not
-    fit.
+    If a group does not fit into one instance, its sequences are assigned one by one. If a sequence does not fit, return
+    None.
 
     Args:
         pages: distinct pages of each sequence, as numbers in `range(num_pages)`.
         num_pages: number of distinct pages of all sequences together.
         room: free pages of each instance.
         groups: indices of the sequences of each group.
-        preference: function that returns the cost of an instance. A group goes to the instance with the lowest cost.
+        preference: cost of an instance for a group (`_Preference`). A group goes to the instance with the lowest cost.
         limit: maximum number of sequences of each instance.
     """
     free, left = list(room), list(limit)
@@ -145,9 +141,8 @@ class _Staying:
     At first, every sequence is on the instance where most pieces of its pages stay in place. A move goes to the
     instance with the most free pages, among the instances with fewer sequences than their limit.
 
-    The moves come to an end. An instance above its limit only loses sequences. Any other move leaves each of the two
-    instances with more free pages than the fuller of the two had before. An earlier assignment therefore cannot
-    return.
+    No assignment occurs twice, so the moves come to an end: either an instance above its limit loses a sequence, or
+    both instances have more free pages after the move than the fuller instance had before.
     """
 
     def __init__(
@@ -211,7 +206,7 @@ class _Staying:
         return None
 
     def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " sequences"]:
-        """Return the number of pages with a set flag, for each sequence. `flags` is indexed by page number."""
+        """Return how many pages of each sequence have a set flag. `flags` has an entry for each page."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 

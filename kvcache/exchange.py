@@ -33,15 +33,13 @@ PHASES_OF_LOOP = 16
 
 
 class ExchangeKind(NamedTuple):
-    """Kind of an exchange program: the phases that one launch of the program runs.
+    """Kind of an exchange program: the phases (`migration.Phase`) that one launch of the program runs.
 
-    In a phase, ranks exchange pieces of KV pages. `migration.Phase` defines phases and distances.
+    Without `loop`, the program runs `num_phases` phases of one distance. `distance` is None for general phases.
 
-    A program without `loop` runs `num_phases` phases of the given distance. `distance` is None for general phases.
-
-    A program with `loop` runs up to `num_phases` phases of any distances, and `distance` is None. One such program
-    replaces the programs of all distances, and one launch is enough for a layer. A program with `loop` is for CPU only.
-    On a GPU, the host would have to wait in each phase to learn the distance of the phase.
+    With `loop`, the program runs up to `num_phases` phases of any distances, and `distance` is None. One launch is then
+    enough for a layer. `loop` is for CPU only. On a GPU, the host would have to wait in each phase to learn its
+    distance.
     """
 
     distance: int | None
@@ -54,11 +52,11 @@ class Exchange(NamedTuple):
 
     Attributes:
         kind: kind of the program.
-        send: `Phase.send` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
-            `[p, num_phases, p * phase_pieces + 1]`. The last entry then selects the branch: 0 for a general phase,
-            `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
-        receive: `Phase.receive` of each phase, `[p, num_phases, *pieces]`. For a program with a loop, the shape is
-            `[p, num_phases, p * phase_pieces]`.
+        send: `Phase.send` of all phases, stacked along axis 1: `[p, num_phases, *pieces]`. If `kind.loop` is set, the
+            shape is `[p, num_phases, p * phase_pieces + 1]`, and the last entry of a phase is its type: 0 for a general
+            phase, `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
+        receive: `Phase.receive` of all phases, stacked along axis 1: `[p, num_phases, *pieces]`. If `kind.loop` is set,
+            the shape is `[p, num_phases, p * phase_pieces]`.
     """
 
     kind: ExchangeKind
@@ -67,10 +65,10 @@ class Exchange(NamedTuple):
 
 
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
-    """Return the kinds of all programs that an instance of `p` ranks can need for the exchanges of `join_phases`.
+    """Return the kinds of all programs that the exchanges of `join_phases` can need on `p` ranks.
 
-    With `loop`, there is only one kind. Without `loop`, there is one kind for a general phase. For each distance, there
-    is a kind for one phase, and above distance 0 also a kind for `PHASES_AT_ONCE` phases.
+    With `loop`, there is only one kind. Without `loop`, there is a kind for one general phase, a kind for one phase of
+    each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -79,9 +77,10 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 
 
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
-    """Group the phases of a plan into exchanges (launches of a program), in the same order.
+    """Divide the phases of a plan into exchanges, in the same order. An exchange is one launch of a program.
 
-    With `loop`, each exchange is for a program with a loop (`ExchangeKind`) and has up to `PHASES_OF_LOOP` phases.
+    With `loop`, an exchange has up to `PHASES_OF_LOOP` phases of any distances. Without `loop`, it has one phase, or
+    `PHASES_AT_ONCE` phases of one distance.
     """
     if loop:
         return [_loop(phases[first : first + PHASES_OF_LOOP]) for first in range(0, len(phases), PHASES_OF_LOOP)]
@@ -122,15 +121,15 @@ def exchange_pieces(
 
     Args:
         extents: KV buffers of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements. Ids of
-            pieces count through all extents.
-        num_read: number of extents to read from, beginning with the first extent.
-        num_written: number of extents to write to, beginning with the first extent.
-        send: ids of the pieces that this rank sends (`Phase.send` of the rank), `[p, phase_pieces]` if `distance` is
-            None, else `[p * phase_pieces]`. For a negative id, arbitrary data are sent (padding).
-        receive: target ids of the pieces that this rank receives, with the shape of `send`. A negative id writes
-            nothing.
+            pieces run over all extents.
+        num_read: pieces are read only from the first `num_read` extents.
+        num_written: pieces are written only to the first `num_written` extents.
+        send: ids of the pieces that this rank sends (its row of `Phase.send`). The shape is `[p, phase_pieces]` if
+            `distance` is None, else `[p * phase_pieces]`. A negative id (padding) sends arbitrary data.
+        receive: ids to which this rank writes the pieces that it receives, with the shape of `send`. A negative id
+            writes nothing.
         distance: distance of the phase, or None for a general phase. In a program with a loop, an int32 scalar array
-            with the branch (see `Exchange`).
+            with the type of the phase (`Exchange.send`).
     """
     p = jax.lax.axis_size(TP_AXIS)
     rows = as_pieces(extents, p)
@@ -156,7 +155,7 @@ def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Float[Array, "pieces elems"]:
     """Return the pieces of KV pages with the given ids. The result for a negative id is arbitrary.
 
-    `rows` is the result of `as_pieces`. Ids count through all arrays of `rows`.
+    `rows` is the result of `as_pieces`. Ids run over all arrays of `rows`.
     """
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
@@ -167,9 +166,7 @@ def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Fl
 
 
 def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array, "pieces elems"]:
-    """Send `pieces` to the rank at `distance`, and return the pieces that arrive from that rank.
-
-    From rank `r`, the rank at `distance` is `r ^ distance`.
+    """Send `pieces` from each rank `r` to rank `r ^ distance`. Return the pieces that arrive from that rank.
 
     `pieces` must be a result of `as_bits`.
     """
@@ -180,19 +177,19 @@ def swap_pieces(pieces: Num[Array, "pieces elems"], distance: int) -> Num[Array,
 
 
 def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array, "pieces elems"]:
-    """Exchange blocks of pieces between all ranks: send block `i` to the rank at distance `i`, for every `i`.
+    """Exchange blocks of pieces between all ranks. Rank `r` sends block `i` to rank `r ^ i`, for every `i`.
 
-    Block `i` has the pieces `Phase.send[rank, i]`. Return the received blocks, concatenated in the order of the
-    distances.
+    Block `i` has the pieces with the ids `Phase.send[r, i]`. Return the received blocks, concatenated in the order of
+    `i`.
     """
     return jnp.concatenate([swap_pieces(block, distance) for distance, block in enumerate(blocks)])
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """Reinterpret elements as unsigned integers of the same size, to send them. 32-bit elements are returned unchanged.
+    """Reinterpret elements as unsigned integers of the same size, so that they are sent unchanged.
 
-    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. 32-bit elements are sent
-    unchanged anyway. To reinterpret them would cost a fifth of the time of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. It sends f32 unchanged, so an
+    array of 32-bit elements is returned as it is. This saves a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
@@ -208,8 +205,8 @@ def scatter_pieces(
 ) -> list[jax.Array]:
     """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays.
 
-    `rows` is the result of `as_pieces`. Ids count through all arrays of `rows`. A negative id writes nothing. All ids
-    that are not negative must differ.
+    `rows` is the result of `as_pieces`. Ids run over all arrays of `rows`. A negative id writes nothing. All other ids
+    must differ.
     """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
@@ -239,7 +236,7 @@ def compile_exchange(
     Args:
         geometry: sizes of the pages.
         dtype: dtype of the extents.
-        group: devices of the merged instance, for a merge and for a split.
+        group: devices of the instance with the higher degree.
         old_extent_pages: number of pages of each extent before the change of degree.
         new_extent_pages: number of pages of each extent after the change. The shorter of the two lists must be a prefix
             of the longer list.

@@ -17,9 +17,9 @@ LayerKV = list[Extent]
 
 
 def extent_starts(num_pages: Iterable[int]) -> tuple[int, ...]:
-    """Return the first page id of each extent (KV buffer), followed by the end of the last extent.
+    """Return the first page id of each extent, and the end of the last extent: (0, 100, 130) for 100 and 30 pages.
 
     Args:
-        num_pages: number of pages of each extent. For ids at a tensor-parallel degree above 1, the number of sub-pages.
+        num_pages: number of pages of each extent. If page ids mean sub-pages (TP2 and higher), numbers of sub-pages.
     """
     return tuple(itertools.accumulate(num_pages, initial=0))

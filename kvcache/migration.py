@@ -1,22 +1,19 @@
 """Plan that moves pieces of KV pages between ranks in phases. No piece is overwritten before it is read.
 
-One compiled program runs a phase, and all phases have the same size. In a phase, all ranks gather the pieces that they
-send, exchange them, and then write the received pieces.
+In a phase, all ranks gather the pieces that they send, exchange them, and then write the received pieces. All phases
+have the same size.
 
-A *slot* is the memory of one piece on one rank. A slot may be written in the phase in which its old piece leaves. A
-move therefore waits for all moves that read its target slot. The waiting move may run in the same phase as the last of
-these moves.
+A *slot* is the memory of one piece on one rank. A *move* copies a piece from a source slot to a target slot. The piece
+that was in the target slot must move before, or in the same phase. There are two cases:
 
-Draw each slot as a point, and each move as an arrow from its source slot to its target slot. Each slot is the target of
-at most one move. The arrows therefore form trees and cycles. The leaves of the trees are free slots.
+* Tree: the moves A -> B and B -> C, where C is a free slot. First B -> C runs, then A -> B, or both in one phase. If a
+  slot has several targets, all these moves run before the slot is written, or in the same phase.
+* Cycle: the moves A -> B, B -> C, C -> D and D -> A. No slot is free, so all moves of a cycle must run in one phase.
 
-A tree is scheduled from its leaves to its root: first the moves into free slots, then the moves into the slots that
-they vacate.
-
-All moves of a cycle must run in one phase. A cycle that is too long for a phase is cut into arcs: runs of consecutive
-slots. A phase rotates the pieces of an arc: every piece moves to the next slot, and the last piece moves to the first
-slot. After that, only the first slots of the arcs have wrong pieces. The moves that correct these slots form a shorter
-cycle, which is scheduled the same way. A plan therefore never needs a free slot, even if all ranks are full.
+A cycle that is too long for a phase is cut into *arcs*, here (A, B) and (C, D). In one phase, the pieces of an arc
+rotate: here the pieces of A and B trade slots, and the pieces of C and D. Now the pieces in B and D are right. The
+pieces in the first slots of the arcs are wrong: A and C must trade. This is a shorter cycle, which is planned in the
+same way. A plan therefore never needs a free slot, even if all ranks are full.
 """
 
 import heapq
@@ -42,9 +39,9 @@ The value was measured on CPU, where a general phase waits for other ranks sever
 class Phase:
     """Pieces of KV pages that the ranks exchange at once.
 
-    A phase runs either between all ranks (a *general* phase), or between pairs of ranks with the same distance. The
-    distance of ranks `r` and `s` is `r ^ s`. `p` is the number of ranks. `phase_pieces` is the argument of
-    `plan_phases`, equal in all phases of a plan. Unused entries of `send` and `receive` are `PADDING`.
+    The *distance* of ranks `r` and `s` is `r ^ s`. In a *general* phase, each rank exchanges pieces with all ranks. In
+    a phase with a distance, each rank exchanges pieces only with the rank at this distance. `p` is the number of ranks,
+    and `phase_pieces` is the argument of `plan_phases`. Unused entries of `send` and `receive` are `PADDING`.
     """
 
     send: Int32[np.ndarray, "p *pieces"]
@@ -63,10 +60,7 @@ class Phase:
 
 
 def phase_shape(num_ranks: int, phase_pieces: int, distance: int | None) -> tuple[int, ...]:
-    """Return the shape of `Phase.send` for one rank.
-
-    The shape is `(num_ranks, phase_pieces)` in a general phase, else `(num_ranks * phase_pieces,)`.
-    """
+    """Return the shape of `Phase.send` for one rank. `distance` is None for a general phase."""
     return (num_ranks, phase_pieces) if distance is None else (num_ranks * phase_pieces,)
 
 
@@ -75,13 +69,13 @@ def plan_phases(
 ) -> list[Phase]:
     """Plan the phases that copy each piece of a KV page from its source to its target. The phases must run in order.
 
-    A piece that moves from rank `r` to rank `s` has the distance `r ^ s`. If many pieces have the same distance, they
-    move in phases of this distance. All other pieces, and pieces that wait for each other, move in general phases.
+    If many pieces move between ranks at the same distance (`Phase`), they move in phases of this distance. All other
+    pieces move in general phases.
 
-    A slot is the memory of one piece on one rank. A source slot may have several targets, and may also be the target of
-    another piece. A slot that is no target keeps its piece. A slot that is both source and target may hold any piece
-    until the last phase has run. All other targets are written once. Temporary memory of a rank: at most
-    `2 * num_ranks * phase_pieces` pieces, for sending and receiving together.
+    A slot is the memory of one piece on one rank. A source slot may have several targets, and may be the target of
+    another piece. A slot that is not a target keeps its piece. The contents of the targets are valid only after the
+    last phase. Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` pieces, for sending and receiving
+    together.
 
     Args:
         source: (rank, piece id) of the source slot of each piece.
@@ -91,8 +85,7 @@ def plan_phases(
             phase with a distance, a rank can send `num_ranks` times as many pieces. At least 2, so that two pieces of
             one rank can trade slots.
 
-    Raises `ValueError` for a negative id, an unknown rank, equal targets, or `phase_pieces` below 2. Every other set of
-    moves has a plan.
+    Raises `ValueError` for a negative id, an unknown rank, equal targets, or `phase_pieces` below 2.
     """
     _check(source, target, num_ranks, phase_pieces)
     if not len(source):
@@ -141,11 +134,12 @@ def _check(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces:
 def _dependencies(
     sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], num_slots: int
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
-    """Find which moves wait for which other moves. Return three arrays `(refill, depth, cyclic)`, indexed by move.
+    """Find which moves wait for which other moves. Return three arrays with an entry for each move:
 
-    `refill` is the index of the move that will fill the source slot of this move, or -1 if there is no such move. The
-    refill waits for this move. `depth` is the length of the chain of waiting moves: the refill, the refill of the
-    refill, and so on. `depth` has no meaning if the chain ends in a cycle. `cyclic` is True if the move is on a cycle.
+    * `refill`: index of the move that writes the source slot of this move, or -1. The refill waits for this move.
+    * `depth`: number of moves in the chain that waits for this move: its refill, the refill of the refill, and so on.
+      The number has no meaning if the chain reaches a cycle.
+    * `cyclic`: whether this move is on a cycle.
 
     Args:
         sources: slot number of the source of each move (`_Timetable` defines slot numbers).
@@ -195,10 +189,9 @@ class _Timetable:
         return free
 
     def _best_distance(self, queues: list[list[int]]) -> int | None:
-        """Return the distance for the next phase: the distance that moves the most pieces per unit of time.
+        """Return the distance at which the next phase moves the most pieces. Return None if a general phase is better.
 
-        Return None if a general phase (between all ranks) moves more. `queues[pair]` has the moves of a pair of ranks
-        that wait for no other move.
+        `queues[pair]` has the moves of a pair of ranks that wait for no other move.
         """
         p, most = self._num_ranks, self._phase_pieces
         # Below this number a general phase is better: chains of waiting moves need fewer general phases.
@@ -218,10 +211,10 @@ class _Timetable:
         refill: Int64[np.ndarray, " M"],
         cyclic: Bool[np.ndarray, " M"],
     ) -> list[int]:
-        """Choose the phase (round of the plan) of each move that is not on a cycle.
+        """Choose the phase of each move that is not on a cycle. Moves with lower indices have priority.
 
-        Return the phase of each move; 0 for a move on a cycle. Moves with lower indices have priority. `refill` and
-        `cyclic` come from `_dependencies`.
+        Return the index of the phase of each move, and 0 for a move on a cycle. `refill` and `cyclic` come from
+        `_dependencies`.
         """
         refills = refill.tolist()
         on_cycle = cyclic.tolist()
@@ -255,11 +248,11 @@ class _Timetable:
     def enter_swaps(
         self, sources: Int64[np.ndarray, " M"], targets: Int64[np.ndarray, " M"], which: Bool[np.ndarray, " M"]
     ) -> tuple[Int64[np.ndarray, "rows 3"], Bool[np.ndarray, " M"]]:
-        """Choose the phases of swaps: pairs of moves that trade slots. Only moves in the mask `which` are considered.
+        """Choose the phases of swaps: pairs of moves that trade slots. Merges and splits consist mostly of swaps.
 
-        Merges and splits in place consist mostly of swaps. Swaps that would fill only part of a phase get no phase
-        here. Return the moves that got a phase, in two forms: as rows `[source slot, target slot, phase]`, and as a
-        mask over all moves.
+        Only moves in the mask `which` are considered. If the last swaps of a distance would fill only a small part of a
+        phase, they get no phase here. Return the moves that got a phase, as rows `[source slot, target slot, phase]`,
+        and a mask of these moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
         into = np.full(p * self._num_ids, -1)
@@ -292,12 +285,12 @@ class _Timetable:
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "rows 3"]:
         """Choose the phases of the moves on cycles. Return rows `[source slot, target slot, phase]`.
 
-        A long cycle is cut into arcs (see the module). The result then has more rows than the cycle has moves.
+        A long cycle is cut into arcs, as the module docstring explains, and has further moves between the arcs.
 
         Args:
             following: next slot on the cycle, for each slot on a cycle. This method empties the dict.
-            ready: first phase in which a slot may be written, by slot. A slot that is missing may be written from phase
-                0 on. This method updates the dict.
+            ready: index of the first phase in which a slot may be written, by slot. Default: 0. This method updates the
+                dict.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -320,12 +313,10 @@ class _Timetable:
         return np.array(moves, np.int64).reshape(-1, 3)
 
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Cut a cycle of slots into arcs (runs of slots). Each pair of ranks has at most `limit` moves in an arc.
+        """Cut a cycle of slots into arcs (runs of slots), in which each pair of ranks has at most `limit` moves.
 
-        Yield `(slots, counts)` for each arc: its slots, and its number of moves by pair of ranks.
-
-        The move from the last slot of an arc to its first slot counts too. Each arc except the last has at least two
-        slots.
+        Yield `(slots, counts)` for each arc. `counts` is the number of moves by pair of ranks, including the move from
+        the last slot of the arc to its first slot. Each arc except the last has at least two slots.
         """
         ranks = [slot // self._num_ids for slot in cycle]
         arc, counts = [cycle[0]], Counter[int]()
@@ -348,10 +339,10 @@ class _Timetable:
         return counts
 
     def _enter(self, counts: dict[int, int], phase: int) -> int:
-        """Reserve `counts[pair]` moves for each pair of ranks, all in the same phase. Return the number of that phase.
+        """Reserve capacity in one phase for `counts[pair]` moves of each pair of ranks. Return the index of the phase.
 
-        A phase is a round of the plan. Phases are tried in order, starting with number `phase`. The first phase with
-        enough free capacity is used. If none has enough, a new phase is added.
+        The result is the first phase with enough capacity, beginning with index `phase`. If no phase has enough
+        capacity, a new phase is added.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)

@@ -74,10 +74,7 @@ def copy_pages(
 def _rows_of(
     rows: Sequence[jax.Array], first_ids: tuple[int, ...], ids: Int32[Array, " pages"]
 ) -> Int32[Array, " pages"]:
-    """Convert page ids to row indices that count through all arrays of `rows`.
-
-    The row index is -1 for an id that is in no KV buffer.
-    """
+    """Convert page ids to row indices, which run over all arrays of `rows`. An id in no KV buffer becomes -1."""
     found = jnp.full_like(ids, -1)
     for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))

@@ -18,8 +18,8 @@ def split_by_extent(
 ) -> tuple[PageTable, ...]:
     """Split block tables into one `PageTable` for each KV buffer (extent).
 
-    Entries are in logical order, packed to the left. If there are several extents, unused entries are 0. If there is
-    one extent, its page ids are `table` unchanged.
+    In each row of a result, the used entries come first, in the order of the sequence. Unused entries are 0. A single
+    extent is an exception: its page ids are `table` unchanged.
 
     Args:
         table: `[B, W]` local page ids in logical order.

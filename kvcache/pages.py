@@ -37,11 +37,11 @@ class PagePool:
 
     @classmethod
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
-        """Join several pools into one. A page of the result has blocks on all ranks of all given pools.
+        """Join several pools into one. A page of the joined pool has a block on each rank of each given pool.
 
-        Layers change their tensor-parallel degree one after another. In the meantime, each page needs blocks for the
-        old degree and for the new degree. A table of the joined pool has the rows of the first pool, then the rows of
-        the second pool, and so on. `tp` of the joined pool is the number of these rows: the sum of the degrees.
+        This is used while layers change their tensor-parallel degree one after another, because each page then needs
+        blocks for the old degree and for the new degree. A table of the joined pool has the rows of the first pool,
+        then the rows of the second pool, and so on. `tp` of the joined pool is the sum of the degrees.
 
         Raises `LayoutError` if two pools share an allocator.
         """
@@ -61,10 +61,7 @@ class PagePool:
 
     @property
     def ranks(self) -> list[tuple[BuddyAllocator, int]]:
-        """`(allocator, block order)` of each rank.
-
-        If two pools have an entry in common, both pools take pages from the same memory.
-        """
+        """`(allocator, block order)` of each rank. Pools with an equal entry take pages from the same memory."""
         return list(zip(self._allocators, self._orders, strict=True))
 
     @property
@@ -120,7 +117,7 @@ class PagePool:
         return np.max(np.array(ranks, np.int32), axis=0)
 
     def _live_units(self, table: Int32[np.ndarray, "tp pages"]) -> list[list[int]]:
-        """Return the first allocator units of all pages of a table, for each rank.
+        """Return the first unit of each page of a table, as one list for each rank.
 
         Raises `ValueError` if a page is free.
         """

@@ -65,18 +65,17 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Object that can free pages for a prefix cache. The pages belong to others, such as paused instances.
+    """Object that can release pages of others, such as paused instances, if a prefix cache needs free pages.
 
-    These pages are in the same allocators as the pages of the cache. In the methods, "the pool" is the pool of the
-    prefix cache that calls the method.
+    These pages and the pool of the prefix cache are in the same allocators.
     """
 
     def num_free_pages(self) -> int:
-        """Return the number of free pages that the pool would have if the lender released all pages that it can."""
+        """Return how many pages of the cache's pool would be free if the lender released all pages that it can."""
         ...
 
     def make_free(self, num_pages: int) -> None:
-        """Release pages until `num_pages` pages are free in the pool, or until no more pages can be released."""
+        """Release pages until the cache's pool has `num_pages` free pages, or until no more pages can be released."""
         ...
 
 
@@ -167,10 +166,10 @@ class PrefixCache:
         `keys` has the keys of all pages from the first page of the sequence on (`PageKeys.keys`). Does nothing if the
         cache is disabled.
 
-        If a key is cached already, its cached page stays, and the page of this sequence is not cached. After the cached
-        page has been evicted, a call with `start=0` caches the page of this sequence.
+        If a key is cached already, its cached page stays, and the page of this sequence is not cached. If the cached
+        page is evicted later, call this method again with `start=0` to cache the page of this sequence.
 
-        The programs that compute the pages may still be running, but must be launched before any program that reads the
+        The programs that compute the pages need not have ended. They must be launched before all programs that read the
         pages. The pages must not be written again.
 
         Raises `ValueError` if the sequence has fewer pages than keys, or if a page is cached under another key.

@@ -3,15 +3,15 @@
 A group of `b` devices holds either one instance of degree `b`, or `k = b / a` instances of degree `a`. Instance `i` of
 degree `a` has the devices `range(i*a, (i+1)*a)` of the group.
 
-A *piece* is a sub-page at degree `b`. Its id is its first unit divided by the units of a piece. Piece `m` of the page
-with id `n` at degree `a` therefore has id `n*k + m`. Heads are in order: piece `m` of rank `j` at degree `a` belongs to
-rank `j*k + m` at degree `b`. If both ranks are the same device, the piece can stay in place.
+A *piece* is a sub-page at degree `b`. On each rank, a page of degree `a` has `k` pieces. If the id of the page is `n`,
+the ids of its pieces are `n*k` to `n*k + k - 1`. Piece `m` of rank `j` at degree `a` belongs to rank `j*k + m` at
+degree `b`. If both ranks are the same device, the piece can stay in place. For example, if four TP1 instances merge,
+piece 2 of each page goes to device 2. It can stay in place if the page is on device 2.
 
 While the layers of a group change one after another, each page has ids in the *old layout* and in the *new layout*.
 Each layout has its own allocators and tables. The functions of this module fill the allocators of the new layout.
 
-A page is a column of a table, as in `kvcache.pages`. A list of tables has one table for each instance of degree `a`,
-with the distinct pages of this instance.
+A list of tables has one table for each instance of degree `a`, with a column for each page of this instance.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,14 +30,14 @@ def place_up(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "b _"]]:
-    """Allocate pages for a merge of `k` instances of degree `a` to degree `b`.
+    """Allocate pages for a merge of `k` instances of degree `a` to degree `b`. Return the new tables in the same order.
 
-    Return the new tables, in the same order. Every piece that can stay in place stays. If one piece moves from device d
-    to device e and another piece moves from e to d, the two pieces trade slots. The remaining pieces get slots from
-    `BuddyAllocator.allocate_many`, so new extents (KV buffers) are filled last.
+    Every piece that can stay in place stays. If one piece moves from device d to device e and another piece moves from
+    e to d, the two pieces trade slots. The remaining pieces get slots from `BuddyAllocator.allocate_many`, so new
+    extents (KV buffers) are filled last.
 
     Args:
-        tables: `[a, P_i]` page ids on each rank, for the distinct pages of instance `i`.
+        tables: `[a, P_i]` page ids on each rank, for the pages of each instance `i`. Each page occurs once.
         references: `[P_i]` number of references that each page gets.
         geometry: sizes of the pages.
         allocators: empty allocators for the new degree, one for each of the `b` devices. They have all extents of the
@@ -91,17 +91,16 @@ def place_down(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "a _"]]:
-    """Allocate pages for a split of degree `b` to `k` instances of degree `a`.
+    """Allocate pages for a split of degree `b` to `k` instances of degree `a`. Return the new tables in the same order.
 
-    Return the new tables, in the same order. For each page, a device needs at most one piece both before and after the
-    split. This piece stays in its slot if two conditions hold. First, the allocator block around the slot is free in
-    the new layout. Second, the slot is at the right position in this block for the piece. The page then gets this
-    block. Other pages get the free blocks that contain the fewest pieces of the old layout, so that few moves wait
-    for other moves.
+    At most one piece of a page is on the same device before and after the split. This piece stays in its slot if the
+    slot has the right position for it in a block of `k` slots, and if this block is free in the new layout. The page
+    then gets this block. All other pages get the free blocks with the fewest pieces of the old layout, so that few
+    moves wait for other moves.
 
     Args:
-        tables: `[b, P_i]` page ids on each rank, for the distinct pages that instance `i` gets (`kvcache.assignment`).
-            A page may go to several instances.
+        tables: `[b, P_i]` page ids on each rank, for the pages that each instance `i` gets (`kvcache.assignment`). A
+            page may go to several instances.
         references: `[P_i]` number of references that each page gets.
         geometry: sizes of the pages.
         allocators: allocators for the new degree, one for each of the `b` devices. Their extents are the first extents
@@ -148,15 +147,14 @@ def moves(
     old_tables: Sequence[Int32[np.ndarray, "_ _"]],
     new_tables: Sequence[Int32[np.ndarray, "_ _"]],
 ) -> tuple[Int64[np.ndarray, "M 2"], Int64[np.ndarray, "M 2"]]:
-    """Return `(sources, targets)` of all pieces that move. These arrays are the inputs of `plan_phases`.
+    """Return the moves of all pieces that do not stay in place, as inputs `(source, target)` of `plan_phases`.
 
-    Each row is (rank, piece id). Ranks are devices of the group. If a page goes to several instances, its sources occur
-    several times.
+    Each row is (device in the group, piece id). If a page goes to several instances, its pieces occur several times.
 
     Args:
-        old_tables: `[tp, P_i]` pages before the change, for each instance `i` of the lower degree.
-        new_tables: tables of the same pages after the change, with the same order of columns. The tables come from
-            `place_up` or `place_down`. Pages that were reserved later are included, and released pages are left out.
+        old_tables: `[tp, P_i]` page ids before the change, for each instance `i` of the lower degree.
+        new_tables: page ids after the change, for the same pages in the same order. The tables come from `place_up` or
+            `place_down`, without pages that were released later, and with pages that were reserved later.
 
     Raises `LayoutError` if the layouts have different numbers of pages.
     """
@@ -197,20 +195,17 @@ def _check_degrees(a: int, b: int, k: int) -> None:
 
 
 def _staying_piece(device: int, a: int, k: int) -> int | None:
-    """Return the index, in a page of degree `a`, of the piece that a device needs at both degrees.
-
-    Return None if the device needs no piece of a page at both degrees.
-    """
+    """Return the index (0 to `k - 1`) of the piece of a degree-`a` page that a device has at both degrees, or None."""
     piece = device - device % a * k
     return piece if 0 <= piece < k else None
 
 
 def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
-    """Return the piece ids of slots on `device` that pieces of `instance` can take over in a trade.
+    """Return the slots on `device`, as piece ids, in which pieces of `instance` are written in a trade of slots.
 
-    All pieces that move from `instance` to `device` come from one device, the sender. The result has the slots of all
-    pieces that move from `device` to the sender. If the sender is `device` itself, these pieces stay in their slots.
-    `own` has the ids of the degree-`a` pages on `device`.
+    All pieces that `device` gets from `instance` come from one device, the sender. The result has the slots of the
+    pieces that `device` sends to the sender. If the sender is `device` itself, these pieces stay in their slots. `own`
+    has the ids of the degree-`a` pages on `device`.
     """
     piece = instance * a + device // k - device % a * k
     return own * k + piece if 0 <= piece < k else own[:0]

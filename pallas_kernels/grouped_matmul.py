@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, each group with a matrix of its own: JAX's kernel for Hopper GPUs."""
+"""Matrix products of groups of rows, with one matrix for each group: JAX's kernel for Hopper GPUs."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ STEPS = 4
 
 
 def unsupported(dtype: jax.typing.DTypeLike, sizes: tuple[tuple[int, int], ...]) -> str | None:
-    """Return the reason why `grouped_matmul` does not run, or None if it does.
+    """Return the reason why `grouped_matmul` does not run on the default device, or None if it runs.
 
-    `sizes` are the numbers of outputs and inputs of the matrices. The default device must be a Hopper GPU.
+    `sizes` has (outputs, inputs) of each kind of matrix.
     """
     device = gpu_device()
     if device is None:
@@ -35,10 +35,11 @@ def unsupported(dtype: jax.typing.DTypeLike, sizes: tuple[tuple[int, int], ...])
 def grouped_matmul(
     rows: Float[Array, "M I"], matrices: Float[Array, "G O I"], group_sizes: Int32[Array, " G"]
 ) -> Float[Array, "M O"]:
-    """Multiply each row by the matrix of its group: `rows[i] @ matrices[g].T`, summed in f32, in the dtype of `rows`.
+    """Multiply each row by the matrix of its group `g`: row i of the result is `rows[i] @ matrices[g].T`.
 
-    The rows of group 0 come first, then the rows of group 1, and so on. Results of rows after the last group are
-    undefined and may be NaN. Call it only if `unsupported` returns None.
+    The first `group_sizes[0]` rows are group 0, the next `group_sizes[1]` rows are group 1, and so on. Results of rows
+    after the last group are undefined and may be NaN. Sums are in f32, and the result has the dtype of `rows`. Call
+    this function only if `unsupported` returns None.
     """
     # A private import of JAX's module takes 2 s, so only GPU programs pay for it.
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu

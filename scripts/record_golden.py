@@ -1,7 +1,7 @@
-"""Record results of `transformers` for the models of the tests in tests/golden. Needs torch.
+"""Record results of `transformers` for the test models, in tests/golden. Needs torch.
 
-Run `python scripts/record_golden.py` after a change of tests/tiny_models.py or tests/chat_prompts.py. With names of
-tiny models, it records only these.
+Run `python scripts/record_golden.py` after a change of tests/tiny_models.py or tests/chat_prompts.py. If arguments name
+tiny models, only these models are recorded.
 """
 
 import json
@@ -66,7 +66,7 @@ class Routing:
 
 
 def load(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the model of `transformers`. MXFP4 weights are expanded."""
+    """Return the model of `transformers`. MXFP4 weights are dequantized."""
     options = EAGER | {"dtype": dtype}
     if "quantization_config" in json.loads((directory / "config.json").read_text()):
         options |= {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -119,7 +119,7 @@ def record(name: str, directory: Path) -> None:
 
 
 def record_default_model() -> None:
-    """Return greedy answers of the default model, with the difference of the two best logits at every step."""
+    """Write greedy answers of the default model, with the difference of the two best logits at every step."""
     directory = ensure_default_model()
     tokenizer = Tokenizer.from_directory(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

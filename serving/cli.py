@@ -59,8 +59,8 @@ _NOT_COMPILED_FOR = (
 class WaitFor(StrEnum):
     """Programs that must be compiled before a server is ready.
 
-    `start` means the programs of the instances with which the server starts. `all` means the programs of all
-    tensor-parallel degrees, and of changes from one degree to another.
+    `start`: the programs of the instances with which the server starts. `all`: the programs of all tensor-parallel
+    degrees, and of changes from one degree to another.
     """
 
     START = "start"

@@ -34,11 +34,11 @@ def flush_or_discard(stream: TextIO | None) -> None:
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """Turn errors that users can cause into a message without a traceback.
+    """Turn errors that users can cause into a message without a traceback, and an exit code.
 
-    Exit codes: 2 for an invalid setting, model name or request; 1 for a damaged checkpoint or a closed stdout; 130 for
-    Ctrl-C. Other errors are bugs and keep their traceback. Import the modules of a command inside the `with` block, so
-    that Ctrl-C during the imports is handled too.
+    The exit code is 2 for an invalid setting, model name or request. It is 1 for a damaged checkpoint or a closed
+    stdout, and 130 for Ctrl-C. Other errors are bugs and keep their traceback. Import the modules of a command inside
+    the `with` block, so that Ctrl-C during the imports is handled too.
     """
     try:
         yield

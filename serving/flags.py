@@ -1,4 +1,4 @@
-"""Command-line options from dataclasses: the type, default and docstring of a field define its option."""
+"""Command-line options from dataclasses. The name, type, default and docstring of a field define its option."""
 
 import ast
 import functools
@@ -28,8 +28,8 @@ class Flags:
             one of bool, int, float, str and Path, possibly with `| None`.
         only: names of the fields that become options. Empty: all fields except the fields in `without`.
         without: names of the fields that do not become options.
-        spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. Other options are named like
-            their fields, with hyphens.
+        spellings: option strings by field name, such as `{"model": ("--model", "-m")}`. If a field has no entry, its
+            option is named like the field, with hyphens.
         defaults: default values by field name, which replace the defaults of the dataclass.
     """
 
@@ -92,11 +92,11 @@ class Flags:
 
 
 def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Add the options of `groups` to a typer command.
+    """Return a decorator that adds the options of `groups` to a typer command.
 
     The first parameter of the command receives a dict with the values of the options by field name. If the user did not
-    give an option, its value is the value in `Flags.defaults`. If `Flags.defaults` has no value for
-    the field, the dict lacks the field. Two groups must not have fields of the same name.
+    give an option, the dict has the value in `Flags.defaults`. If `Flags.defaults` has no value for a field, the dict
+    lacks the field. Two groups must not have fields of the same name.
     """
     generated = [parameter for group in groups for parameter in group.parameters()]
     defaults = {name: value for group in groups for name, value in group.defaults.items()}

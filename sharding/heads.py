@@ -57,14 +57,14 @@ class HeadLayout:
         return cls(num_heads, num_kv_heads, max_tp, 1, kv_heads, group)
 
     def kv_rows(self) -> Int32[np.ndarray, " kv_heads"]:
-        """Return the index of a KV head of the model for each stored KV head; -1 for a zero head."""
+        """Return, for each stored KV head, the index of its KV head in the model, or -1 for a zero head."""
         stored = np.arange(self.kv_heads) // self.kv_copies
         return np.where(stored < self.model_kv_heads, stored, -1).astype(np.int32)
 
     def q_rows(self) -> Int32[np.ndarray, " heads"]:
-        """Return the index of a query head of the model for each stored query head; -1 for padding.
+        """Return, for each of the `kv_heads * group` stored query heads, the index of its query head in the model.
 
-        There are `kv_heads * group` stored query heads.
+        The index is -1 for padding.
         """
         model_group = self.model_heads // self.model_kv_heads
         kv = self.kv_rows()[:, None]

@@ -134,10 +134,10 @@ class SubMeshPool:
 def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool = False) -> jax.Array:
     """Combine single-device buffers of equal shape, one for each rank, into one array. Copies nothing.
 
-    At TP1, return the only buffer. JAX accepts its sharding where the sharding of a mesh of one device is expected.
+    At TP1, return the only buffer. JAX accepts it in place of an array over a mesh of one device.
 
-    JAX's check of all shapes and dtypes would take 80% of the time of a call. Therefore only the first array of each
-    kind is checked. Arrays with equal `replicated`, shape and dtype are of one kind.
+    JAX checks the shapes and dtypes only in the first call for each combination of `replicated`, shape and dtype. A
+    check in each call would take 80% of the time.
 
     Args:
         group: devices of the array.
@@ -190,9 +190,9 @@ def combine(group: SubMesh, arrays: Iterable[jax.Array], parts: Iterable[SubMesh
 
 
 def divide(group: SubMesh, array: jax.Array, parts: Iterable[SubMesh]) -> list[jax.Array]:
-    """Return the parts of a sharded array over `group` that are on smaller groups, as arrays. Copies nothing.
+    """Return, for each smaller group in `parts`, the part of a sharded array over `group` that is on its devices.
 
-    `parts` are groups of devices of `group`.
+    Copies nothing.
     """
     buffers, start = disassemble(group, array), group.start
     return [assemble(part, buffers[part.start - start : part.start - start + part.tp]) for part in parts]

@@ -73,10 +73,7 @@ class FfnShape:
         return {"down": matrix, "gate": matrix, "up": matrix}
 
     def kv_page_elems(self, page_size: int) -> int:
-        """Return the number of elements of a KV page in the engine.
-
-        KV heads include copies and padding for `TP` ranks.
-        """
+        """Return the number of elements of a KV page in the engine, including copies and padding of heads for TP4."""
         kv_heads = HeadLayout.plan(self.num_heads, self.num_kv_heads, TP).kv_heads
         return kv_heads * 2 * page_size * self.head_dim
 
@@ -135,10 +132,10 @@ def rows(model: FfnShape, page_bytes: int) -> list[Row]:
 def engine_rows(model: FfnShape, page_size: int) -> list[Row]:
     """Return the size of each FFN tensor of a model in KV pages of `page_size` tokens, padded as in the engine.
 
-    The inner features of a shard are rounded up until its gate-up tensor and its down tensor fill whole pages. If the
-    model has experts, they are distributed over `TP` ranks, and the experts of a rank are one tensor.
+    The FFN size of a shard is rounded up until its gate-up tensor and its down tensor fill whole pages. If the model
+    has experts, they are distributed over 4 ranks, and the experts of a rank are one tensor.
 
-    Raises `ValueError` if the number of experts is not a multiple of `TP`.
+    Raises `ValueError` if the number of experts is not a multiple of 4.
     """
     page_elems = model.kv_page_elems(page_size)
     if model.num_experts % TP and model.num_experts > 1:

@@ -44,7 +44,8 @@ def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray,
 def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) -> int:
     """Return the smallest number of rows, at least `size`, that fills whole pages of `page_elems` elements.
 
-    `row_elems` has the elements of a row in each of several tensors. The rows must fill whole pages in every tensor.
+    The rows must fill whole pages in each of several tensors. `row_elems` has the number of elements of one row in each
+    tensor.
     """
     step = math.lcm(*(page_elems // math.gcd(r, page_elems) for r in row_elems))
     return -(-size // step) * step
@@ -60,10 +61,9 @@ class Source:
         rows: rows of the tensor that each shard gets. A row is a slice at one index along `axis`. Position i of shard c
             gets row `rows[c, i]`, or zeros if `rows[c, i]` is -1. None: every shard has the whole tensor.
         axis: axis of the tensor that is split over the shards.
-        blocks: positions of this tensor in shards that are stacks of tensors (such as experts). `blocks[c]` is the
-            index of this tensor in the stack of shard c, or None if shard c does not have this tensor. Default: shards
-            are not stacks.
-        start: position along `axis` in a shard at which the rows of this tensor begin. None: after the rows of the
+        blocks: index of this tensor in each shard, if a shard is a stack of tensors, such as the matrices of several
+            experts. `blocks[c]` is None if shard c does not have this tensor. Default: shards are not stacks.
+        start: index along `axis` in a shard at which the rows of this tensor begin. None: after the rows of the
             previous source.
     """
 
@@ -93,21 +93,20 @@ class ParamSpec:
       a device needs at a higher degree are then a subset of the shards that it needs at a lower degree. A merge
       therefore moves no weights.
 
-    At start-up, a device loads all shards, because it must be able to serve alone at degree 1. There is one exception:
-    with a start placement (devices for each layer), a device loads only the shards that its layers use
-    (`weights.layout.WeightLayout.shards_at`). If the embedding is tied to the output projection, a device that computes
-    the projection loads all shards of the projection, and looks up embeddings in these shards.
+    At start-up, a device loads all shards, because it must be able to serve alone at degree 1. If the engine starts
+    with a placement (devices for each layer), a device loads only the shards that its layers use
+    (`weights.layout.WeightLayout.shards_at`).
 
     Attributes:
         kind: name of the parameter, such as `mlp.gate_up`. It is unique in a layer.
-        sources: checkpoint tensors, concatenated along the sharded axis, or stacked (`Source.blocks`).
+        sources: checkpoint tensors. A shard has their rows one after another, or is a stack (`Source.blocks`).
         shard_shape: shape of one shard in computations. Matrices are `[out, in]`, as in checkpoints.
         num_shards: `max_tp` for sharded parameters, 1 for replicated parameters.
         placement: `sharded` or `replicated`, see above.
         page_elems: elements of a KV page. If set, a shard is stored as `[pages, page_elems]`, so that its buffer can
             become KV cache.
-        min_pages: smallest number of pages of a stored shard. It gives the buffers in all kinds of layers the same
-            size. Pages after the shard are zero.
+        min_pages: smallest number of pages of a stored shard. A shard with fewer pages is padded with zeros, so that
+            the buffers of all kinds of layers have the same size.
         init: distribution of random weights.
         strided: whether a rank computes with every p-th shard, see above. Allowed only if the results of all shards are
             added, because then the order of the shards does not matter.
@@ -218,7 +217,7 @@ class ParamSpec:
         return shard.reshape(-1)[: math.prod(self.shard_shape)].reshape(self.shard_shape)
 
     def _placed_sources(self) -> list[tuple[Source, int]]:
-        """Return `(source, position)` for each checkpoint tensor: the position in a shard of its first row."""
+        """Return `(source, index)` for each checkpoint tensor. `index` is the index of its first row in a shard."""
         placed, position = [], 0
         for source in self.sources:
             position = position if source.start is None else source.start

@@ -48,7 +48,7 @@ def rectangle(x: float, y: float, width: float, height: float, color: str, opaci
 
 
 def number_step(width: float) -> int:
-    """Return the distance between layers whose number is shown: 1, 2, 5 or more, so that the numbers do not touch.
+    """Return n such that a picture has room for the number of every n-th layer. n is 1, 2, 5 or more.
 
     Args:
         width: width of the narrowest layer, in units of the SVG.

@@ -1,15 +1,15 @@
 """Placements: the devices that compute each part of a model, for each microbatch. Pure data, without JAX.
 
 A *module* is the attention of a layer (with its KV cache) or the FFN of a layer. A *home* is an aligned group of
-devices that compute modules together. A *replica* is one serving instance. A *microbatch* is a share of its sequences
-that travels through the layers together. A placement has a home for each module and each microbatch, and a home for the
-head: the embedding and the output projection. Examples, as `str(placement)` prints them:
+devices that compute modules together. A *microbatch* is a share of the sequences of an instance that travels through
+the layers together. A placement has a home for each module and each microbatch, and a home for the head: the embedding
+and the output projection. Examples for 30 layers, as `str(placement)` prints them:
 
-    a TP1 replica on device 0             0-29: TP1[0]
-    a TP4 replica                         0-29: TP4[0-3]
-    four TP1 replicas becoming a TP4      0-11: TP1[0], TP1[1], TP1[2], TP1[3]   12-29: TP4[0-3]
+    a TP1 instance on device 0            0-29: TP1[0]
+    a TP4 instance                        0-29: TP4[0-3]
+    four TP1 instances that merge         0-11: TP1[0], TP1[1], TP1[2], TP1[3]   12-29: TP4[0-3]
     layers 5 to 14 replicated             0-4: TP1[0]   5-14: TP1[0], TP1[1]   15-29: TP1[0]
-    experts beside parallel attention     attention 0-29: TP1[0], TP1[1]   ffn 0-29: TP2[0-1]
+    data-parallel attention, FFNs at TP2  attention 0-29: TP1[0], TP1[1]   ffn 0-29: TP2[0-1]
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -213,17 +213,14 @@ class Placement:
         return tuple(found)
 
     def layers_by_home(self, microbatch: int) -> dict[Home, tuple[int, ...]]:
-        """Return the layers whose attention each home (group of devices) computes for a microbatch.
-
-        A KV page of a sequence has the same id in all layers of a home.
-        """
+        """Return, for each home (group of devices), the layers whose attention it computes for a microbatch."""
         layers: dict[Home, list[int]] = {}
         for layer, homes in enumerate(self.attention):
             layers.setdefault(homes[microbatch], []).append(layer)
         return {home: tuple(of) for home, of in layers.items()}
 
     def parallelism(self) -> list[int]:
-        """Return how many different homes compute the attention of each layer. This is the vector P of CoCoServe."""
+        """Return, for each layer, how many homes compute its attention (the vector P in the paper of CoCoServe)."""
         return [len({*a, *f}) if a == f else len(set(a)) for a, f in zip(self.attention, self.ffn, strict=True)]
 
     # Changes
@@ -262,9 +259,9 @@ class Placement:
 
         `module` selects attention, FFN or both.
 
-        A module with several homes divides its microbatches among them as evenly as possible, in the order of the
-        homes. The number of microbatches never shrinks. It grows if a module now has more homes than there are
-        microbatches.
+        The homes of a module share the microbatches as evenly as possible. For example, with 4 microbatches and 2
+        homes, the first home computes microbatches 0 and 1. If a module has more homes than there are microbatches, the
+        number of microbatches grows to the number of homes.
 
         Raises `LayoutError` if a layer does not exist, or if `home` shares a device with a home of such a module.
         """
@@ -309,10 +306,10 @@ class Placement:
         return self._replaced(layers, changed)
 
     def joined(self) -> tuple["Placement", tuple[int, ...]]:
-        """Merge microbatches that have the same homes.
+        """Merge microbatches that have the same homes, and return the new placement.
 
-        Return `(placement, indices)`: the new placement, and for each old microbatch the index of its new microbatch.
-        If a merge would change the share of the sequences that a home computes, nothing is merged.
+        Also return a tuple with the index of the new microbatch for each old microbatch. Nothing is merged if the new
+        microbatches would replace different numbers of old microbatches: a home would get another share of sequences.
         """
         columns = list(zip(*self.attention, *self.ffn, strict=True))
         kinds = list(dict.fromkeys(columns))
@@ -323,7 +320,7 @@ class Placement:
         return Placement(self.head, attention, ffn), tuple(kinds.index(column) for column in columns)
 
     def _chosen(self, layers: range, module: ModuleKind) -> dict[str, list[Homes]]:
-        """Return the homes of attention, FFN or both (`module`), as lists with an entry for each layer of `layers`."""
+        """Return the homes of attention (key "attention") and FFN (key "FFN") in each layer, as `module` selects."""
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
         every = {"attention": self.attention, "FFN": self.ffn}

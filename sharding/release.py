@@ -1,4 +1,4 @@
-"""Order of the release of weight shards: the buffers of shards become KV cache as the tensor-parallel degree grows."""
+"""Order in which the buffers of weight shards become KV cache as the tensor-parallel degree grows."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,14 +9,12 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Buffer of a layer that can become KV cache. Every device has this buffer.
-
-    The buffer holds a weight shard first, and KV pages after its release.
+    """Weight shard on each device whose buffer holds KV pages at higher tensor-parallel degrees.
 
     Attributes:
         spec: parameter of the shards.
-        shards: index of the shard in this buffer, for each device of an aligned group of `max_tp` devices. Devices may
-            hold different shards.
+        shards: index of the shard, for each device of an aligned group of `max_tp` devices. Devices may have different
+            shards.
         degree: lowest tensor-parallel degree at which the buffer is KV cache.
     """
 
@@ -30,15 +28,13 @@ class ReleasedShard:
 
 
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
-    """Return the weight buffers of a layer that can become KV cache, in the order of their release.
+    """Return the weight buffers of a layer that can become KV cache, in the order in which they do so.
 
-    A device can release a shard at a tensor-parallel degree if it needs the shard neither at this degree nor at a
-    higher degree.
+    At a degree p, a device keeps the shards that it needs at degree p or at a higher degree. It can release the others.
 
-    All devices release equally many shards at a degree, so that one program suits all devices. The device that needs
-    the most shards therefore decides how many shards every device keeps. For example, with `max_tp` 4, a device needs
-    two shards at degree 2. If its shard of degree 4 is not one of the two, it needs a third shard, and every device
-    keeps three.
+    All devices release equally many shards, so that one program suits all devices. For example, with `max_tp` 4, each
+    device needs two shards at degree 2. If one device needs a third shard at degree 4, it must keep three shards. Every
+    device then keeps three shards and releases one.
 
     Args:
         specs: parameters of the layer that are stored as KV pages.

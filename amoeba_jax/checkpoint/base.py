@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
         ...
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of a tensor (None: of all tensors).
+        """Free the host memory of one tensor, or of all tensors if `name` is None.
 
         Arrays that were returned earlier stay valid, and the tensors can be read again.
         """
@@ -55,10 +55,10 @@ class Checkpoint(Protocol):
 
 
 class MappedFile:
-    """File that is mapped into memory read-only. Its resident memory can be freed while views of the file exist.
+    """Read-only memory map of a file. Its memory can be freed while views of the file exist.
 
-    Loading reads each tensor once, to copy it to devices. After that, the memory pages of the tensor are useless, but
-    they count as resident memory of the process until they are freed.
+    Each tensor is read once, to copy it to devices. After that, the host no longer needs the tensor, but its bytes
+    still count as resident memory of the process. `release` frees this memory.
     """
 
     def __init__(self, path: Path):
@@ -71,7 +71,7 @@ class MappedFile:
 
         The array is a read-only view of the file, or a copy if the bytes are not aligned.
 
-        Raises `CheckpointError` if the file is closed or too short. `name` is the tensor's name for the message.
+        Raises `CheckpointError` if the file is closed or too short. The message has `name`, the name of the tensor.
         """
         if self._map is None:
             raise CheckpointError(f"{self.path} was closed: open the checkpoint again to read it")

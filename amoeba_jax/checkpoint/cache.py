@@ -23,9 +23,9 @@ def cache_root() -> Path:
 def cached_directory(target: Path, version: str, fill: Callable[[Path], None], num_bytes: int) -> Path:
     """Return the directory `target`. If it is missing, incomplete or of another version, build it first.
 
-    A new directory is renamed to `target` when it is complete, so a killed process never leaves a partial `target`. The
-    sizes of all files are recorded, so that truncated files are noticed. If several processes call this function at
-    once, one process builds the directory, and the others wait.
+    Files are written into a temporary directory, which is renamed to `target` when all files are complete. The sizes of
+    all files are recorded, so that truncated files are noticed. If several processes call this function at once, one
+    process builds the directory, and the others wait.
 
     Args:
         target: cached directory.
@@ -71,7 +71,6 @@ def _build(target: Path, version: str, fill: Callable[[Path], None], num_bytes: 
 
 
 def _is_whole(target: Path, version: str) -> bool:
-    """Return whether `target` has the version `version`, and every file has its recorded size."""
     try:
         marker = json.loads((target / MARKER).read_text())
         return marker["version"] == version and all(

@@ -29,7 +29,7 @@ def ensure_default_model(cache_dir: Path | str | None = None, progress: bool = T
     """Return the directory of the default model in Hugging Face form (bfloat16). The first call converts the model.
 
     Args:
-        cache_dir: cache directory; None: `cache_root()`. The model is written to its subdirectory
+        cache_dir: cache directory. None: `cache_root()`. The model is written to its subdirectory
             `models/smollm2-135m`.
         progress: whether to show the progress of the conversion on stderr. The conversion takes about 5 s.
 

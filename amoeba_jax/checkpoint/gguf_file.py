@@ -110,12 +110,16 @@ class _Reader(GGUFReader):
 
 
 class Entry(NamedTuple):
-    """Position, storage type and shape of one tensor in a GGUF file."""
+    """Position, storage type and shape of one tensor in a GGUF file.
+
+    `shape` counts elements. If the tensor is quantized, `stored_shape` is its shape in bytes. If not, `stored_shape`
+    equals `shape`. `offset` is the offset in the file, in bytes.
+    """
 
     stored_name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]  # in elements of a plain dtype, or in bytes of a quantized kind
+    stored_shape: tuple[int, ...]
     offset: int
     num_bytes: int
 
@@ -170,7 +174,6 @@ class GGUFCheckpoint:
         self.config: dict[str, Any] = self._make_config(rope_freqs)
 
     def names(self) -> frozenset[str]:
-        """Return the Hugging Face names of all tensors."""
         return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -189,7 +192,6 @@ class GGUFCheckpoint:
         return array
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of a tensor (None: of all tensors)."""
         if name is None:
             self._file.release()
         else:
@@ -197,7 +199,6 @@ class GGUFCheckpoint:
             self._file.release(entry.offset, entry.num_bytes)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def write_tokenizer(self, directory: Path) -> None:
@@ -229,10 +230,10 @@ class GGUFCheckpoint:
             ) from error
 
     def _named(self, entry: Entry) -> dict[str, Entry]:
-        """Return the entries of the tensors that a stored tensor contains, by Hugging Face name.
+        """Return the model's tensors that are in one stored tensor, by Hugging Face name.
 
-        A stored tensor with all experts of a layer contains one tensor for each expert. Any other stored tensor
-        contains only itself.
+        If the stored tensor holds all experts of a layer, the result has one entry for each expert. If not, the result
+        has one entry.
         """
         name = self._hf_name(entry.stored_name)
         prefix, experts, part = name.partition(".experts.")
@@ -405,9 +406,9 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
 def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
     """Convert the rows of a query or key projection from llama.cpp's rotary order to Hugging Face's order.
 
-    `array` is the matrix or the bias of the projection. llama.cpp rotates neighboring rows of a head in pairs. Hugging
-    Face rotates row i with row i + h/2, where h is the head size.
-    This function is the inverse of `LlamaModel.permute` in llama.cpp's `convert_hf_to_gguf.py`.
+    `array` is the matrix or the bias of a projection with `num_heads` heads of size h. llama.cpp rotates rows `2i` and
+    `2i + 1` of a head together. Hugging Face rotates rows `i` and `i + h/2` together. This function is the inverse of
+    `LlamaModel.permute` in llama.cpp's `convert_hf_to_gguf.py`.
     """
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
@@ -416,7 +417,7 @@ def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
 def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> np.ndarray:
     """Return the divisor of each rotary frequency in Llama 3.1, f32 `[head_dim / 2]`.
 
-    The formula is that of Meta's `apply_scaling`.
+    `scaling` is the `rope_scaling` of a config.json. The formula is that of Meta's `apply_scaling`.
     """
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

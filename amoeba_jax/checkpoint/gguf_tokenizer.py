@@ -142,8 +142,8 @@ class Vocabulary:
     def end_ids(self) -> list[int]:
         """Return the ids of the tokens that end a generation: end of text, end of turn and end of message.
 
-        Many files of chat models declare only the end of text. All control tokens with a name in `ENDS` are therefore
-        added.
+        Many files of chat models declare only the end of text. The result therefore also has all control tokens whose
+        name is in `ENDS`.
         """
         named = [self.special_id(role) for role in ("eos", "eot", "eom")]
         known = [
@@ -237,10 +237,10 @@ class Vocabulary:
 
 
 def _merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Convert SentencePiece's scores to equivalent BPE merge rules: pairs of a left and a right piece.
+    """Convert SentencePiece's scores to equivalent BPE merge rules: pairs of a left and a right token.
 
-    Each way to split a piece into two known pieces is a rule. Rules for pieces with higher scores come first. Rules
-    with equal scores are in the order of `generate_merges` in transformers' `convert_slow_tokenizer.py`.
+    Each way to split a token into two tokens of the vocabulary is a rule. Rules for tokens with higher scores come
+    first. Rules with equal scores are in the order of `generate_merges` in transformers' `convert_slow_tokenizer.py`.
     """
     ranked: list[tuple[float, int, int, str, str]] = []
     for piece, token_id in ids.items():

@@ -20,10 +20,10 @@ _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
 
 
 class Mxfp4Checkpoint:
-    """View of a checkpoint that expands MXFP4 weights to bfloat16, without loss.
+    """View of a checkpoint in which MXFP4 weights are bfloat16. The conversion is exact.
 
-    For a projection X, the stored tensors `experts.X_blocks [E, out, in / 32, 16]` and `experts.X_scales
-    [E, out, in / 32]` hold all `E` experts. The view has one tensor for each expert instead, such as
+    For a projection X, the stored tensors `experts.X_blocks [E, out, in / 32, 16]` and
+    `experts.X_scales [E, out, in / 32]` hold all `E` experts. The view has one tensor for each expert instead, such as
     `experts.0.X_rows [out, in]` for expert 0.
     """
 
@@ -44,11 +44,9 @@ class Mxfp4Checkpoint:
             self._places |= {f"{prefix}.{expert}.{kind}{ROWS}": (name, expert) for expert in range(blocks[0])}
 
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors."""
         return frozenset(self._plain | self._places.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         if name not in self._places:
             return self._stored.shape(name)
         _, out, blocks, _ = self._stored.shape(self._places[name][0])
@@ -67,7 +65,6 @@ class Mxfp4Checkpoint:
         return self._last.tensor
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of a tensor (None: of all tensors)."""
         vars(self._last).clear()
         if name not in self._places:
             self._stored.release(name)
@@ -84,7 +81,7 @@ class Mxfp4Checkpoint:
 def expand(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return the weights that MXFP4 blocks encode, as bfloat16 `[..., 32]`.
 
-    A block has 32 numbers of 4 bits, and one scale. A weight is its number times `2 ** (scale - 127)`.
+    A block has 32 numbers of 4 bits, and one scale. A weight is a number of the block times `2 ** (scale - 127)`.
 
     Args:
         blocks: uint8 `[..., 16]`. Each byte has two numbers. The first number is in the lower 4 bits.

@@ -28,7 +28,7 @@ class OrbaxCheckpoint:
 
     If the loading engine uses other sizes (`ModelDims`), `reader` converts the shards.
 
-    Raises `CheckpointError` if the directory has another format, is damaged, or has a changed `config.json`.
+    Raises `CheckpointError` if the directory has another format or is damaged, or if its `config.json` was changed.
     """
 
     def __init__(self, directory: Path):

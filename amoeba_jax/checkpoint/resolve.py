@@ -29,7 +29,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Files of a model that was found on this machine."""
+    """Name, path and format of a model that was found on this machine."""
 
     name: str
     """Name of the model for clients: the last part of the path or hub name."""

@@ -67,7 +67,6 @@ class SafetensorsCheckpoint:
             self._files[shard] = MappedFile(path)
 
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors."""
         return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -92,7 +91,6 @@ class SafetensorsCheckpoint:
         return self._files[entry.shard].view(name, np.dtype(np.uint8), entry.shape, entry.offset)
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of a tensor (None: of all tensors)."""
         if name is not None:
             entry = self._entry(name)
             itemsize = DTYPES.get(entry.dtype, np.dtype(np.uint8)).itemsize
@@ -102,7 +100,6 @@ class SafetensorsCheckpoint:
             file.release()
 
     def close(self) -> None:
-        """Close all files."""
         for file in self._files.values():
             file.close()
 
@@ -162,10 +159,11 @@ def _weights_file(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _shards(directory: Path, source: str) -> dict[str, set[str]]:
-    """Return the weights files that the index `source` lists, with the names of the tensors in each file.
+    """Return the names of the weights files, each with the set of its tensors.
 
-    If `source` is a weights file itself, return only this file, with an empty set. Raises `CheckpointError` if the
-    index is damaged or a weights file is missing.
+    `source` is an index that lists the weights files, or a single weights file. For a single file, the set is empty.
+
+    Raises `CheckpointError` if the index is damaged or a weights file is missing.
     """
     if not source.endswith(INDEX_SUFFIX):
         return {source: set()}

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors have other names than in the model, or hold several tensors of the model."""
+"""View of a checkpoint in which stored tensors have other names, or are split into several tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from amoeba_jax.models.families.fields import Split
 
 
 class SplitCheckpoint:
-    """View of a checkpoint that renames stored tensors, or splits them into several tensors.
+    """View of a checkpoint in which stored tensors have other names, or are split into several tensors.
 
     Args:
-        stored: checkpoint with the stored tensors. Closing the view closes this checkpoint.
-        split: function that divides a stored tensor into named tensors. It returns None for a tensor that stays whole.
+        stored: checkpoint to read. Closing the view closes this checkpoint.
+        split: function of the name and the array of a stored tensor. It returns arrays by their names in the view, or
+            None if the tensor keeps its name and is not split.
     """
 
     def __init__(self, stored: Checkpoint, split: Split):
@@ -29,15 +30,13 @@ class SplitCheckpoint:
             self._places |= {part: (name, shape) for part, shape in shapes.items()}
 
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors."""
         return frozenset(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return self._places[name][1] if name in self._places else self._stored.shape(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor. A part of a stored tensor is returned without a copy."""
+        """Return a tensor. If it is a part of a stored tensor, it is not copied."""
         if name not in self._places:
             return self._stored.read(name)  # raises
         stored = self._places[name][0]
@@ -46,7 +45,7 @@ class SplitCheckpoint:
         return tensor if parts is None else parts[name]
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of the stored tensor that contains the tensor `name`. None: of all stored tensors."""
+        """Free the host memory of the stored tensor that contains `name`, or of all tensors if it is None."""
         self._stored.release(None if name is None else self._places[name][0])
 
     def close(self) -> None:

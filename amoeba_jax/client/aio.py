@@ -74,7 +74,7 @@ class AsyncClient:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[results.Chunk, None]:
-        """Yield the generated text of a prompt in chunks, as the chunks arrive. Leaving the loop aborts the request."""
+        """Yield the generated text of a prompt in chunks, like `Client.stream`. Leaving the loop aborts the request."""
         message = requests.generate_request(prompt, params, request_id, cache_salt)
         deadline = Deadline(timeout_s)
         call, response = await self._retried(lambda: self._start(message, deadline), deadline)
@@ -103,7 +103,7 @@ class AsyncClient:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> list[results.Generation]:
-        """Return all samples of a prompt when all of them are finished. Use `asyncio.gather` for many prompts."""
+        """Return all samples of a prompt when all are finished. Use `asyncio.gather` for many prompts."""
         stream = self.stream(prompt, params, request_id=request_id, cache_salt=cache_salt, timeout_s=timeout_s)
         async with aclosing(stream):
             return results.collect([chunk async for chunk in stream])
@@ -124,7 +124,10 @@ class AsyncClient:
         return results.read_model_info(await self._call(self._inference.GetModelInfo, message, timeout_s))
 
     async def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End a request of this client or any other client. Return whether the request was running or waiting."""
+        """Abort a request. Return False if there is no such request.
+
+        Requests of other clients can be aborted with the admin token, or if the server has no tokens.
+        """
         message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
         return (await self._call(self._inference.Abort, message, timeout_s)).aborted
 
@@ -162,8 +165,8 @@ class AsyncClient:
     ) -> results.Transformation:
         """Merge or split instances (serving replicas) while requests run. Return a report at the end.
 
-        Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". If the transformation
-        takes longer than `timeout_s` seconds (None: no limit), the call fails.
+        Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". After `timeout_s`
+        seconds (None: no limit), the call fails, and the transformation continues.
         """
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running, order
@@ -189,9 +192,8 @@ class AsyncClient:
     ) -> results.PlacementChange:
         """Replicate layers of an instance on another device while requests run.
 
-        Arguments are the same as for `LLM.replicate`. If the change takes longer than `timeout_s` seconds (None: no
-        limit), the call fails, and the change continues. `timeout_s` has the same effect in `evict`, `migrate`,
-        `scale_out` and `scale_in`.
+        Arguments are the same as for `LLM.replicate`. After `timeout_s` seconds (None: no limit), the call fails, and
+        the change continues. This also holds for `evict`, `migrate`, `scale_out` and `scale_in`.
         """
         message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
         return await self._change_placement(self._admin.Replicate, message, timeout_s)
@@ -241,7 +243,7 @@ class AsyncClient:
     ) -> results.PlacementChange:
         """End the instance (serving replica) on a device.
 
-        Another instance, with the id `instance`, continues the requests of the ended instance.
+        Its requests continue on another instance, whose id is `instance`.
         """
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)

@@ -39,7 +39,7 @@ class Route:
     """
 
     def __init__(self, target: str):
-        """Read `HOST[:PORT]`, `[IPV6][:PORT]` or a target in gRPC's own syntax. Raises `ConfigError`."""
+        """Parse `HOST[:PORT]`, `[IPV6][:PORT]` or gRPC's own syntax. Raises `ConfigError` for any other text."""
         self.target, host = grpc_target(target, DEFAULT_PORT)
         self.options: tuple[tuple[str, int], ...] = _CHANNEL_OPTIONS
         self.proxy_variable: str | None = None

@@ -143,9 +143,9 @@ def transform_request(
 def layers_request(
     message: type[_LayersRequest], layers: range, device: int, instance: int, modules: str
 ) -> _LayersRequest:
-    """Return the message for a request to replicate, evict or migrate layers.
+    """Return a message of the type `message`: a request to replicate, evict or migrate layers.
 
-    The arguments are as in `Client.replicate`.
+    The other arguments are as in `Client.replicate`.
 
     Raises `RequestError` if an index is below 0, `layers` is not a range of consecutive layers, or `modules` is
     unknown.
@@ -163,7 +163,7 @@ def layers_request(
 def index(name: str, value: int) -> int:
     """Check the index of a device, an instance or a layer, and return the index.
 
-    `name` names the index in the error message. Raises `RequestError` if the index is below 0 or too large.
+    `name` is used in the error message. Raises `RequestError` if the index is below 0 or too large.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _INDEX_LIMIT:
         raise RequestError(f"{name}={shorten(value)} must be an integer from 0 to {_INDEX_LIMIT - 1}")

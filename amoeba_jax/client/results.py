@@ -36,10 +36,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """New output of one sample of a request. `index` is the index of the sample, below `SamplingParams.n`.
+    """New output of one sample of a request.
 
-    `amoeba_jax.outputs.CompletionOutput` defines `finish_reason` and `stop_reason`. Both fields are None before the
-    last chunk of the sample.
+    Chunks with `prompt_logprobs` come first. They belong to sample 0 and have no other content.
+
+    Attributes:
+        index: index of the sample, below `SamplingParams.n`.
+        finish_reason: reason why the sample ended (`outputs.FinishReason`). None before the sample's last chunk.
+        stop_reason: stop string or id of the stop token that ended the sample. None in all other cases.
+        usage: usage of the whole request. Only the last chunk of a request has it.
+        prompt_logprobs: log-probabilities of the next positions of the prompt, after the positions in earlier chunks.
+            The entry of the first position is None.
     """
 
     request_id: str
@@ -50,18 +57,18 @@ class Chunk:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     usage: Usage | None
-    """Usage of the whole request. Only the last chunk of a request has it."""
     prompt_logprobs: tuple[Position | None, ...] = ()
-    """Log-probabilities of the next positions of the prompt, after the positions in earlier chunks.
-
-    The entry of the first position is None. Chunks with this field come first, belong to sample 0, and have no other
-    content.
-    """
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished sample."""
+    """One finished sample of a request.
+
+    Attributes:
+        usage: usage of the whole request.
+        prompt_logprobs: log-probabilities of each prompt token, equal for all samples of the request. The first entry
+            is None. The field is None if the request did not ask for log-probabilities of the prompt.
+    """
 
     request_id: str
     index: int
@@ -71,17 +78,12 @@ class Generation:
     finish_reason: FinishReason
     stop_reason: int | str | None
     usage: Usage
-    """Usage of the whole request."""
     prompt_logprobs: tuple[Position | None, ...] | None = None
-    """Log-probabilities of each prompt token, equal for all samples of the request. The first entry is None.
-
-    The field is None if the request did not ask for log-probabilities of the prompt.
-    """
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Model of a server. `max_model_len` is the largest number of tokens of a prompt and its output together."""
+    """Model that a server serves. `max_model_len` limits the tokens of a prompt and its output together."""
 
     model: str
     server_version: str
@@ -97,7 +99,16 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Instance:
-    """One serving replica of a server."""
+    """One instance (serving replica) of a server.
+
+    Attributes:
+        running: number of running requests.
+        kv_cached_pages: KV pages with cached prompts of earlier requests. They are evicted if running requests need
+            pages.
+        paused: number of paused requests. They resume after a transformation back to `paused_degree`.
+        phase: `serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching).
+        placement: devices that compute each layer. None: unknown, because the server is older than this client.
+    """
 
     id: int
     devices: tuple[int, ...]
@@ -107,12 +118,9 @@ class Instance:
     kv_total_pages: int
     kv_cached_pages: int
     paused: int = 0
-    """Number of paused requests. They resume after a transformation back to `paused_degree`."""
     paused_degree: int = 0
     phase: str = ""
-    """`serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
     placement: Placement | None = None
-    """Devices that compute each layer. None: unknown, because the server is older than this client."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ class Transformation:
     Attributes:
         tensor_parallel_size: requested tensor-parallel degree.
         seconds: seconds from the call to the end, including compilation of missing programs.
-        prepare_s: part of `seconds` in which the engine itself compiled missing programs.
+        prepare_s: part of `seconds` in which the engine compiled missing programs, not counting background compilation.
         moved_bytes: bytes of KV cache that moved, on all devices together.
         extra_bytes: largest number of temporary bytes on any device.
         steps: number of model steps that ran on the affected devices during the transformation.
@@ -175,6 +183,7 @@ class PlacementChange:
 
     Attributes:
         kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
+        device: device to which the layers were copied or moved, or from which they were removed.
         layers: index of the first layer of the change, and the index after the last layer.
         seconds: seconds from the call to the end.
         copied_bytes: bytes of weights that were copied between devices.

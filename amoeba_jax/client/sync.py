@@ -142,7 +142,10 @@ class Client:
         return results.read_model_info(self._call(self._inference.GetModelInfo, pb.GetModelInfoRequest(), timeout_s))
 
     def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End a request of this client or any other client. Return whether the request was running or waiting."""
+        """Abort a request. Return False if there is no such request.
+
+        Requests of other clients can be aborted with the admin token, or if the server has no tokens.
+        """
         message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
         return self._call(self._inference.Abort, message, timeout_s).aborted
 
@@ -178,8 +181,8 @@ class Client:
     ) -> results.Transformation:
         """Merge or split instances (serving replicas) while requests run. Return a report at the end.
 
-        Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". If the transformation
-        takes longer than `timeout_s` seconds (None: no limit), the call fails.
+        Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". After `timeout_s`
+        seconds (None: no limit), the call fails, and the transformation continues.
         """
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running, order
@@ -205,9 +208,8 @@ class Client:
     ) -> results.PlacementChange:
         """Replicate layers of an instance on another device while requests run.
 
-        Arguments are the same as for `LLM.replicate`. If the change takes longer than `timeout_s` seconds (None: no
-        limit), the call fails, and the change continues. `timeout_s` has the same effect in `evict`, `migrate`,
-        `scale_out` and `scale_in`.
+        Arguments are the same as for `LLM.replicate`. After `timeout_s` seconds (None: no limit), the call fails, and
+        the change continues. This also holds for `evict`, `migrate`, `scale_out` and `scale_in`.
         """
         message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
         return self._change_placement(self._admin.Replicate, message, timeout_s)
@@ -253,7 +255,7 @@ class Client:
     def scale_in(self, device: int, instance: int = 0, *, timeout_s: float | None = None) -> results.PlacementChange:
         """End the instance (serving replica) on a device.
 
-        Another instance, with the id `instance`, continues the requests of the ended instance.
+        Its requests continue on another instance, whose id is `instance`.
         """
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)

@@ -1,10 +1,10 @@
-"""Workarounds for XLA on CPU.
+"""Workarounds for XLA on CPU. They use private parts of JAX.
 
-The workarounds load a compiled program on devices for which it was not compiled, choose compile options, and evict
-programs before the process runs out of memory mappings.
+A compiled program can be loaded on devices for which it was not compiled. Programs are evicted before the process runs
+out of memory mappings. Compile options make compilation or steps faster.
 
-This package uses private parts of JAX. Other packages import only the names in `__all__`. On GPU and TPU,
-`compile_or_load` only compiles a program through JAX's persistent cache.
+Other packages import only the names in `__all__`. On GPU and TPU, `compile_or_load` only compiles a program through
+JAX's persistent cache.
 """
 
 from amoeba_jax.cpu_cache.compile_options import Options, few_kernels, step_options

@@ -27,8 +27,8 @@ class Obtained:
     Attributes:
         compiled: executable for the requested devices.
         portable: the program as bytes, for other devices too. None: the program cannot be written as bytes.
-        cached: whether the program was loaded from a cache or from bytes, and not compiled.
-        relocated: whether the program was compiled for other devices, and was loaded from `portable`.
+        cached: whether the program was loaded from a cache or from bytes. False: XLA compiled it.
+        relocated: whether the program was loaded from bytes that the caller had, compiled for other devices.
     """
 
     compiled: jax.stages.Compiled
@@ -38,7 +38,7 @@ class Obtained:
 
 
 class _LatestProgram(threading.local):
-    """Origin of the program that this thread compiled or loaded last. Listeners of JAX's events set the attributes.
+    """Origin of the program that this thread compiled or loaded last, as JAX's events report it.
 
     Attributes:
         is_new: whether XLA compiled the last program. False: it came from JAX's persistent cache.
@@ -81,8 +81,8 @@ def compile_or_load(
     Args:
         compile: function that compiles the program for `devices`.
         devices: devices that run the program.
-        model: sizes of the model, as part of the key in the disk cache. "": the program is not kept on disk.
-        program: rest of the key: all other properties of the program except its devices.
+        model: sizes of the model, one part of the key in the disk cache. "": the disk cache is not used.
+        program: the other part of the key: all other properties of the program except its devices.
         portable: bytes of the same program, compiled for another group with the same number of devices. None: the
             program is looked up on disk.
     """

@@ -1,9 +1,9 @@
 """Disk cache of compiled programs, for CPU.
 
-One entry serves all groups with the same number of devices. An entry is found by its key, without tracing the program.
+One entry serves all groups with the same number of devices. A program need not be traced to find its entry.
 
-Entries are in the directory of JAX's persistent compilation cache, in JAX's format. JAX's size limit, JAX's lock and
-the repairs of `compile_cache` therefore apply to the entries too.
+Entries are in the directory of JAX's persistent compilation cache, in JAX's format. They count for JAX's size limit.
+`enable_compile_cache` repairs them too.
 
 The key covers all inputs of a compilation: the shapes of the program, the sizes of the model, the source of this
 project, versions, settings, and the kind of processor. It does not cover functions that are patched at run time. Turn
@@ -51,7 +51,6 @@ _lock = threading.Lock()
 
 
 def _hash_source() -> str:
-    """Return a hash of this project's Python files."""
     digest = hashlib.sha256()
     for package in _SOURCES:
         for file in sorted((_ROOT / package).rglob("*.py")):
@@ -142,7 +141,7 @@ class CacheEntry:
 def without_jax_cache_writes() -> Iterator[None]:
     """Stop JAX from writing programs to its cache, inside this context and in this thread.
 
-    Use it where this module writes the same programs to the same directory.
+    This module writes these programs to the same directory. Without this context, they would be stored twice.
     """
     setting, directory = _min_compile_time(), jax.config.values["jax_compilation_cache_dir"]
     if setting is None or not directory or not may_hold_programs(directory):
@@ -156,7 +155,7 @@ def without_jax_cache_writes() -> Iterator[None]:
 def _min_compile_time() -> Any:
     """Return JAX's setting for the minimum compile time of cached programs, or None if JAX lacks the setting.
 
-    Called with a value, the setting returns a context manager that applies the value to this thread.
+    `with setting(seconds):` changes the setting in this thread.
     """
     try:
         from jax._src.config import persistent_cache_min_compile_time_secs
@@ -173,7 +172,7 @@ def _jax_cache() -> Any:
 
 
 def _cache(device: jax.Device) -> Any:
-    """Return JAX's object for its cache directory.
+    """Return JAX's object that reads and writes its cache directory.
 
     Return None if there is no cache, if other users can write to the directory, or if the device is not a CPU.
     """
@@ -189,7 +188,7 @@ def _cache(device: jax.Device) -> Any:
 
 @functools.cache
 def _environment() -> str:
-    """Return the parts of a cache key that stay the same while the process runs."""
+    """Return the parts of a key that are the same for all programs of this process."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax")]
     flags = [f"{name}={os.environ.get(name)}" for name in ("XLA_FLAGS", "JAX_PALLAS_INTERPRET")]
     return "\n".join([f"format {_FORMAT}", *versions, *flags, platform.python_version(), _processor(), _SOURCE_HASH])

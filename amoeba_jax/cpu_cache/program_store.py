@@ -114,7 +114,6 @@ def _num_mappings() -> int:
 
 
 def _max_mappings() -> int | None:
-    """Return the limit of Linux for the memory mappings of a process, or None on other systems."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):

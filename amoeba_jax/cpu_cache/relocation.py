@@ -1,9 +1,9 @@
 """Compiled programs as bytes, which load on any group with the same number of devices.
 
-Loading takes milliseconds; compiling takes seconds. JAX has no public function that loads a program on other devices:
-`jax.experimental.serialize_executable` loads a program only on the devices for which it was compiled. This module loads
-a program on other devices with private parts of JAX 0.10 to 0.12, which are looked up once. If a version of JAX lacks
-these parts, a warning is logged, and programs are compiled for each group of devices.
+Loading takes milliseconds. Compiling takes seconds. JAX's `jax.experimental.serialize_executable` loads a program only
+on the devices for which it was compiled. This module uses private parts of JAX 0.10 to 0.12 to load a program on other
+devices. If a version of JAX lacks these parts, a warning is logged, and each group of devices compiles its own
+programs.
 
 XLA has two limits (JAX 0.10.2). A program that was loaded from bytes cannot be converted to bytes again. A program that
 sorts can be converted only once.
@@ -110,7 +110,7 @@ def _private_jax() -> _PrivateJax | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler like JAX's own for executables, except that it writes a device as its index in the group."""
+    """Pickler of executables, like JAX's own. It stores a device as its index in the group."""
 
     def __init__(self, file: io.BytesIO, devices: Sequence[jax.Device]):
         super().__init__(file)

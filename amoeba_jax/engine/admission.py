@@ -28,8 +28,8 @@ class Admission:
     Without a scheduler, the engine calls `admit` in each turn of its loop. With a scheduler, the engine does not call
     `admit`. The scheduler then calls methods such as `start`, `preempt` and `offload`.
 
-    A lane is a group of sequences that travel through the layers of an instance together. If a request has several
-    samples (`n > 1`), the first sample is the leader. The further samples can share the prompt pages of the leader.
+    If a request has several samples (`n > 1`), the first sample is the leader. The further samples can share the prompt
+    pages of the leader.
     """
 
     def __init__(
@@ -45,11 +45,10 @@ class Admission:
         self._geometry = cluster.dims.pages
 
     def admit(self) -> None:
-        """Start waiting sequences in the order of the queue, until the next sequence must wait for room.
+        """Start waiting sequences in the order of the queue, until a sequence finds no room.
 
-        If there is no room for the next sequence, preempt sequences of a lower priority. If that does not suffice,
-        start no further sequence. Sequences that are later in the queue can therefore not overtake the next sequence.
-        Only sequences that wait for the compilation of a program are overtaken.
+        If a sequence finds no room, preempt sequences of a lower priority. If that does not suffice, stop. No later
+        sequence of the queue can then overtake this one. Skip sequences that wait for the compilation of a program.
 
         Reject sequences whose deadline has passed, and sequences that are too long for every instance.
         """
@@ -76,7 +75,7 @@ class Admission:
     def awaits_program(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence needs a program that is not compiled yet.
 
-        The missing programs are then compiled in the background.
+        If so, start to compile the missing programs in the background.
         """
         wanted = []
         for instance in self._cluster.instances:
@@ -102,7 +101,7 @@ class Admission:
     def _never_fits(self, sequence: Sequence) -> bool:
         """Return whether a sequence is too long for every instance.
 
-        Return False during a change, and while devices are out of service. Larger instances may follow in these cases.
+        During a change, or while devices are out of service, return False: larger instances may follow.
         """
         if self._changes.busy or self._cluster.lost:
             return False
@@ -113,7 +112,7 @@ class Admission:
     def start(self, instance: Instance, sequence: Sequence) -> None:
         """Start a waiting sequence on an instance.
 
-        Raises `RequestError`, and changes nothing, if the sequence does not wait or does not fit on the instance.
+        Raises `RequestError`, and changes nothing, if the sequence is not waiting or does not fit on the instance now.
         """
         most = sequence.max_total_tokens
         if sequence not in self._sequences.waiting or sequence.num_in_flight:
@@ -176,10 +175,10 @@ class Admission:
     # Start of one sequence
 
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Let a sequence of the queue run in a lane. Give the sequence pages and a slot (place for a running sequence).
+        """Move a sequence from the queue into a lane. Give the sequence pages and a slot.
 
-        If that fails, the sequence ends with an error. Other sequences continue. The programs that run here can lose
-        only the KV cache and the sampling state. If one of them is lost, the instance is recovered.
+        If this fails, only this sequence ends with an error. If the failure has also destroyed KV cache or sampling
+        state, the instance gets new buffers (`Steps.recover`).
         """
         self._sequences.waiting.remove(sequence)
         try:
@@ -217,8 +216,8 @@ class Admission:
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
         """Let a further sample of a request share the prompt pages of its leader.
 
-        The further sample gets a copy of the last prompt page. In this copy, the further sample computes the last token
-        of the prompt again.
+        The sample gets its own copy of the last prompt page. It computes the last prompt token again, to get the logits
+        for its first output token.
         """
         leader = sequence.leader
         assert leader is not None, "only siblings fork"
@@ -237,10 +236,10 @@ class Admission:
     # Search for an instance. These methods change nothing.
 
     def leader_home(self, sequence: Sequence) -> Instance | None:
-        """Return the instance where a further sample of a request can share the prompt pages of its leader.
+        """Return the instance where `sequence` can share its leader's prompt pages now. Return None if there is none.
 
-        Return None if there is no such instance. The instance must have a free slot. One page must be available for a
-        copy of the last prompt page.
+        The leader's prompt must be computed. The instance must have a free slot, and an available page for a copy of
+        the last prompt page.
         """
         leader = sequence.leader
         if leader is None or sequence.host_pages is not None or sequence.num_generated:
@@ -280,8 +279,8 @@ class Admission:
     def _lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
         """Return the lane of an instance in which to start a sequence. Return None if no lane has room.
 
-        A further sample of a request may be able to share the prompt pages of the first sample. It then gets the lane
-        of the first sample. Any other sequence gets the lane with the most available pages.
+        If the sequence can share the prompt pages of its leader here, return the leader's lane. Otherwise, return the
+        lane with the most available pages among the lanes with room.
         """
         if self.leader_home(sequence) is instance:
             assert sequence.leader is not None, "it has a home"
@@ -300,13 +299,12 @@ class Admission:
     def _victims(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences to preempt so that `sequence` can start. Return [] if preemption does not suffice.
 
-        The returned sequences hold pages that one lane can use. The priority of a sequence is `Sequence.rank`.
+        Each lane is tried separately. First, try to preempt paused sequences of the same or a lower priority
+        (`Sequence.rank`). If they do not suffice, try running sequences of a lower priority, the last in
+        `Sequence.order` first.
 
-        If enough pages belong to paused sequences of the same or a lower priority, only such sequences are returned.
-        Otherwise, running sequences of a lower priority are returned. Among these, sequences that are last in
-        `Sequence.order` are taken first.
-
-        If preemption suffices in several lanes, choose the lane where the preempted sequences are the least important.
+        If several lanes are possible, compare the most important preempted sequence of each lane. Choose the lane where
+        this sequence is the least important.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
         for instance, lane in self._suitable(sequence):
@@ -324,7 +322,7 @@ class Admission:
         return max(found, key=lambda item: item[0])[1] if found else []
 
     def _suitable(self, sequence: Sequence) -> list[tuple[Instance, Lane]]:
-        """Return `(instance, lane)` for each lane that could hold a sequence if the lane were empty."""
+        """Return `(instance, lane)` for each lane that is large enough for a sequence, even if the lane is full now."""
         return [
             (instance, lane)
             for instance in self._cluster.instances
@@ -344,16 +342,15 @@ class Admission:
         return sequence.page_keys.keys[: (sequence.num_known - 1) // self._geometry.page_size]
 
     def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
-        """Return the number of tokens that must fit in the available pages of a lane before a sequence starts there.
+        """Return the number of tokens for which a lane must have available pages before `sequence` starts there.
 
-        The number counts the known tokens of `sequence`. The number also counts one page for the next tokens of
-        `sequence`, and one page for the next tokens of each running sequence. Without these pages, `sequence` could
-        soon be preempted.
+        These are the known tokens of `sequence`, and one page of further tokens for `sequence` and for each running
+        sequence. Without the further pages, `sequence` could soon be preempted.
 
         Args:
             lane: lane in which the sequence would start.
             sequence: sequence to start.
-            num_leaving: number of running sequences that leave the lane before the start. They do not count.
+            num_leaving: number of running sequences that will have left the lane. They need no further pages.
         """
         page_size = self._geometry.page_size
         return min(sequence.num_known + page_size, sequence.max_total_tokens) + page_size * (
@@ -361,7 +358,7 @@ class Admission:
         )
 
     def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
-        """Return whether a sequence could start in a lane after the sequences `leaving` have left the lane."""
+        """Return whether a sequence could start in a lane if the sequences `leaving` left the lane first."""
         if lane.closed or len(lane.running) - len(leaving) >= lane.max_running:
             return False
         needed = self._geometry.pages_for(self._tokens_needed(lane, sequence, len(leaving)))

@@ -12,10 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWarmup:
-    """Compilation of programs while requests run, one degree after another. Used by the dispatcher thread only.
-
-    A degree is the number of devices of an instance. The object knows the progress of the latest background warm-up.
-    """
+    """Compilation of programs while requests run, and its progress. Used by the dispatcher thread only."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster
@@ -32,8 +29,8 @@ class BackgroundWarmup:
     def begin(self, degrees: list[int]) -> int:
         """Start to compile all programs of some degrees in the background. Return the number of missing programs.
 
-        Programs of transformations between these degrees are included. Programs of the present degree are compiled
-        first. If `degrees` has all degrees of the engine, `Executables.complete` is set after the last compilation.
+        The degrees are compiled one after another, the present degree first. Programs of transformations between the
+        degrees are included. If `degrees` has all degrees of the engine, `Executables.complete` is set at the end.
         """
         cluster, executables = self._cluster, self._cluster.executables
         for tp in degrees:
@@ -52,10 +49,7 @@ class BackgroundWarmup:
         return len(missing)
 
     def take_arrived(self) -> bool:
-        """Store the programs that background threads have compiled since the last call.
-
-        Return whether there were any.
-        """
+        """Store the programs that background threads have compiled since the last call. Return whether any arrived."""
         arrived = set(self._cluster.executables.take_arrived(self._cluster.reserve_temporaries))
         if not arrived:
             return False

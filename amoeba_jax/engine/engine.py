@@ -47,8 +47,8 @@ class SchedulerHook(Protocol):
         An implementation calls `Engine.transform`, `Sequences.reject` and the methods of `Engine.admission`. Waiting
         sequences that are neither started nor rejected stay in `Engine.waiting`.
 
-        If `Sequences.num_changes` is the same as in the previous call, nothing has happened that could let a waiting
-        sequence start. This method runs in the dispatcher thread, and must not wait for a device.
+        `Sequences.num_changes` counts the events that may let a waiting sequence start. If the number is the same as in
+        the previous call, there was no such event. Runs in the dispatcher thread, and must not wait for a device.
         """
         ...
 
@@ -156,8 +156,8 @@ class Engine:
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise `ContextLengthError` if a request is too long for the model or for every instance.
 
-        The check uses the capacities that instances will have after the transformations in progress. Any thread may
-        call this.
+        If transformations are in progress, the check uses the capacities that the instances will have afterwards. Any
+        thread may call this.
         """
         total = num_prompt_tokens + max_tokens
         if not self.instances:
@@ -174,19 +174,19 @@ class Engine:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        The room of an instance is the number of tokens that the instance can hold after the prompt. The result is the
-        smallest room that is at least `ENOUGH_TOKENS`. If no instance has that much room, the result is the largest
-        room. Any thread may call this.
+        This is the number of tokens that fit after the prompt, in the smallest instance where `ENOUGH_TOKENS` tokens
+        fit. If there is no such instance, the largest instance counts. Example: the prompt has 800 tokens, and there
+        are instances of 1,000 and of 4,000 tokens. The result is 3,200. The model's context is a further limit. Any
+        thread may call this.
         """
         free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it, _ in self._capacities()) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
 
     def _capacities(self) -> list[tuple[int, int]]:
-        """Return `(capacity in tokens, degree)` pairs of the instances after the transformations in progress.
+        """Return `(capacity in tokens, degree)` for each instance, as after the transformations in progress.
 
-        If there is a scheduler, also return a pair for each possible degree, because the scheduler may form instances
-        of any degree. Engines with data-parallel attention are an exception, because a scheduler does not change their
-        instances.
+        If a scheduler may change the degrees, also return such a pair for every degree that instances can have. A
+        scheduler does not change instances with data-parallel attention.
         """
         instances = self.instances
         found = [self.changes.capacity_to_come(instance) for instance in instances]
@@ -234,15 +234,16 @@ class Engine:
     def capacity_tokens(self, tp: int) -> int:
         """Return the number of tokens that fit in the KV cache of an instance of degree `tp`.
 
-        Assume that the memory of all weights that the instance does not need is used as KV cache.
+        The memory of the weights that such an instance does not need counts as KV cache.
         """
         return self.cluster.plan.capacity_tokens(tp, tp)
 
     def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
         """Begin to change the degree of instances while requests run. Return a future of the report.
 
-        `LLM.transform` explains the options. Raises `LayoutError`, `RequestError` or `ProgramsNotReadyError`, and
-        changes nothing, if the transformation is impossible now.
+        `LLM.transform` explains the options. Raises `LayoutError` or `RequestError` if the transformation is impossible
+        now. Raises `ProgramsNotReadyError` if `wait_for_programs` is False, and the background warm-up still compiles
+        programs of the new degree. After an error, nothing has changed.
         """
         degree = options.tensor_parallel_size
         self.cluster.sub_meshes.check_degree(degree)

@@ -79,9 +79,9 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 
 def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return `(used, kept)`: the bytes of two kinds of KV pages on each device.
+    """Return `(used, kept)`. Both are bytes of KV pages, with one number for each device.
 
-    `used` is for pages in use by sequences. `kept` is for pages that only the prefix cache holds.
+    `used` is for pages that sequences use. `kept` is for pages that only the prefix cache holds.
     """
     cluster, dims = engine.cluster, engine.dims
     unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp

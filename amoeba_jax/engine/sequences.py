@@ -22,8 +22,8 @@ class Sequences:
     Attributes:
         waiting: queue of sequences, in the order in which the sequences start.
         siblings: second and later samples of requests with `n > 1`, until they enter the queue.
-        num_changes: counter of events. After such an event, a waiting sequence may be able to start. Examples: A
-            sequence was queued, ended or lost its pages. The last token of a preempted sequence arrived.
+        num_changes: number of events so far after which a waiting sequence may be able to start. For example, a
+            sequence ended and freed its pages.
     """
 
     def __init__(self, cluster: Cluster, stats: EngineStats):
@@ -70,8 +70,8 @@ class Sequences:
         In the queue, the sequence precedes newer requests of the same priority. When the sequence starts again, the KV
         cache of its tokens is computed again.
 
-        If the sampling of the next token is already launched, the token is used when it arrives. With structured
-        output, the sampling may have been put off. The token is then sampled only after the sequence has started again.
+        If the sampling of the next token is already launched, the token is kept. If the sampling still waits for an
+        earlier token, it is dropped (`Runner.sample_late`). The next token is then sampled after the restart.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0
@@ -98,8 +98,7 @@ class Sequences:
     def cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Add the full pages of a sequence to the prefix cache.
 
-        A page is added only if the host knows all tokens of the page. The steps that compute these tokens must be
-        launched already.
+        Pages are left out if the host does not know all their tokens yet, or if no launched step computes them.
         """
         cache = instance.lane_of(sequence).cache
         if sequence.needs_prompt_logits or not cache.enabled:

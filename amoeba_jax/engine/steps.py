@@ -63,8 +63,8 @@ class Steps:
 
         If the instance is changing, first switch layers to the new degree or placement.
 
-        Nothing is done if `MAX_PENDING_STEPS` steps are in flight, if a change waits for steps in flight, or if there
-        is nothing to compute. If the launch fails, return True.
+        Nothing is done if `MAX_PENDING_STEPS` steps are in flight, if the instance waits for its steps in flight before
+        a change, or if there is nothing to compute. If the launch fails, the result is True.
         """
         changes, transition = self._changes, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or instance.phase is Phase.DRAINING:
@@ -110,9 +110,10 @@ class Steps:
     def _plan(self, instance: Instance) -> StepPlan | None:
         """Return the best step whose programs are all compiled. Return None if there is no such step.
 
-        If programs of a better step are missing, these programs are compiled in the background. If a program of the
-        best step has failed to compile, and no other step is possible, return the best step. Its launch then raises the
-        error.
+        If programs of a better step are missing, start to compile them in the background.
+
+        A program of the best step may have failed to compile. If no other step is possible then, return the best step.
+        Its launch raises the error.
         """
         plans, runner = self._plans(instance), instance.runner
         best = next(plans, None)
@@ -139,8 +140,8 @@ class Steps:
     def _request_programs(self, instance: Instance, best: StepPlan, other: StepPlan | None) -> None:
         """Compile the programs of the best step in the background, for all instances of the same degree.
 
-        If `other` is None or leaves sequences out, first compile the programs of larger step shapes. These shapes have
-        room for any number of sequences.
+        If `other` has fewer sequences than the best step, the programs of larger step shapes are compiled first. In
+        these shapes, there is room for all sequences.
 
         Args:
             instance: instance that runs the step.
@@ -191,9 +192,9 @@ class Steps:
     def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:
         """Reject the sequence that most likely prevents the launch of a step. The other sequences can then continue.
 
-        All sequences of a step use the same programs, except the programs that sample. The most likely cause is
-        therefore a sequence with the sampler `full`, next a sequence with `sample`, and last a sequence with `greedy`.
-        Among sequences with the same sampler, the last in `Sequence.order` is rejected.
+        All sequences of a step use the same programs, except the programs that sample. So a sequence with the sampler
+        `full` is the most likely cause, then a sequence with `sample`, then a sequence with `greedy`. Among sequences
+        with the same sampler, the last in `Sequence.order` is rejected.
         """
         kinds = ("greedy", "sample", "full")
         sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
@@ -207,8 +208,8 @@ class Steps:
     def take(self, instance: Instance, step: PendingStep) -> None:
         """Wait for the results of a step, report the new tokens, and end sequences that are complete.
 
-        If the next step has put off its sampling until these tokens are known, launch the sampling now. If the step
-        has failed, recover the instance.
+        If the next step needs these tokens before it can sample, launch its sampling now. If the step has failed,
+        recover the instance.
         """
         try:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
@@ -248,10 +249,10 @@ class Steps:
         self._sample_late(instance)
 
     def _sample_late(self, instance: Instance) -> None:
-        """Launch the sampling of the oldest step in flight, if the sampling was put off.
+        """Launch the sampling of the oldest step in flight, if its sampling had to wait.
 
-        Sampling is put off with structured output, because the allowed tokens depend on the previous token. The host
-        must know the previous token before it can launch the sampling.
+        This is so with structured output. The allowed tokens depend on the previous token, so the host must know that
+        token before it launches the sampling.
         """
         step = next(iter(instance.pending), None)
         if step is None or step.logits is None:
@@ -320,10 +321,10 @@ class Steps:
     def recover(
         self, instance: Instance, error: Exception, rows: Iterable[Row] = (), sampled: Iterable[Row] = ()
     ) -> None:
-        """Give an instance an empty cache after a program failed, and requeue the sequences of the instance.
+        """Give an instance an empty KV cache after a program failed, and requeue the sequences of the instance.
 
-        If the degree of the instance is changing, the devices continue as one instance of the higher degree. If the
-        instance is paused, recover the merged instance that serves on the same devices.
+        If the instance merges or splits, the group continues as one instance of the higher degree. If the instance is
+        paused, recover the merged instance that serves on the same devices.
 
         Args:
             instance: instance whose program failed.
@@ -361,7 +362,7 @@ class Steps:
     def _rebuild(self, instances: list[Instance]) -> None:
         """Requeue all sequences of some instances, and give these instances new, empty caches.
 
-        The argument must contain every instance that shares buffers with one of these instances. If the allocation
+        If another instance shares buffers with one of `instances`, it must be in `instances` too. If the allocation
         fails, `Cluster.take_back` replaces the instances, or takes their devices out of service.
         """
         for instance in instances:

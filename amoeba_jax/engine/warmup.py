@@ -40,7 +40,7 @@ def count_programs(engine: Engine, degrees: list[int]) -> int:
 
 
 def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs, Specs]:
-    """Return `(usual, pausing, placements)`: dicts of the programs that a warm-up of these degrees needs.
+    """Return `(usual, pausing, placements)`: the programs that a warm-up of these degrees needs, by key.
 
     `usual` is for instances that use the memory of unneeded weights as KV cache. `pausing` is for merged instances that
     keep all weights, so that they can pause requests. Both include the transformations of such instances.
@@ -85,7 +85,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
     def run_all(specs: Specs, released: int | None = None) -> None:
-        """Run the programs for which a present instance has the buffers. Remove these programs from `specs`.
+        """Run each program whose buffers a present instance has. Remove these programs from `specs`.
 
         `_run_here` explains `released`.
         """
@@ -139,8 +139,7 @@ def _clear_caches(engine: Engine) -> None:
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
     """Run a program on a present instance that has the program's buffers. Return False if no instance has them.
 
-    The KV cache of the instance must use the memory of exactly those weights that degree `released` does not need.
-    Default of `released`: the degree of the instance.
+    Only instances whose `Instance.released` is `released` are used. None: the degree of the instance.
     """
     for instance in engine.instances:
         if spec.kind in COLUMNS:
@@ -190,7 +189,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
 
 
 def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program of layers on a step that has only padding. Return arrays to wait for."""
+    """Run a program of layers on a batch that is all padding. Return arrays to wait for."""
     assert isinstance(spec.key, StepKey), "layers have a step key"
     assert spec.plan is not None, "layers are a segment"
     packed = jax.device_put(StepBatch(spec.key.batch, site.group.tp).packed, site.group.sharded)

@@ -1,12 +1,11 @@
 """Choice of the next step of an instance.
 
 A step is one pass through the model. Each row of a step is one sequence: one token of a decoding sequence, or a chunk
-of a prompt. `plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes. A lane
-(`Lane`) is a set of sequences that travel through the layers together.
+of a prompt. `plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes.
 
 With several lanes, a step either decodes or computes a chunk of one prompt. A step that decodes has equally many rows
-for each lane, or rows of one lane only. The shapes of these steps also occur with one lane. Several lanes therefore
-need no further compiled programs.
+for each lane, or rows of one lane only. Steps of these shapes also exist with one lane. Several lanes therefore need no
+further compiled programs.
 """
 
 import math
@@ -35,8 +34,8 @@ class PromptTurns:
     client with the lowest counter come first. Each step adds its prompt tokens to the counters of the clients that sent
     the prompts.
 
-    A client is absent while the client has no prompts. When a client returns, the client's counter is raised at least
-    to the lowest counter of the other clients that have prompts. So a client gains nothing by an absence.
+    If a client has no prompts for a while and then sends some, its counter is raised to the lowest counter of the
+    clients that have prompts. It cannot save up turns in this way. A counter that is already higher stays.
 
     The counters follow the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024.
     Only prompt tokens are counted. Decodes need no counter, because every decoding sequence has a row in each step.
@@ -87,19 +86,19 @@ def plan_step(
     Usually, the step has a row for every decoding sequence, and rows for up to four prompts. The first prompt in the
     order of `turns` determines the size of the chunks. Other prompts join if a step shape has room for them.
 
-    A step with prompt tokens takes longer, which delays the decoding sequences. Some decoding sequences are protected
-    from the first prompt: sequences of a higher priority (a lower `Sequence.rank`), and sequences of other clients with
-    equal priority. If the step has a protected sequence, the prompt tokens may take at most the time of two decode
-    steps. One chunk of the smallest size is allowed in any case.
+    Prompt tokens make a step longer, which delays the decoding sequences. The first prompt must not delay sequences of
+    a higher priority (a lower `Sequence.rank`), or sequences of other clients with equal priority. If the step decodes
+    such a sequence, the prompt tokens may take only as long as two decode steps. One chunk of the smallest size is
+    always allowed.
 
     Args:
         running: running sequences of the lane. They must already have pages for the step.
         buckets: step shapes of the instance.
         turns: order of the prompts.
         pace: durations of recent steps. These durations tell how much time prompt tokens take.
-        prompt_logits_turn: whether a prompt whose log-probabilities are requested comes before all other sequences. If
-            False, such a prompt is computed only if there is nothing else to compute. Such a prompt needs logits at all
-            positions, so its steps have no other rows. The caller should alternate between True and False.
+        prompt_logits_turn: whether to prefer a prompt whose log-probabilities are requested. Such a prompt needs logits
+            at all positions, so its steps have no other rows. If False, such a prompt is computed only if there is
+            nothing else to compute. The caller should alternate between True and False.
     """
     active = _active(running)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -124,12 +123,11 @@ def plan_step(
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
     """Yield steps that can replace the best step (`plan_step`) as long as programs of the best step are missing.
 
-    The steps come in three groups. The steps of the first group are for all sequences. The second group leaves out the
-    sequences that need the `full` sampler. The third group leaves out the sequences that need the `full` or the
-    `sample` sampler. `sampler_kind` explains these samplers.
+    First come steps for all sequences. Then come steps without the sequences that need the sampler `full`. Last come
+    steps for the sequences with the sampler `greedy` only. `sampler_kind` explains the samplers.
 
-    In each group, steps with a prompt come first. Then come steps that decode all decoding sequences. Last come steps
-    that decode only some of the decoding sequences. No step computes log-probabilities of a prompt.
+    Each of these three groups has the same order: steps with a prompt, steps that decode all decoding sequences of the
+    group, and steps that decode only some of them. No step computes log-probabilities of a prompt.
     """
     active = [s for s in _active(running) if not s.needs_prompt_logits]
     for left_out in ((), ("full",), ("sample", "full")):
@@ -144,9 +142,8 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
     """Return plans whose step shapes have room for as many sequences as possible.
 
-    The caller compiles programs for these shapes. The plans have no rows. The last plan has the shape of a step that
-    only decodes. If a prompt must be computed, another plan comes first, with the shape of a step with decodes and one
-    prompt.
+    The caller compiles programs for these shapes. The plans have no rows. If a prompt must be computed, the first plan
+    is for decodes and one prompt. The last plan is for decodes only.
     """
     prompts = [s for s in _active(running) if s.num_uncomputed_tokens > 1 and not s.needs_prompt_logits]
     decodes = StepPlan(buckets.step(buckets.max_num_seqs), ())
@@ -162,7 +159,7 @@ def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, *, promp
     If programs of the best step are missing, the caller can launch one of the other steps.
 
     Args:
-        lanes: lanes of the instance. A lane is a set of sequences that travel through the layers together.
+        lanes: lanes of the instance.
         buckets: step shapes that an instance with only one of these lanes would have.
         turns: order of the prompts.
         prompt_turn: whether steps with a prompt come first. If False, steps that decode come first. The caller should
@@ -224,8 +221,8 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
 def _prompt_left(sequence: Sequence) -> int:
     """Return the number of tokens of a sequence that prompt steps must still compute.
 
-    If log-probabilities of the prompt are still needed, only prompt tokens count. Otherwise, generated tokens whose
-    keys and values are missing count too. Such tokens exist after a preemption, for example.
+    After a preemption, generated tokens count too, because their keys and values must be computed again. If
+    log-probabilities of the prompt are still needed, only prompt tokens count.
     """
     if sequence.needs_prompt_logits:
         return len(sequence.prompt) - sequence.num_computed

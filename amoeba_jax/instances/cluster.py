@@ -56,10 +56,9 @@ class Cluster:
     Attributes:
         instances: present instances, in the order of their first devices. Paused instances are not included.
         factory: factory of instances and their parts. The attribute exists only after the weights are loaded.
-        lost: dict whose keys are the device groups that are out of service. The value is the degree for which the
-            weights of the group are released. The memory of weights that this degree does not need is KV cache. The
-            memory of these groups stays reserved. Any thread may read the dict, because every change replaces the whole
-            dict.
+        lost: dict with a key for each device group that is out of service. The value is the degree whose weights the
+            group keeps (`Instance.released`). The memory of the group stays reserved. Any thread may read the dict,
+            because every change replaces the whole dict.
         activation_bytes: bytes reserved on each device for temporary arrays of step programs.
     """
 
@@ -99,7 +98,7 @@ class Cluster:
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
         """Load the weights, and create the first instances with their buffers.
 
-        Raises `MemoryBudgetError`, which names the budget, if an allocation of the buffers fails.
+        Raises `MemoryBudgetError` if an allocation of the buffers fails. The message names the budget.
         """
         plan, tp = self.plan, self.plan.start_tp
         with self.open_weights() as reader:
@@ -129,16 +128,16 @@ class Cluster:
     def unused_bytes(self, device: int) -> int:
         """Return how many bytes of a device's memory budget were unused right after the start of the engine.
 
-        Memory may be unused because the option `kv_cache_tokens` limits the KV cache. If the device was empty at the
-        start, return the smallest number among the devices that were not empty.
+        Memory may be unused because the option `kv_cache_tokens` limits the KV cache. If no instance used the device at
+        the start, return the smallest number among the devices that instances used.
         """
         return self._unused_bytes.get(device, min(self._unused_bytes.values()))
 
     def reserve_temporaries(self, executable: Executable) -> None:
         """Reserve memory for the temporary arrays of a program, on all devices.
 
-        Do nothing if the reserved memory suffices already. Also do nothing for programs of transformations (changes of
-        the tensor-parallel degree or the placement), because `staging_bytes` is reserved for them.
+        Do nothing if enough memory is reserved already. Also do nothing for programs of a change, such as exchanges of
+        pages, because other memory is reserved for them (`staging_bytes`).
 
         Raises `MemoryBudgetError` if too little memory is free. The reservations are then unchanged.
         """
@@ -159,8 +158,8 @@ class Cluster:
     def release_more(self, instance: Instance, degree: int) -> None:
         """Turn the memory of further weights of an instance into KV cache.
 
-        Afterwards, the memory of all weights that an instance of degree `degree` does not need is KV cache. `degree` is
-        at most the degree of this instance.
+        Afterwards, the instance keeps only the weights that an instance of degree `degree` needs. `degree` is at most
+        the degree of this instance.
         """
         for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
@@ -174,8 +173,8 @@ class Cluster:
     def add_layer(self, site: Site, layer: int) -> None:
         """Allocate the KV extents (page buffers) of a layer, unless the site has them already.
 
-        `site` holds the buffers of one device. Raises `MemoryBudgetError` if the budget is too small. If the allocation
-        itself fails, the error of the allocation is raised. After an error, nothing has changed.
+        `site` holds the buffers of one device. Raises `MemoryBudgetError` if the budget is too small. Raises the error
+        of JAX if the allocation fails. After an error, nothing has changed.
         """
         if not site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
@@ -200,8 +199,8 @@ class Cluster:
         If `samples`, also allocate the state of the sampler. Buffers that exist already stay. The call waits for the
         new buffers, so that missing memory is noticed here.
 
-        Raises `MemoryBudgetError` if the budget is too small. If an allocation itself fails, the error of the
-        allocation is raised. After an error, the caller must call `close_device`.
+        Raises `MemoryBudgetError` if the budget is too small. Raises the error of JAX if an allocation fails. After an
+        error, the caller must call `close_device`.
         """
         ledger, plan, factory, at = (
             self.ledgers[device],
@@ -281,7 +280,7 @@ class Cluster:
             instance.retire()
 
     def sharing(self, instance: Instance) -> list[Instance]:
-        """Return an instance and all instances that share buffers with it, directly or through other instances."""
+        """Return `instance` and all instances that share buffers with it, directly or through other instances."""
         found = [instance]
         for each in found:
             sites = set(each.runner.sites.values())
@@ -289,11 +288,10 @@ class Cluster:
         return found
 
     def rebuild(self, instances: list[Instance]) -> None:
-        """Replace instances by new instances that have the same buffers and an empty KV cache.
+        """Replace instances by new instances with the same buffers and an empty KV cache, after a program has failed.
 
-        Call this after a program has failed. Buffers that the failed program has lost are allocated again. The old
-        instances must have no sequences. `instances` must include every instance that shares buffers with one of the
-        old instances.
+        Buffers that the failed program has lost are allocated again. The old instances must have no sequences. If
+        another instance shares buffers with one of `instances`, it must be in `instances` too.
         """
         for instance in instances:
             for home, site in instance.runner.sites.items():
@@ -310,8 +308,8 @@ class Cluster:
     def link_lanes(self) -> None:
         """Let the prefix cache of each lane evict cached pages of other lanes that use the same memory.
 
-        A lane is a set of sequences with a page pool. Lanes of an instance that has paused instances are left out. For
-        these lanes, `Instance.take_the_place_of` determines what the prefix cache may evict.
+        An instance that has paused instances is left out. Its lane may evict cached pages of the paused instances
+        (`Instance.take_the_place_of`).
         """
         lanes = [lane for instance in self.instances if not instance.paused for lane in instance.lanes]
         for lane in lanes:
@@ -322,11 +320,11 @@ class Cluster:
     # Groups that are out of service
 
     def take_back(self, old: list[Instance]) -> None:
-        """Replace instances by new, empty instances, after a change of the old instances has failed half-way.
+        """Replace instances by new, empty instances on the same devices, after a change has failed half-way.
 
-        Each new instance has the devices of an old instance. The weights of the new instance are released for the same
-        degree. An engine with a start placement has only one instance. In that case, the new instance has the start
-        placement. The old instances must have no sequences and empty prefix caches.
+        The devices keep the weights of the same degree as before (`Instance.released`). With a start placement, there
+        is only one old instance, and the new instance has the start placement. The old instances must have no sequences
+        and empty prefix caches.
 
         For each group of devices, several attempts are made, because buffers may be freed late. If all attempts for a
         group fail, the group is out of service (`lost`).
@@ -348,11 +346,10 @@ class Cluster:
     def _abandon(self, instance: Instance) -> None:
         """Free the KV cache of an instance whose devices go out of service.
 
-        The memory of the KV cache stays reserved for the next instance on these devices.
+        The memory stays reserved for the KV cache of the next instance on these devices.
 
-        There is one exception: an instance without data-parallel attention whose layers are at several homes (device
-        groups). On the homes of one device, the reservation ends. In that case, the next instance has all modules on
-        the first device of the old instance, or it has the start placement.
+        If layers of the instance are replicated or migrated, the reservations of its TP1 homes end. The next instance
+        reserves memory again, because it has all layers on one device or the start placement.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:
@@ -390,7 +387,7 @@ class Cluster:
                 )
 
     def _make_again(self, group: SubMesh) -> str | None:
-        """Create an instance for a group that is out of service. Return None on success, otherwise an error text."""
+        """Create an instance for a group that is out of service. Return an error text if this fails, otherwise None."""
         try:
             if self.plan.placement is not None:
                 instance = self._placed_instance(self.plan.placement)
@@ -411,8 +408,7 @@ class Cluster:
     def _placed_instance(self, placement: Placement) -> Instance:
         """Create an instance with a start placement and an empty KV cache.
 
-        The placement tells which devices compute which modules. Weights that have moved to other devices are copied
-        back.
+        Weights that have moved to other devices since the start are copied back.
         """
         for device in placement.devices:
             self.open_device(device, samples=device == placement.head.start)
@@ -446,16 +442,18 @@ class Cluster:
     def _empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
         """Create an instance with an empty KV cache on a group.
 
-        The memory of weights that degree `released` does not need becomes KV cache. If the group lacks weights that
-        this degree needs, these weights are read again. If `attention_degree` is below the degree of the group, the
-        instance has data-parallel attention: parts of the group compute the attention of different sequences.
+        Each device keeps the weights of degree `released`. Weights of this degree that the group lacks are read again.
+        The memory of weights that only lower degrees need becomes KV cache.
+
+        If `attention_degree` is below the degree of the group, the instance has data-parallel attention: parts of the
+        group compute the attention of different sequences.
         """
         layers, weights = range(self.dims.config.num_layers), self.weights
         base = self.memory_plan.num_pages * self.memory_plan.page_bytes
         for device in group.device_indices:
             for layer in layers:
                 held = self.ledgers[device].entries[(layer, Owner.KV_CACHE)]
-                if held <= base and group.tp == 1:  # no weights are KV cache: the weights that lack had migrated
+                if held <= base and group.tp == 1:  # no weights are KV cache, so missing weights have migrated
                     weights.copy_modules(device, layer)
                 self.ledgers[device].add(Owner.KV_CACHE, max(base - held, 0), layer)
         # Release memory first, and do the slowest part last. `released_on` is equal on all devices of the group.

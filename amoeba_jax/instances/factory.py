@@ -34,9 +34,9 @@ class InstanceFactory:
         hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
             `hidden.loads` counts the tokens of each expert.
         sampling_states: state of the sampler on each device that samples, by device index.
-        constants: arguments of programs that never change, for each device that holds modules. The keys are device
-            indices. Each value has the boolean scalars False and True, which tell a program whether it begins the step.
-            If the model has experts, the indices of all layers follow. Programs need them to count tokens of experts.
+        constants: scalars on each device that holds modules, by device index. Programs take them as arguments. The
+            first two are False and True, and tell a program whether it begins the step. If the model has experts, the
+            indices of all layers follow, with which programs count tokens of experts.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
@@ -69,10 +69,10 @@ class InstanceFactory:
         return self.allocators[index]
 
     def new_allocator(self, released: int) -> BuddyAllocator:
-        """Return an empty page allocator for a device whose weights are released for degree `released`.
+        """Return an empty page allocator for a device that keeps the weights of degree `released`.
 
         The pages are in extents, and each extent has a buffer of its own. Every device has the first extent. The other
-        extents are in the memory of weights that degree `released` does not need.
+        extents are in the memory of weights that only degrees below `released` need.
         """
         return self.empty_allocator(self._plan.extent_pages(released))
 
@@ -91,10 +91,10 @@ class InstanceFactory:
         return [self.allocators[device] for device in group.device_indices]
 
     def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
-        """Give the page allocators of a group's devices the contents of the allocators `planned`.
+        """Give the contents of the allocators `planned` to the page allocators of a group's devices.
 
-        Return the allocators of the devices, which stay the same objects. `planned` has one allocator for each device.
-        Do not use `planned` afterwards.
+        `planned` has one allocator for each device. Do not use `planned` afterwards. Return the page allocators of the
+        devices, which stay the same objects.
         """
         own = self.allocators_of(group)
         for allocator, plan in zip(own, planned, strict=True):
@@ -117,12 +117,10 @@ class InstanceFactory:
     ) -> list[Lane]:
         """Return empty lanes for an instance, one for each microbatch of the placement.
 
-        A lane is a set of sequences that travel through the layers together.
-
         Args:
             placement: placement of the instance.
             allocators: page allocators of each home, one for each rank of the home.
-            width: the instance runs up to `max_num_seqs * width` sequences. The lanes share this limit evenly.
+            width: the instance runs up to `max_num_seqs * width` sequences. Each lane gets an equal part of this limit.
         """
         most = max(1, self._plan.buckets(width).max_num_seqs // placement.num_microbatches)
         return [
@@ -137,7 +135,7 @@ class InstanceFactory:
     def lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
         """Return an empty lane for up to `max_running` sequences.
 
-        `pools` has the page pool of each home. A page of the lane takes a page from each of these pools.
+        `pools` has the page pool of each home. Each page of the lane consists of one page from each of these pools.
         """
         ranks, first = {}, 0
         for home, pool in pools.items():
@@ -165,8 +163,7 @@ class InstanceFactory:
         Args:
             allocators: page allocators of the KV extents, one for each rank.
             kv: KV extents (page buffers) of each layer.
-            released: degree for which weights are released. The memory of weights that this degree does not need is KV
-                cache.
+            released: degree whose weights each device keeps. The memory of other weights is KV cache.
             last_tokens: last tokens of the previous instances (`Runner.last_tokens`), a buffer for each rank. None: new
                 buffers.
         """
@@ -182,8 +179,7 @@ class InstanceFactory:
         Args:
             degree: number of devices of each part, below the degree of the group.
             kv: KV extents (page buffers) of each layer, sharded over the whole group.
-            released: degree for which FFN weights are released. The memory of FFN weights that this degree does not
-                need is KV cache.
+            released: degree whose FFN weights each device keeps. The memory of other FFN weights is KV cache.
         """
         placement = Placement.parallel_attention(group.home, degree, self._dims.config.num_layers)
         extent_pages = self._plan.extent_pages(released)
@@ -201,8 +197,7 @@ class InstanceFactory:
         The call waits for the KV cache, so that missing memory is noticed here and not in the first step.
 
         Args:
-            released: degree for which weights are released. The memory of weights that this degree does not need is KV
-                cache.
+            released: degree whose weights each device keeps. The memory of other weights is KV cache.
             attention_degree: degree of the attention. If this degree is below the degree of the group, the instance has
                 data-parallel attention. None: the degree of the group.
         """
@@ -245,8 +240,7 @@ class InstanceFactory:
             placement: placement of the instance, which tells which home (device group) computes which modules.
             sites: buffers of each home.
             allocators: page allocators of each home, one for each rank of the home.
-            released: degree for which weights are released. The memory of weights that this degree does not need is KV
-                cache.
+            released: degree whose weights each device keeps. The memory of other weights is KV cache.
             width: the instance runs up to `max_num_seqs * width` sequences at once.
             last_tokens: last tokens of the previous instances (`Runner.last_tokens`), a buffer for each rank. None: new
                 buffers.

@@ -115,9 +115,9 @@ class DeviceBuffers:
 class ExpertLoads(DeviceBuffers):
     """Loads of experts: the number of tokens that each expert of each layer has computed.
 
-    Each device has one buffer `[layers, E]`. Only the first rank of each home (device group) counts. Experts are in the
-    order in which the shards hold them (`ModelDims.expert_order`). A buffer counts modulo 2**32. When `collect` takes a
-    buffer, the device gets a new buffer of zeros. Used by the dispatcher thread only.
+    Each device has one buffer of counters, u32 `[layers, E]`. Programs change only the counters of the first rank of
+    each home (device group). Experts are in the order in which the shards hold them (`ModelDims.expert_order`). When
+    `collect` takes a buffer, the device gets a new buffer of zeros. Used by the dispatcher thread only.
 
     Attributes:
         totals: sum of all collected buffers of each device, as int64 `[layers, E]`, by device index.
@@ -129,11 +129,10 @@ class ExpertLoads(DeviceBuffers):
         self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
-        """Add counted loads to `totals`. Return the buffers that are taken but not added yet.
+        """Take the counters of all devices, and add them to `totals`. Return the taken buffers that are not added yet.
 
-        The call takes the buffer of each device, and gives the device a new buffer of zeros. If the steps that count in
-        a taken buffer have ended, the buffer is added to `totals`. Otherwise, a later call adds the buffer. Until then,
-        calls take no further buffers.
+        A taken buffer is added to `totals` when the launched steps that use it have ended. If they have not ended yet,
+        a later call adds the buffer. Until then, calls take no further buffers.
         """
         if not self._pending:
             self._take_apart(tuple(self._devices))

@@ -69,8 +69,8 @@ class Instance:
         runner: launches the steps of the instance.
         allocators: page allocators of each home (device group), one for each rank of the home.
         lanes: sets of sequences that travel through the layers together (`Lane`).
-        released: degree for which weights are released. The memory of weights that this degree does not need is KV
-            cache.
+        released: degree whose weights each device keeps. The memory of other weights is KV cache. With 1, each device
+            keeps all weights.
         width: the instance runs up to `max_num_seqs * width` sequences at once.
 
     Attributes:
@@ -219,8 +219,8 @@ class Instance:
     def add(self, sequence: Sequence, lane: Lane, *, remember: bool = True) -> None:
         """Give a slot to a sequence that has pages, and add the sequence to a lane. The sequence then runs.
 
-        If `remember`, also write the sequence's row of the sampling state (`StepSampler.remember`). The errors of this
-        write are raised. After an error, the sequence has no slot and is not in the lane.
+        If `remember`, also write the sequence's row of the sampling state (`StepSampler.remember`). If this fails, the
+        error is raised. The sequence then has no slot and is not in the lane.
         """
         slot = self._free_slots.pop()
         try:
@@ -236,8 +236,8 @@ class Instance:
         """Reserve pages until a sequence has room for `num_tokens` tokens. Return an empty collection on success.
 
         If too few pages are free, return candidates for preemption. The caller must preempt one of them and call again.
-        The candidates are paused sequences in the same memory, if any of them has at most the priority of `sequence`.
-        Otherwise, the candidates are running sequences in the same memory. `sequence` may be among them.
+        The candidates are paused sequences in the same memory, of the same or a lower priority. If there are none, the
+        candidates are the running sequences in the same memory, including `sequence`.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
@@ -319,8 +319,8 @@ class Instance:
         Paused sequences keep their slots and pages. If this instance needs pages, it evicts cached prefixes of the
         paused instances.
 
-        This instance and `members[0]` have the same first device, so they share the sampling state there. This instance
-        therefore does not use the slots of the paused sequences of `members[0]`.
+        This instance uses the sampling state of `members[0]`, because both have the same first device. The slots of the
+        paused sequences of `members[0]` are therefore not free here.
         """
         for member in members:
             member.enter(Phase.PAUSED)
@@ -351,8 +351,8 @@ class Instance:
     def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
         """Return the paused sequences that must be preempted to make `num_pages` pages available.
 
-        Only sequences of the scheduling rank `rank` (`Sequence.rank`) or of a lower priority are chosen. The result is
-        empty if these sequences do not suffice, or if no sequence must be preempted.
+        Only sequences whose sort key `Sequence.rank` is at least `rank` are chosen. The result is empty if they do not
+        suffice, or if enough pages are available already.
         """
         if self._paused_pages is None:
             return []

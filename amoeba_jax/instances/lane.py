@@ -18,9 +18,9 @@ class Lane:
     An instance usually has one lane. During a merge or split, the instance has one lane for each instance of the lower
     degree. With several microbatches (`sharding.placement`), the instance has one lane for each microbatch.
 
-    All pages of a lane come from one pool. Each sequence has a block table. A page is a column of this table. The rows
-    are the ranks of all homes (device groups) that compute the lane's attention. A page therefore has an id on each of
-    these ranks. While layers move to another home, the ranks of the old home and of the new home are rows.
+    All pages of a lane come from one pool. Each sequence has a block table, with a column for each page. The rows are
+    the ranks of all homes (device groups) that compute the lane's attention. So a page has one id on each rank. While
+    layers move to another home, both the old home and the new home have rows.
 
     Args:
         pages: pool of the lane's pages.
@@ -48,7 +48,7 @@ class Lane:
         return not self.closed and len(self.running) < self.max_running
 
     def lacks_own_pages(self, num_pages: int, lanes: Iterable["Lane"]) -> bool:
-        """Return whether a rank that only this lane uses has fewer than `num_pages` free pages.
+        """Return whether fewer than `num_pages` pages are free on a rank that no other lane uses.
 
         `lanes` are all lanes that may have pages on the same devices. This lane may be among them.
         """
@@ -85,10 +85,11 @@ class Lane:
 class SharedPages:
     """Pages of other lanes in the memory of a page pool. Some of these pages can be freed for the pool.
 
-    This class implements `PageLender` for the prefix cache of the pool. The other lanes use some of the pool's
-    allocators. These lanes belong to the same instance, to another instance on the same devices, or to paused
-    instances. A lane may have a lower degree than the pool. In that case, one page of the lane has the memory of
-    several pages of the pool. All methods count pages of the pool.
+    This class implements `PageLender` for the prefix cache of the pool. The other lanes belong to the same instance, to
+    another instance on the same devices, or to paused instances.
+
+    A lane may have a lower degree than the pool. A page of the lane then has the memory of several pages of the pool,
+    for example of four pages of a TP4 pool if the lane is TP1. All methods count pages of the pool.
 
     Args:
         pool: page pool that may need more free pages.
@@ -104,10 +105,10 @@ class SharedPages:
         """For each lane, the ranks of the pool that it shares, and the pages of the pool in one of the lane's pages."""
 
     def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
-        """Return the number of pages of the pool that are free or could become free.
+        """Return the number of pages of the pool that are free or could become free, on the rank with the fewest.
 
-        Two kinds of pages of the other lanes could become free: cached pages that no sequence uses, and pages of the
-        sequences `without`. If the numbers of the ranks differ, the smallest number is returned.
+        Cached pages of the other lanes could become free if no sequence uses them. Pages of the sequences `without`
+        could become free too.
         """
         return min(self._free_by_rank(without))
 
@@ -122,11 +123,10 @@ class SharedPages:
             lane.cache.evict(max(0, *missing))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return sequences of other lanes that hold pages on a rank with too few free pages.
+        """Return sequences of other lanes that use a rank with too few free pages: fewer than `num_pages`.
 
-        A rank has too few free pages if the number is below `num_pages`. Pages that could become free count as free, as
-        in `num_free_pages`. If a lane uses such a rank, all sequences of the lane are returned, except the sequences
-        `without`.
+        Pages that could become free count as free, as in `num_free_pages`. If a lane uses such a rank, all running
+        sequences of the lane are returned, except the sequences `without`.
         """
         free = self._free_by_rank(without)
         short = [lane for lane in self.others if min(free[rank] for rank in self._ranks[lane]) < num_pages]
@@ -135,9 +135,8 @@ class SharedPages:
     def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
         """Return the sequences of other lanes that must be preempted to make `num_pages` pages of the pool free.
 
-        Only sequences of the scheduling rank `rank` (`Sequence.rank`) or of a lower priority are chosen. Sequences that
-        are later in `Sequence.order` are chosen first. The result is empty if these sequences do not suffice, or if no
-        sequence must be preempted.
+        Only sequences whose sort key `Sequence.rank` is at least `rank` are chosen, the last in `Sequence.order` first.
+        The result is empty if they do not suffice, or if enough pages can become free without preemption.
         """
         found: list[Sequence] = []
         while holders := self.holders(num_pages, found):

@@ -38,9 +38,9 @@ class _PromptStep(NamedTuple):
 class Pace:
     """Durations of an instance's latest 16 decode steps, and of its latest 16 steps with prompts.
 
-    A step begins with its launch. If the result of the step before comes after the launch, the step begins with that
-    result. The step ends when the host takes the step's own result. Steps during a transformation (change of degree or
-    placement) count only in `busy_s`.
+    The duration of a step ends when the host takes its result. It starts with the launch, or with the result of the
+    previous step if that comes later. Steps during a transformation (change of degree or placement) count only in
+    `busy_s`.
 
     Attributes:
         taken_at: time of the latest result, by the caller's clock, in seconds. 0 before the first result.
@@ -65,8 +65,7 @@ class Pace:
 
         Args:
             launched_at, taken_at: times of the launch and of the result, in seconds. Both are from the same clock.
-            decodes: whether the step counts as a decode step. All rows of a decode step decode, and no layers change
-                their degree or home during the step.
+            decodes: whether all rows of the step decode, and no layers change their degree or home during the step.
             prompt_tokens: number of prompt tokens in the step. 0 for a step during a transformation.
             beside_decodes: whether the step computes prompts and also decodes.
             num_rows: number of sequences in the step.

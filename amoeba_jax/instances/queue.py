@@ -83,12 +83,12 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
     The mark is `Sequence.beyond_share`. The queue is sorted again afterwards.
 
     If N clients have sequences, each client's share is an N-th of all slots, and an N-th of the tokens that fit in all
-    KV caches. First, the client's running sequences use the share. Then the client's waiting sequences use the rest.
-    Within these two kinds, the order is `Sequence.order_of_client`. Once the share is used up, all further sequences
-    are beyond the share.
+    KV caches. A client's sequences use up its share in order: first the running sequences, then the waiting sequences,
+    both sorted by `Sequence.order_of_client`. All sequences for which the share does not suffice are marked. Example:
+    with 8 slots and 2 clients, the fifth and all later sequences of each client are marked.
 
-    The first sequence of a client is never beyond the share, so that a request of any length can end. With a single
-    client, no sequence is beyond the share.
+    The first sequence of a client is never marked, so that a request of any length can end. If there is only one
+    client, no sequence is marked.
 
     Args:
         num_slots: number of slots of all instances.

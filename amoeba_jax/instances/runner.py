@@ -1,7 +1,7 @@
 """Runner: launches the steps of an instance.
 
-The placement of an instance tells which home (device group) computes which modules. So the placement determines the
-programs of a step. A work list (`programs/work.py`) has these programs in order.
+The placement of an instance tells which home (device group) computes which modules. The work list of a step
+(`programs/work.py`) follows from the placement. It has the programs of the step in order.
 """
 
 from collections.abc import Mapping
@@ -30,16 +30,16 @@ from sharding.placement import Home, Placement
 class StepSwitch(Protocol):
     """Interface of a switch: a change of some layers from one tensor-parallel degree to another, inside the next step.
 
-    One part of the step runs at the higher degree. The runner calls `begin` before the launch of this part, and `end`
-    after the launch. The changing layers compute at the lower degree. In a merge, they compute before `begin`. In a
-    split, they compute after `end`. The package `transform` implements the interface.
+    Only one part of the step runs at the higher degree. The runner calls `begin` before the launch of this part, and
+    `end` after the launch. The changing layers are in the other part of the step, which runs at the lower degree. This
+    part comes first in a merge, and last in a split. The package `transform` implements the interface.
     """
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
         """Launch the page exchanges that are separate programs. Return the exchanges that step programs must run.
 
-        A page exchange moves KV pages between ranks. The result has an exchange for each segment (part of the model)
-        whose program must also run an exchange.
+        A page exchange moves KV pages between ranks. The keys of the result are segments (parts of the model). The step
+        program of such a segment must also run the exchange.
 
         Args:
             shape: shape of a step that computes all lanes. None for a step of one lane. If the switch was planned for
@@ -53,17 +53,18 @@ class StepSwitch(Protocol):
 
 
 class _Prepared(NamedTuple):
-    """Item of a work list, with its programs and inputs.
+    """Item of a work list (`programs/work.py`), with its programs and inputs.
 
-    An item is a `Compute`, or a `Transfer` of one of the kinds `join`, `split` and `copy`.
+    The item is a `Compute` or a `Transfer`. A `Compute` runs segments of the model at one home. A `Transfer` moves
+    hidden states between homes. Its kind is `join`, `split` or `copy`.
 
     Attributes:
         work: the item.
-        programs: for a `Compute`, one program for each segment. For a `join` or `split`, one program. For a `copy`, two
+        programs: one program for each segment of a `Compute`. One program for a `join` or `split`. For a `copy`, two
             programs for each column copy: the first reads, and the second writes.
         packed: inputs of a `Compute` (`StepBatch.packed`). None if no segment takes them.
-        columns: number of columns of one microbatch, for a `Transfer`. For a `join` or `split`, the number is a scalar
-            array on all ranks.
+        columns: number of columns of one microbatch, for a `Transfer`. For a `join` or `split`, it is a scalar array on
+            all ranks.
     """
 
     work: Work
@@ -136,7 +137,7 @@ class Runner:
         return self._layer_specs(plan) + self.sampler.specs(plan, kind or sampler_kind(plan))
 
     def can_launch(self, plan: StepPlan) -> bool:
-        """Return whether a step can be launched without a wait for missing programs.
+        """Return whether no program of a step is missing, so that the launch need not wait for a compilation.
 
         A program that has failed to compile does not count as missing (`fails`). If the engine does not compile in the
         background, the result is always True.
@@ -161,8 +162,8 @@ class Runner:
         """Return the specs (descriptions) of the programs that write a sequence's row of the sampling state.
 
         The row is written when the sequence starts. While layers move to other homes (device groups), other instances
-        may soon take over the sequence. The programs of these instances are then included. With a start placement, only
-        the home of the head has a sampling state.
+        may soon take over the sequence. The result therefore has a program for every home. With a start placement, it
+        has only the program for the home of the head.
         """
         groups = [self.group] if self.plan.placement is not None else [site.group for site in self.sites.values()]
         return [self.sampler.state_spec(group) for group in groups]
@@ -190,9 +191,9 @@ class Runner:
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Launch a step and the sampling of the next tokens. The thread of `reader` reads the results.
 
-        A token is in flight if a device samples it and the host has not read it. A matcher (state of a sequence's
-        grammar) may need the token in flight before the next token can be sampled. In that case, only the layers and
-        the head are launched. The caller must then take the results of the step before, and call `sample_late`.
+        With structured output, the sampling needs all earlier tokens. If the host has not read one of them yet, only
+        the layers and the head are launched. The caller must then take the results of the previous step, and call
+        `sample_late`.
 
         Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. In that
         case, nothing has changed. Any other error comes after the launch of the first program, and the KV cache may be
@@ -204,7 +205,7 @@ class Runner:
         ):
             sampled = [row for row in plan.rows if row.samples]
             if every:
-                sampled = [row._replace(place=0) for row in sampled]  # row of its only column of logits
+                sampled = [row._replace(place=0) for row in sampled]  # the logits get only one column
             try:
                 sample = self.sampler.prepare(sampler_kind(plan), 1 if every else shape.num_rows, sampled)
                 columns = self.sampler.column_programs(shape.num_tokens) if every else None
@@ -241,7 +242,7 @@ class Runner:
         return step
 
     def sample_late(self, step: PendingStep) -> None:
-        """Launch the sampling of a step whose sampling had to wait for the tokens of the step before.
+        """Launch the sampling of a step whose sampling had to wait for the tokens of the previous step.
 
         A row is dropped if its sequence has ended or was preempted, because another sequence may now have the slot.
         """

@@ -84,10 +84,10 @@ class HostPages:
 
     Attributes:
         num_computed: number of leading tokens whose keys and values are in the pages.
-        layers: contents of the pages: a list of pairs `(block, used)` for each layer. `block` is an array of the shape
-            `[tp * pages, page_elems / tp]`, where `tp` is the degree at which the pages were copied. Only the first
-            `used` pages of the block have contents. The other pages are padding. Blocks are in pinned host memory if
-            the device supports it.
+        layers: for each layer, a list of pairs `(block, used)`. `block` is an array of pages in the shape
+            `[tp * pages, page_elems / tp]`, where `tp` is the degree at which the pages were copied. The first `used`
+            pages of the block have contents. The other pages are padding. Blocks are in pinned host memory if the
+            device supports it.
     """
 
     num_computed: int
@@ -126,7 +126,7 @@ class Sequence:
             (`mark_beyond_share`).
         matcher: state of the sequence's grammar after the known tokens. None: the text is not constrained.
         arrival: time at which the request arrived, before tokenization.
-        waiting_since: start of the present wait, moved back by the seconds of earlier waits.
+        waiting_since: time at which the present wait started, minus the seconds of all earlier waits.
         queued_s: total seconds in the queue, up to the latest start.
         num_prompt_logprobs: number of leading prompt tokens whose log-probabilities were reported. The number starts at
             1, because the first token has no log-probability.
@@ -252,7 +252,7 @@ class Sequence:
     def awaits_token(self) -> bool:
         """Whether the host must read a sampled token before the next token can be sampled.
 
-        This is so for constrained sequences, because the matcher (state of the grammar) needs every token.
+        Only sequences with structured output wait in this way, because their grammar needs every token.
         """
         return self.matcher is not None and self.num_in_flight > 0
 

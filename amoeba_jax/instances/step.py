@@ -52,9 +52,9 @@ class Row(NamedTuple):
 
 
 def drop_sample(row: Row) -> None:
-    """Discard the sampled token of a row, because the row's sequence has ended or was preempted.
+    """Cancel the sampling of a row whose sequence has ended or was preempted. The sampling must not be launched yet.
 
-    For a preempted sequence, the token is sampled again after the sequence has restarted.
+    A preempted sequence samples the token after it has started again.
     """
     sequence = row.sequence
     sequence.num_in_flight -= 1
@@ -66,8 +66,8 @@ def clear_in_flight(sampled: Iterable[Row]) -> None:
     """Forget the sampled tokens that the host has not read, because these tokens are lost.
 
     Args:
-        sampled: rows whose next token a step has sampled. Pass no other rows of the step. The sequences of other rows
-            may have been preempted in the middle of the prompt, and may run elsewhere now.
+        sampled: rows whose next token a step has sampled. Do not pass other rows of the step. Their sequences may have
+            been preempted in the middle of the prompt, and may run elsewhere now.
     """
     for row in sampled:
         row.sequence.num_in_flight = 0
@@ -100,8 +100,8 @@ class StepPlan:
 
         Args:
             lanes: lanes of the instance. The block tables come from these lanes.
-            blocks: indices of the microbatches that the home computes. Their rows are side by side. None: the home
-                computes all rows of the plan.
+            blocks: indices of the microbatches that the home computes. In the inputs, their rows are side by side. If
+                None, the home computes all rows of the plan.
             shape: shape of the rows that the home computes.
         """
         batch, num_tokens, num_rows = StepBatch(shape, home.degree), shape.num_tokens, shape.num_rows
@@ -154,8 +154,8 @@ class PendingStep:
         sampled: rows whose next token the step samples.
         decodes: whether all rows decode, and no layers change their degree or home during the step.
         result: future of the sampled tokens. This is the last result that the reader thread reads for the step.
-        logits: logits `[V, R]` if the sampling waits for the tokens of the step before (`Runner.sample_late`). None:
-            the sampling is launched.
+        logits: logits `[V, R]` of a step whose sampling is not launched yet, because it needs the tokens of the
+            previous step (`Runner.sample_late`). None: the sampling is launched.
         prompt_row: row of a prompt whose log-probabilities the step computes. None: there is no such prompt.
         prompt_result: future of the log-probabilities of `prompt_row`.
         launched_at: time of the launch, a value of `time.perf_counter()`.

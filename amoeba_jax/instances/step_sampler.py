@@ -110,8 +110,8 @@ class StepSampler:
     def remember(self, sequence: Sequence, slot: int) -> None:
         """Write a sequence's row of the sampling state, if the sampling settings of the sequence need the state.
 
-        Errors of the program that writes the row are raised. If the program has lost the state, `StateLostError` is
-        raised instead.
+        If the program that writes the row fails, its error is raised. If the program has also lost the state,
+        `StateLostError` is raised instead.
         """
         if not sequence.sampling.uses_state:
             return
@@ -159,7 +159,7 @@ class StepSampler:
 
         Args:
             kind: kind of sampler that the rows need (`sampler_kind`).
-            num_rows: number of columns of the logits: the rows of the step, or 1 for a step with logits of all tokens.
+            num_rows: number of rows of the step. 1 if the step computes logits of all tokens.
             sampled: rows whose next token is sampled.
         """
         if kind == "greedy":
@@ -179,7 +179,7 @@ class StepSampler:
         """Launch the sampling of the next tokens. Return `(last_tokens, result)`.
 
         `last_tokens` has the new last token of each slot. `result` is an array for the host, with the sampled tokens.
-        All arrays are on the first rank only, which has all logits.
+        All arrays are on the first device of the instance.
 
         Args:
             sample: sampling program and its inputs, from `prepare`.

@@ -25,7 +25,8 @@ SUPPORTED_FAMILIES = tuple(FAMILIES)
 class ModelConfig:
     """Sizes and options of a decoder, from its `config.json`. Sizes are without padding.
 
-    All model families are decoders with rotary positions and gated FFNs. The options describe the differences.
+    All model families are decoders with rotary positions and gated FFNs. The options, such as `qk_norm`, say how the
+    families differ.
     """
 
     family: str
@@ -83,7 +84,7 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Longest context in tokens: `max_position`, or a larger length for which the rotary embedding is scaled.
+        """Longest context in tokens: `max_position`, or more if the rotary embedding is scaled for longer contexts.
 
         If the model has a `local_rope` (Gemma 3), `max_position` is already the scaled length.
         """
@@ -99,9 +100,9 @@ class ModelConfig:
     def for_context(self, tokens: int | None) -> "ModelConfig":
         """Return the config for requests of up to `tokens` tokens. None: `max_position` tokens.
 
-        Only configs with LongRoPE are changed. LongRoPE has one set of frequencies for short contexts and one for long
-        contexts. This method chooses the set once, and logs the choice. With another set later, keys in the KV cache
-        would have the wrong rotation. `transformers` chooses again at each step.
+        Only configs with LongRoPE change. LongRoPE has one set of frequencies for short contexts and one for long
+        contexts. This method chooses one set for all requests, and logs the choice. The choice must not change later,
+        because keys in the KV cache are rotated with this set. `transformers` chooses again at each step.
         """
         if self.rope.rope_type != "longrope":
             return self

@@ -59,9 +59,9 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext | None
     ) -> tuple[Float[Array, "D N"], LayerKV, Int32[Array, "k N"] | None]:
-        """Return hidden states, extents with the new tokens, and the experts of each token (`MixtureOfExperts`).
+        """Return `(x, extents, experts)`: hidden states, KV buffers with the new tokens, and experts of each token.
 
-        A layer without experts returns None for the last result.
+        If the layer has no experts, `experts` is None. If the layer has attention, `context` must be given.
         """
         chosen = None
         if self.attention is not None:
@@ -84,8 +84,8 @@ class DecoderLayer(nnx.Module):
 class Embedding(nnx.Module):
     """Token embedding. Every rank (device of the instance) has the whole table, because every rank looks up all tokens.
 
-    A table that is not tied to the output projection is one array `[vocabulary, D]`. A tied table consists of all
-    shards of the output projection, each `[vocabulary shard, D]`.
+    If the table is not tied to the output projection, it is one array `[vocabulary, D]`. If it is tied, it consists of
+    all shards of the output projection, each `[vocabulary shard, D]`.
     """
 
     def __init__(self, dims: ModelDims):
@@ -166,9 +166,9 @@ class Head(nnx.Module):
 class SegmentPlan:
     """Part of a model that one program computes: consecutive layers, the embedding, or the head.
 
-    If the devices of some layers also hold the embedding, the program of these layers includes the embedding. The
-    program computes the embedding only if the segment is the first of a step (forward pass). All segments with equal
-    layers therefore share one executable, and the embedding needs no executable of its own.
+    A program of layers can include the embedding (`embeds`). It computes the embedding only if its segment is the first
+    of a step. For example, three segments of 10 equal layers share one executable, and only the first segment computes
+    the embedding.
 
     Attributes:
         start: first layer. For the head, the number of layers.
@@ -193,12 +193,12 @@ class SegmentPlan:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the program computes experts, and counts their tokens."""
+        """Whether the program computes experts. It then also counts the tokens of each expert."""
         return self.module in ("layer", "ffn") and any(kind.has_experts for kind in self.kinds)
 
     @property
     def takes_batch(self) -> bool:
-        """Whether the program takes `StepBatch.packed`. A dense FFN does not need it."""
+        """Whether the program takes the packed inputs of the step (`StepBatch.packed`). Only dense FFNs do not."""
         return self.module != "ffn" or self.has_experts
 
 
@@ -241,10 +241,10 @@ def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ..
 
 
 def module_plan(dims: ModelDims, layers: range, module: ModuleKind, *, embeds: bool) -> SegmentPlan:
-    """Return the segment that computes consecutive layers: their attention, their FFN or both (`module`).
+    """Return the segment that computes the attention, the FFN or both (`module`) of consecutive layers.
 
-    `embeds` says whether the segment also includes the embedding. A segment of FFNs never includes the embedding,
-    because it never begins a step.
+    `embeds` says whether the segment also includes the embedding. It has no effect on a segment of FFNs, because a step
+    never begins with an FFN.
     """
     kinds = dims.config.kinds[layers.start : layers.stop]
     return SegmentPlan(layers.start, kinds, module, embeds and module != "ffn")

@@ -34,9 +34,10 @@ class ExpertShards(NamedTuple):
 class ModelDims:
     """Sizes of a model as one engine stores it: sizes of padded weight shards and of KV cache pages.
 
-    The sizes follow from the model's config and the other fields, which are settings of `EngineConfig`. A matrix is
-    divided into `max_tp` shards (`max_tp`: largest tensor-parallel degree). A shard that can become KV cache is padded
-    to whole KV pages.
+    A matrix is divided into `max_tp` shards (`max_tp`: largest tensor-parallel degree). A shard that can become KV
+    cache is padded to whole KV pages. FFN shards can become KV cache if `max_tp` is above 1. For attention shards,
+    `transform_attention` must also be true. `expert_order` has the experts of each layer in the order in which the
+    shards hold them. If it is empty, the order is that of their indices.
     """
 
     config: ModelConfig
@@ -45,7 +46,6 @@ class ModelDims:
     dtype: str
     transform_attention: bool = False
     expert_order: tuple[tuple[int, ...], ...] = ()
-    """Experts of each layer in the order in which the shards hold them. Empty: in the order of their index."""
 
     @cached_property
     def heads(self) -> HeadLayout:
@@ -57,18 +57,12 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Number of elements of a KV page. FFN shards are padded to whole pages.
-
-        None if FFN shards never become KV cache and are not padded.
-        """
+        """Elements of a KV page if FFN shards can become KV cache and are padded to whole pages. If not, None."""
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Number of elements of a KV page. Attention shards are padded to whole pages.
-
-        None if attention shards never become KV cache and are not padded.
-        """
+        """Elements of a KV page if attention shards can become KV cache and are padded to whole pages. If not, None."""
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
@@ -95,7 +89,7 @@ class ModelDims:
 
     @property
     def load_shape(self) -> tuple[int, int]:
-        """Shape of the numbers of tokens of each expert in each layer; (0, 0) for a model without experts."""
+        """Shape `(layers, experts)` of an array that counts the tokens of each expert. (0, 0) without experts."""
         experts = self.config.experts
         return (0, 0) if experts is None else (self.config.num_layers, experts.count)
 
@@ -103,8 +97,8 @@ class ModelDims:
     def ffn_pages(self) -> int:
         """Number of KV pages that a stored `down` shard fills. A `gate_up` shard fills twice as many.
 
-        The number is equal in all layers. If a model has both layers with experts and layers with a dense FFN, the
-        smaller shards are padded. 0 if FFN shards never become KV cache.
+        The number is equal in all layers. For this, smaller shards are padded if some layers have experts and others
+        have a dense FFN. 0 if FFN shards never become KV cache.
 
         Raises `ConfigError` if the shards would need too much padding.
         """
@@ -124,7 +118,7 @@ class ModelDims:
 
     @property
     def _features(self) -> list[int]:
-        """Number of inner features of an FFN shard in each kind of layer: dense layers, then layers with experts."""
+        """Inner features of an FFN shard: in dense layers, then in layers with experts. Missing kinds are left out."""
         kinds = {kind.has_experts for kind in self.config.kinds}
         dense = [self.ffn_shard] if False in kinds else []
         return [*dense, self.experts.num_experts * self.experts.size] if True in kinds else dense
@@ -141,9 +135,9 @@ class ModelDims:
 
     @property
     def ffn_copy(self) -> int:
-        """Number of FFN weights of a layer that XLA copies before it computes with them. 0 without experts.
+        """Number of elements of the largest temporary copy of FFN weights that XLA makes in a layer. 0 without experts.
 
-        XLA copies one expert, or all shards of a dense FFN that is padded (`ffn_pages`).
+        XLA copies one expert, or all shards of a dense FFN if they are padded (`ffn_pages`).
         """
         if self.config.experts is None:
             return 0

@@ -103,10 +103,10 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "D N"], context: StepContext | None = None
     ) -> tuple[Float[Array, "D N"], Int32[Array, "k N"]]:
-        """Return, for each token, the weighted sum of the results of its experts, and the indices of these experts.
+        """Return `(result, ids)`: the weighted sum of the results of each token's experts, and the ids of the experts.
 
-        All ranks return the same. If `context` is given, tokens that are padding are skipped: their experts have the
-        number of experts as index.
+        All ranks return the same. If `context` is given, no expert computes padding tokens. The ids of padding tokens
+        are the number of experts.
         """
         ids, weights = self.route(x)
         if context is not None:
@@ -137,9 +137,10 @@ class MixtureOfExperts(nnx.Module):
     def _compute(
         self, x: Float[Array, "D N"], ids: Int32[Array, "k N"], weights: Float[Array, "k N"], shard: int
     ) -> Float[Array, "D N"]:
-        """Return, for each token, the weighted sum of the results of its experts in one shard, in f32.
+        """Return, for each token, the weighted sum of the results of its experts that are in one shard, in f32.
 
-        `ids` are indices of experts within the shard. The id after the last expert stands for no expert of this shard.
+        `ids` are indices of experts in the shard. For an expert of another shard, the id is the number of experts in
+        the shard.
         """
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         stacks = [part[shard] for part in parts if part is not None]
@@ -165,7 +166,7 @@ class MixtureOfExperts(nnx.Module):
     def _ungrouped(
         dtype: jax.typing.DTypeLike, stacks: Sequence[nnx.Variable], shapes: Sequence[tuple[int, ...]]
     ) -> str | None:
-        """Return the reason why a GPU computes all experts with all tokens, or None if it groups the tokens."""
+        """Return the reason why a GPU cannot run `grouped_experts` on these shards, or None if it can."""
         if any(stack.shape != shape for stack, shape in zip(stacks, shapes, strict=True)):
             return "shards with padding (models with dense and expert layers) would have to be copied"
         return unsupported(dtype, tuple(shape[1:] for shape in shapes if len(shape) == 3))
@@ -179,7 +180,7 @@ def _log_once(reason: str) -> None:
 def _one(stack: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one parameter of expert number `index`, with the shape `shape`.
 
-    `stack` holds the parameter of all experts of a shard: `[E, *shape]`, or flat pages with padding after the experts.
+    `stack` is `[E, *shape]` for all experts of a shard, or the same values in pages, with padding after the experts.
     """
     if stack.shape[1:] == shape:
         return lax.dynamic_index_in_dim(stack, index, keepdims=False)
@@ -205,11 +206,12 @@ def used_experts(
 ) -> jax.Array:
     """Return, for each token, the weighted sum of the results of its experts in a shard. Used on CPU.
 
-    Only experts that have tokens are computed, each with blocks of its own tokens. `count` is the number of experts in
-    the shard. `model_experts` is the number of experts in the layer.
+    Each expert computes only its own tokens, in blocks. Experts without tokens are skipped. `ids` (indices of experts
+    in the shard) and `weights` are `[k, N]`. `count` is the number of experts in the shard, and `model_experts` in the
+    layer.
 
-    The pairs of a token and one of its experts are sorted by expert. A block has up to `block_tokens` pairs, all of one
-    expert. The rest of the block is padding. The results of the next block overwrite the padding.
+    The (token, expert) pairs are sorted by expert. A block has up to `block_tokens` pairs of one expert, and padding
+    after them. The results of the next block overwrite the results of the padding.
 
     The table shows the time of this method and of three other methods in milliseconds. The layer has 32 experts of 384
     features, hidden size 768 and top 4 (f32, 2 cores).
@@ -246,9 +248,9 @@ def used_experts(
 
 
 def block_tokens(pairs: int, experts: int, tokens: int) -> int:
-    """Return the number of tokens in a block of one expert: about the mean number of tokens per expert.
+    """Return the number of tokens in a block: about the mean number of tokens of an expert, but at most `tokens`.
 
-    `pairs` counts the pairs of a token and one of its experts. `experts` counts all experts of the layer.
+    `pairs` is the number of (token, expert) pairs. `experts` is the number of experts in the layer.
     """
     mean = 1 << (max(pairs // experts, 1) - 1).bit_length()
     return min(tokens, max(_FEW_BLOCK_TOKENS, min(mean, MOST_BLOCK_TOKENS)))
@@ -257,9 +259,9 @@ def block_tokens(pairs: int, experts: int, tokens: int) -> int:
 def all_experts(expert: Expert, x: jax.Array, ids: jax.Array, weights: jax.Array, count: int) -> jax.Array:
     """Return the same sum as `used_experts`. Used on TPUs, and on GPUs that do not run `grouped_experts`.
 
-    Every expert of the shard is computed with all tokens. Only the results that the router selected are added. On GPUs,
-    XLA's `lax.ragged_dot` computes all experts too. The length of the loop does not depend on data, so the host does
-    not wait for the device.
+    Every expert of the shard computes all tokens. Only the results that the router selected are added. The length of
+    the loop does not depend on data, so the host does not wait for the device. On GPUs, XLA's `lax.ragged_dot` computes
+    all experts too.
     """
 
     def step(index: jax.Array, total: jax.Array) -> jax.Array:
@@ -279,10 +281,10 @@ def grouped_experts(
     *,
     activation: str,
 ) -> Float[Array, "D N"]:
-    """Compute each expert with its own tokens, all experts in two grouped products. Used on Hopper GPUs.
+    """Return the same sum as `used_experts`, from two grouped products over all experts. Used on Hopper GPUs.
 
-    Pairs of a token and one of its experts are sorted by expert. Other arguments are as in `used_experts`; `parameters`
-    are as in `_expert`, for all experts of a shard. Features and results of a pair are rounded to the dtype of `x`.
+    `ids` and `weights` are as in `used_experts`. `parameters` are `gate_up`, `down` and their biases if there are any,
+    each for all experts of the shard. The features and the result of a pair are rounded to the dtype of `x`.
     """
     gate_up, down, *biases = parameters
     (top_k, tokens), count = ids.shape, gate_up.shape[0]

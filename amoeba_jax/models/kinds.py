@@ -8,7 +8,7 @@ class LayerKind(NamedTuple):
     """Kind of a layer.
 
     Attributes:
-        window: sliding window of attention in tokens; None: full attention.
+        window: sliding window of attention in tokens. None: full attention.
         local_rope: whether the rotary embedding is `ModelConfig.local_rope`, not `ModelConfig.rope`.
         has_experts: whether the FFN is a mixture of experts, not a dense FFN.
     """

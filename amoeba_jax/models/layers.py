@@ -22,7 +22,7 @@ class QueryGroup(NamedTuple):
     """Sequences with equally many tokens in a step: `B` sequences of `T` tokens.
 
     Attributes:
-        query_positions: `[B, T]` position of each token in its sequence; -1 for padding.
+        query_positions: `[B, T]` position of each token in its sequence. -1 for padding.
         tables: page ids of the sequences, one table for each KV buffer (extent) of the layer (`kvcache.page_lists`).
     """
 
@@ -36,10 +36,10 @@ class StepContext(NamedTuple):
     The `N` tokens of a step are ordered by group. Hidden states are feature-major, `[D, N]`: see `matmul`.
 
     Attributes:
-        rotary: pairs of cosines and sines, `[N, h/2]` each. The first pair is for `ModelConfig.rope`. The
-            second pair, if any, is for `ModelConfig.local_rope`.
-        page_ids: id of the KV page that gets the key and value of each token, `[N]`. -1 for padding. Ids are numbered
-            through all KV buffers (extents) of the layer (`kvcache.extents`).
+        rotary: pairs of cosines and sines, `[N, h/2]` each. The first pair is for `ModelConfig.rope`. The second pair,
+            if any, is for `ModelConfig.local_rope`.
+        page_ids: id of the KV page that gets the key and value of each token, `[N]`. -1 for padding. If the layer has
+            several KV buffers (extents), ids continue from one buffer to the next (`kvcache.extents`).
         page_offsets: index of each token in its page, `[N]`.
         groups: query groups of the step.
     """
@@ -53,7 +53,7 @@ class StepContext(NamedTuple):
 def parameter(dims: ModelDims, spec: ParamSpec) -> nnx.Param:
     """Return a parameter without data, with the shape and dtype of one shard of `spec`.
 
-    The metadata of the parameter has `spec`.
+    The metadata of the parameter includes `spec`.
     """
     return nnx.Param(spec.abstract(dims.dtype), spec=spec, shard=0)
 
@@ -242,7 +242,6 @@ def _gelu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the activation of gpt-oss for gate and up features."""
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
     return gate * nnx.sigmoid(1.702 * gate) * (up + 1)
 
@@ -256,7 +255,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 class FeedForward(nnx.Module):
-    """Gated feed-forward network. The inner features are split over the shards, whose results are added."""
+    """Gated feed-forward network. Each shard has a part of the inner features. The results of the shards are added."""
 
     def __init__(self, dims: ModelDims, layer: int, tp: int, shared_size: int = 0):
         self.tp, self.activation = tp, dims.config.activation
@@ -286,10 +285,7 @@ class FeedForward(nnx.Module):
         return rank_sum(self.partial(x), self.tp).astype(x.dtype)
 
     def partial(self, x: Float[Array, "D N"]) -> Float[Array, "D N"]:
-        """Return the part of the result that this rank's shards contribute, in f32.
-
-        The sum over all ranks is the result.
-        """
+        """Return this rank's part of the result, in f32. The sum of the parts of all ranks is the result."""
         total = jnp.zeros((), jnp.float32)
         for gate_up, down in zip(self.gate_up, self.down, strict=True):
             gate, up = jnp.split(matmul(gate_up[...], x), 2)

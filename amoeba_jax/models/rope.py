@@ -14,7 +14,7 @@ class RopeConfig:
     """Rotary position embedding: base `theta`, and scaling of the frequencies.
 
     `rope_type` selects the scaling: `default` (none), `linear`, `llama3` (Llama 3.1), `yarn` or `longrope`. The other
-    fields are parameters of the scaling, named as in `config.json`.
+    fields are parameters of the scaling, named as in `config.json`. Only `long` is not from `config.json`.
     """
 
     theta: float

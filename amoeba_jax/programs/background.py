@@ -95,15 +95,15 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Number of requested programs whose results were not yet taken with `take`."""
+        """Number of requested programs whose results have not been taken with `take` yet."""
         with self._changed:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, specs: Iterable[ProgramSpec], urgent: bool = True) -> list[ProgramSpec]:
-        """Request the compilation of programs. Return the specs that this call has added.
+        """Request the compilation of programs. Return the specs that this call has added to a queue.
 
-        A spec is added if its program was not requested before, or if its program was requested earlier as not urgent
-        and is urgent now. After `close`, nothing is added.
+        A program that was already requested is not added again. If it was not urgent and is urgent now, it moves to the
+        urgent queue and counts as added. After `close`, nothing is added.
         """
         new = []
         with self._changed:
@@ -183,8 +183,8 @@ class BackgroundCompiler:
     def _next(self, index: int) -> list[ProgramSpec]:
         """Wait until thread `index` may compile. Return the programs that the thread compiles next.
 
-        These are the programs of one family that are queued with the same urgency. Programs of a family differ only in
-        their devices (`ProgramSpec.family`). Return an empty list if `close` was called.
+        These are queued programs of one family and the same urgency. Programs of a family differ only in their devices
+        (`ProgramSpec.family`). Return an empty list if `close` was called.
         """
         with self._changed:
             while not self._closed and (not (self._urgent or self._later) or index >= self.num_working):
@@ -235,8 +235,8 @@ class BackgroundCompiler:
         """Compile the programs of a family and yield each program with its spec.
 
         The programs differ only in their devices (`ProgramSpec.family`). The program with the lowest device indices
-        comes first. It is compiled, or loaded from the compile cache. The other programs are loaded from the bytes of
-        the first program (`PortableProgram`). If a program has no such bytes, the others are compiled too.
+        comes first. It is compiled, or loaded from the compile cache. The other programs are loaded from its bytes
+        (`PortableProgram`), or compiled too if it has no such bytes.
         """
         portable = None
         for spec in sorted(family, key=lambda spec: spec.devices):

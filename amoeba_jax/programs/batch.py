@@ -34,7 +34,7 @@ class BatchShape:
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Fields of one rank's row of `StepBatch.packed`: for each name, `(offset, shape)` in the row."""
+        """Place of each field in one rank's line of `StepBatch.packed`, as `{name: (offset, shape)}`."""
         rows, tokens = (self.num_rows,), (self.num_tokens,)
         shapes = {
             "tokens": tokens,
@@ -47,7 +47,7 @@ class BatchShape:
 
     @cached_property
     def row_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Fields of one rank's row of `StepBatch.rows`: for each name, `(offset, shape)` in the row."""
+        """Place of each field in one rank's line of `StepBatch.rows`, as `{name: (offset, shape)}`."""
         return row_fields(self.num_rows)
 
     @cached_property
@@ -60,7 +60,7 @@ class BatchShape:
 
 
 def row_fields(num_rows: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return the fields of one rank's row of `StepBatch.rows`: for each name, `(offset, shape)` in the row.
+    """Return the place of each field in one rank's line of `StepBatch.rows`, as `{name: (offset, shape)}`.
 
     The program of the head reads these fields.
     """
@@ -78,16 +78,16 @@ def _side_by_side(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tu
 class StepBatch:
     """Inputs of a step on the host: the array `packed` for the layers and the array `rows` for the head.
 
-    Both arrays have one row for each rank. In a row, fields lie side by side. `set` and `set_table` write fields.
-    `unpack` reads fields inside a program. All fields except `tables` are equal on all ranks. N is the number of tokens
-    of the step, R the number of rows (sequences), and W the width of a block table in pages.
+    Both int32 arrays have one line for each rank. In a line, fields lie side by side. All fields except `tables` are
+    equal on all ranks. `set` and `set_table` write fields. `unpack` reads fields inside a program. N is the number of
+    tokens of the step, R the number of rows (sequences), and W the width of a block table in pages.
 
     Fields in `packed`, `[tp, packed_size]`:
         tokens: `[N]` token ids, where the host knows them.
         sources: `[N]` slot in which the device finds the token, if the host does not know the token yet. -1: the token
             is in `tokens`.
         positions: `[N]` position of the token in its sequence. -1: the token is padding.
-        tables: `[R, W]` page ids of each row on the rank, in logical order.
+        tables: `[R, W]` page ids of each sequence on this rank, in the order of its tokens.
         num_pages: `[R]` number of valid entries in the table of each row.
 
     Fields in `rows`, `[tp, 2 R]`:
@@ -114,7 +114,7 @@ class StepBatch:
         array[:, offset : offset + math.prod(shape)] = np.asarray(values, np.int32).reshape(-1)
 
     def set_table(self, row: int, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Write the block table of one row on every rank. Raises `ValueError` if the table has too many pages."""
+        """Write the block table of one sequence, on every rank. Raises `ValueError` if the table has too many pages."""
         offset, (_, width) = self.shape.fields["tables"]
         if table.shape[1] > width:
             raise ValueError(f"a block table of {table.shape[1]} pages exceeds the {width} pages of step {self.shape}")
@@ -126,8 +126,8 @@ def unpack(packed: Int32[jax.Array, " size"], fields: dict[str, tuple[int, tuple
     """Return the fields of a packed array, by name. Call this inside a program.
 
     Args:
-        packed: row of one rank in `StepBatch.packed` or in `StepBatch.rows`.
-        fields: `(offset, shape)` in the row, by name.
+        packed: one rank's line of `StepBatch.packed` or `StepBatch.rows`.
+        fields: place of each field in the line, as `{name: (offset, shape)}`.
     """
     return {
         name: lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)

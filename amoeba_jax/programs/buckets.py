@@ -35,16 +35,16 @@ def hidden_tokens(config: EngineConfig, width: int) -> int:
 class Buckets:
     """Step shapes of instances of one degree.
 
-    A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both
-    limits are powers of two. There are three forms of steps (groups as in `BatchShape`):
+    A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both limits
+    are powers of two. `(B, T)` stands for B sequences with T tokens each. There are three forms of steps:
 
     - only decodes: `(B, 1)`, with B a power of two.
     - one prompt: `(1, T)`, and decodes in the remaining rows. The step has `few_rows` or `max_num_seqs` rows.
     - up to four prompts: `(4, T)`, and decodes in the remaining rows. The step has `max_num_seqs` rows. This form
       exists only if 4 T is at most `max_num_batched_tokens`, and `max_num_seqs` is at least 4.
 
-    The chunk size T is `max_num_batched_tokens` divided by 1, 4, 16, and so on. Sizes below `MIN_CHUNK` are
-    left out. Unused rows are padding.
+    The chunk size T is `max_num_batched_tokens` divided by 1, 4, 16, and so on, but not below `MIN_CHUNK`. Unused rows
+    are padding.
 
     Args:
         max_num_seqs: maximum number of sequences of an instance.
@@ -88,11 +88,11 @@ class Buckets:
     def chunk_size(self, length: int, at_most: float = math.inf) -> int:
         """Return the chunk size for a prompt with `length` remaining tokens.
 
-        This is the smallest size that holds all tokens. If no size does, it is the largest size. An exception: if the
-        tokens fill at most half of the chunk, return the next smaller size. Several small steps then cost less than the
-        padding.
+        This is the smallest size that holds all tokens, or the largest size. If the tokens would fill at most half of
+        it, the next smaller size is returned, because several small steps then cost less than the padding. For example,
+        with the sizes 16 and 64, 33 tokens get 64, and 32 tokens get 16.
 
-        Sizes above `at_most` are not used, except the smallest size of all.
+        Only sizes up to `at_most` are used, or the smallest size if all sizes are above `at_most`.
         """
         sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
@@ -101,8 +101,8 @@ class Buckets:
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
         """Return the number of prompts to compute in a step, from 1 to 4.
 
-        The number is above 1 only if at least three prompts wait, if steps of four prompts exist for this chunk size,
-        and if such a step has enough rows.
+        The number is 1 if fewer than three prompts wait, if there are no steps of four prompts with this chunk size, or
+        if the rows of such a step do not suffice.
 
         Args:
             num_decodes: number of sequences that the step also decodes.

@@ -22,10 +22,9 @@ class Executable:
 def compile_program(
     spec: ProgramSpec, portable: PortableProgram | None = None
 ) -> tuple[Executable, PortableProgram | None]:
-    """Return `(program, bytes)`: a program, compiled or loaded, and bytes to load it on other groups of devices.
+    """Compile a program, or load it from bytes or from the compile cache. Return `(program, bytes)`.
 
-    The program is loaded from `portable` or from the compile cache if possible. The bytes are None if the program
-    cannot be stored as bytes.
+    The bytes serve to load the program on other groups of devices. They are None if the program cannot be stored.
 
     Args:
         spec: program to compile.

@@ -23,8 +23,8 @@ from sharding.placement import Home, ModuleKind, Placement
 def enumerate_programs(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
     """Return the programs of all instances of the given degrees, and of all transitions between these degrees.
 
-    Each program occurs once. Left out are the programs of `LLM.logits`, and the programs that only `kept_weights`,
-    `placement_programs` or `parallel_attention_programs` returns.
+    Each program occurs once. The programs of `LLM.logits` are left out. `kept_weights`, `placement_programs` and
+    `parallel_attention_programs` return further programs.
     """
     by_degree = enumerate_by_degree(plan, executables, degrees)
     return [spec for specs in by_degree.values() for spec in specs]
@@ -59,7 +59,7 @@ def enumerate_by_degree(
 
 
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the programs that only merged instances with all their weights need.
+    """Return the programs that merged instances need in addition if they keep all of their weights.
 
     Usually, a merge turns unneeded weights into KV cache. If requests are paused while the merged instance serves, the
     merged instance keeps all weights. It then has fewer extents (parts of the KV cache) and needs other programs.
@@ -191,9 +191,9 @@ def relocation_specs(
 ) -> list[ProgramSpec]:
     """Return a small set of programs with which an instance can begin to serve at a new placement.
 
-    With one microbatch, there are two steps. One decodes as many sequences as possible. The other also computes a chunk
-    of a prompt. With several microbatches, there are two such steps for each microbatch, and one step that decodes for
-    all microbatches. The samplers of all these steps are included.
+    The list has the programs and samplers of a few steps. With one microbatch, one step decodes as many sequences as
+    possible, and another step also computes a chunk of a prompt. With several microbatches, there are two such steps
+    for each microbatch, and one step that decodes for all microbatches.
 
     Args:
         plan: sizes of the engine.
@@ -235,10 +235,7 @@ def _steps_at(
     extents: Mapping[Home, tuple[int, ...]],
     steps: Iterable[StepKind],
 ) -> Iterator[ProgramSpec]:
-    """Yield the programs of steps at a placement.
-
-    `extents` has the number of pages of each extent of a layer, by home.
-    """
+    """Yield the programs of `steps` at a placement. `extents` has the sizes of a layer's extents, by home."""
     for shape, logits_of, microbatch in steps:
         for work in work_list(placement, microbatch, plan.cutter):
             yield from work_specs(plan, executables.specs, work, shape, placement.num_microbatches, extents)

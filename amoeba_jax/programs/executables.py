@@ -26,8 +26,8 @@ _MAX_RETRIES = 3
 class Executables:
     """Compiled programs by key (`ProgramSpec.key`). A program is compiled on first use or ahead of time.
 
-    A segment is a run of consecutive layers. Segments of equal shape share a program, because the weights are inputs of
-    the program. Not thread-safe.
+    Segments (runs of consecutive layers) of equal shape share a program, because the weights are inputs of the program.
+    Not thread-safe.
 
     Args:
         dims: sizes of the model.
@@ -37,7 +37,7 @@ class Executables:
         jobs: number of background threads.
 
     Attributes:
-        specs: factory of the specs that the methods take.
+        specs: factory of program descriptions (`ProgramSpec`), which the methods take.
         strict: whether the registry refuses new programs once it is `complete`. Evicted programs (`ProgramStore`) are
             not new: they are loaded again.
         complete: whether a warm-up has compiled all programs that serving can need. After that, any further compilation
@@ -79,15 +79,15 @@ class Executables:
     def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
         """Return the compiled program of a spec. If it is missing, compile it first.
 
-        If the program failed to compile in the background, raise the stored error and forget it. The next call compiles
+        If an earlier compilation in the background has failed, raise its error, but only once: the next call compiles
         the program again. Errors of a compilation in this call are raised too.
 
-        Raises `NotCompiledError` if the program is new and the registry is `strict` and `complete`.
+        Raises `NotCompiledError` if the program was never compiled, and the registry is `strict` and `complete`.
         """
         return self.executable(spec).compiled
 
     def executable(self, spec: ProgramSpec) -> Executable:
-        """Return the program of a spec with its properties. If it is missing, compile it first.
+        """Return the `Executable` of a spec: the compiled program with its properties. Compile a missing program first.
 
         Raises the same errors as `get`.
         """
@@ -101,10 +101,9 @@ class Executables:
         return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether `get` can answer for all these programs without a compilation.
+        """Return whether `get` would answer for each of these programs without a compilation.
 
-        A program counts as available if an error of its compilation is stored, because `get` then raises the error.
-        Always return True if `beside` is False.
+        The answer may be the stored error of a failed compilation. If `beside` is False, always return True.
         """
         return not self._beside or not self._absent(specs)
 
@@ -142,7 +141,7 @@ class Executables:
         return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Start to compile missing programs in the background, in the given order. Return the missing specs at once.
+        """Start to compile missing programs in the background, in the given order. Return their specs without waiting.
 
         These programs are compiled after the programs of `request`.
         """
@@ -151,13 +150,15 @@ class Executables:
         return absent
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
-        """Store the programs that the background threads have compiled. Return the keys of these programs.
+        """Store the results of the background threads. Return the keys of the programs whose results have arrived.
 
-        `check` is called with each program and may raise an error. If a program failed to compile, or `check` raised an
-        error, the error is stored instead of the program. `get` raises the stored error once. After `_RETRY_S` seconds,
-        stored errors are forgotten, so that the programs can be compiled again.
+        A result is a compiled program or an error. If `check` raises an error for a program, this error is stored
+        instead. `get` raises a stored error once. After `_RETRY_S` seconds, stored errors are forgotten, so that the
+        programs can be compiled again. The returned keys include failed programs, and programs that `prepare` has
+        already stored.
 
-        The returned keys include programs that failed, and programs that `prepare` has already stored.
+        Args:
+            check: function that is called with each compiled program, and may raise an error.
         """
         if time.monotonic() >= self._retry_at:
             self._forget_failures()
@@ -190,7 +191,7 @@ class Executables:
     def _forget_failures(self) -> None:
         """Forget stored errors, so that the background threads can compile these programs again.
 
-        After `_MAX_RETRIES` retries of a program, its error is kept. All errors are kept if `beside` is False, or if
+        The error of a program is kept after `_MAX_RETRIES` retries. No errors are forgotten if `beside` is False, or if
         the registry is `strict` and `complete`.
         """
         self._retry_at = math.inf
@@ -210,7 +211,10 @@ class Executables:
         ]
 
     def check(self, specs: Iterable[ProgramSpec]) -> None:
-        """Raise `NotCompiledError` if one of these programs is new, and the registry is `strict` and `complete`."""
+        """Raise `NotCompiledError` if one of these programs was never compiled.
+
+        Do nothing if the registry is not both `strict` and `complete`.
+        """
         if not (self.strict and self.complete):
             return
         for spec in specs:
@@ -238,8 +242,8 @@ class Executables:
     def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
         """Return the specs with missing originals added. Each original comes before the spec that needs it.
 
-        The original (`ProgramSpec.original`) is the same program for the first group of devices of the degree. The
-        programs of the other groups are loaded from the bytes of the original.
+        The original (`ProgramSpec.original`) is the same program for the first group of devices of this size. The
+        programs of the other groups are loaded from its bytes.
         """
         found: dict[Hashable, ProgramSpec] = {}
         for spec in specs:
@@ -250,7 +254,6 @@ class Executables:
         return list(found.values())
 
     def _raise_failure(self, spec: ProgramSpec) -> None:
-        """Raise the stored error of a program and forget the error. Do nothing if no error is stored."""
         if (failure := self._failed.pop(spec.key, None)) is not None:
             self._num_failure_changes += 1
             raise failure

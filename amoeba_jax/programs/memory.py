@@ -88,7 +88,8 @@ def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> in
     """Return an estimate of the bytes of temporaries that the largest step needs on a device.
 
     The temporaries are hidden states, intermediate results and f32 logits. The estimate should be too high rather than
-    too low. If compiled programs need more, a warm-up reserves the difference. `width` is `EnginePlan.width`.
+    too low. If compiled programs need more, a warm-up reserves the difference. `width` is the maximum number of
+    sequences of the largest instance, divided by `max_num_seqs`.
     """
     rows = config.max_num_seqs * width
     tokens = config.max_num_batched_tokens + rows
@@ -119,16 +120,17 @@ def sampling_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
     """Return the bytes of the sampling state on a device: last tokens (i32), flags (i32) and biases (f32).
 
     The first device of an instance samples for the whole instance. The state therefore has room for all sequences of
-    the largest instance. `width` is `EnginePlan.width`.
+    the largest instance. `width` is the maximum number of these sequences, divided by `max_num_seqs`.
     """
     return config.max_num_seqs * width * (4 + 8 * dims.config.vocab_size)
 
 
 def hidden_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return the bytes of the buffer of hidden states on a device, with three small buffers.
+    """Return the bytes of the buffer of hidden states on a device, including three small buffers.
 
     The small buffers are two flags that mark the first segment of a step, the token counts of the experts, and the
-    numbers of the layers. `width` is `EnginePlan.width`.
+    numbers of the layers. `width` is the maximum number of sequences of the largest instance, divided by
+    `max_num_seqs`.
     """
     hidden = dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize
     return hidden + 2 + 4 * (math.prod(dims.load_shape) + dims.load_shape[0])
@@ -143,10 +145,9 @@ def staging_bytes(page_bytes: int, phase_pages: int) -> int:
 
 
 class FixedBytes(NamedTuple):
-    """Bytes that a device needs for buffers other than weights and KV cache.
+    """Bytes that a device needs for temporaries of steps, for sampling state and for hidden states.
 
-    The fields are temporaries of steps, sampling state and hidden states. These sizes do not depend on the layers of
-    the device.
+    Weights and KV cache come in addition. These sizes do not depend on the layers of the device.
     """
 
     activations: int

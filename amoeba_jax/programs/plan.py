@@ -54,7 +54,7 @@ class EnginePlan:
         platform: platform for which memory is divided. None: the platform of `devices`.
 
     Attributes:
-        placement: start placement of the only instance. None: the engine has instances that merge and split.
+        placement: start placement (`EngineConfig.placement`) of the only instance. None: instances merge and split.
         start_tp: degree of the instances at the start.
         start_attention: degree of attention at the start. It is `start_tp`, or less with data-parallel attention.
         start_devices: devices that hold modules at the start. The other devices are empty.
@@ -64,8 +64,8 @@ class EnginePlan:
         hidden_tokens: number of tokens in a buffer of hidden states.
         num_slots: number of slots of an instance. A slot keeps the last token of one running sequence on the devices.
         max_model_len: limit of prompt plus output, in tokens.
-        overlaps_exchanges: whether step programs may also exchange pages; see `EngineConfig.overlap_exchange`.
-        loops_exchanges: whether one program with a loop runs the phases of an exchange; see `ExchangeKind`.
+        overlaps_exchanges: whether step programs may also exchange pages (`EngineConfig.overlap_exchange`).
+        loops_exchanges: whether one program with a loop runs the phases of an exchange (`ExchangeKind`).
 
     Raises `ConfigError` if `max_model_len` exceeds the context length of the model, and `MemoryBudgetError` if the
     model does not fit.
@@ -138,7 +138,8 @@ class EnginePlan:
     def device_plans(self) -> dict[int, MemoryPlan]:
         """Division of memory, by device index.
 
-        With a start placement, only the devices of the placement are included. Without one, all devices are included.
+        With a start placement (`EngineConfig.placement`), only the devices of the placement are included. Without it,
+        all devices are included.
         """
         devices = self.sub_meshes.devices
         if self.placement is None:
@@ -201,17 +202,17 @@ class EnginePlan:
         return self.buckets(tp).max_num_seqs
 
     def extent_pages(self, released: int) -> tuple[int, ...]:
-        """Return the number of pages of each extent (part of the KV cache) of a layer.
+        """Return the number of pages of each KV extent (page buffer) of a layer.
 
-        The weights that an instance of degree `released` does not need are counted as KV cache.
+        The memory of weights that an instance of degree `released` does not need counts as KV cache.
         """
         return (self.memory.num_pages, *self.weights.extent_pages(released))
 
     def capacity_tokens(self, tp: int, released: int) -> int:
         """Return the number of tokens that fit in an empty instance of degree `tp`.
 
-        The weights that an instance of degree `released` does not need are counted as KV cache. With a start placement,
-        return the maximum length of one sequence.
+        The memory of weights that an instance of degree `released` does not need counts as KV cache. With a start
+        placement, return the maximum length of one sequence instead.
         """
         if self.placement is not None:
             return self._longest_context()
@@ -236,7 +237,7 @@ class EnginePlan:
             segment: segment to compute. It must not be the head.
             shape: shape of the step.
             extent_pages: number of pages of each extent of a layer.
-            exchange: page exchange in other layers that the program runs at the same time. None: no exchange.
+            exchange: exchange of pages of other layers, which the program runs at the same time. None: no exchange.
         """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(
@@ -265,7 +266,7 @@ class EnginePlan:
     ) -> Iterator[ProgramSpec]:
         """Yield the specs of all programs of a step on one group: programs of segments, then the program of the head.
 
-        Segments that share a program yield it only once.
+        A program that several segments share is yielded only once.
         """
         for segment in {segment.kinds: segment for segment in self.segments}.values():
             yield self.layers_spec(specs, group, segment, shape, extent_pages)
@@ -273,10 +274,10 @@ class EnginePlan:
 
 
 def segment_layers(platform: str, num_layers: int) -> int:
-    """Return the default number of layers in a segment.
+    """Return the default number of layers in a segment: 8, or 4 or 5 on CPU.
 
-    On CPU, each launch costs about 0.2 ms. For this reason, decode steps of SmolLM2 with one sequence take 2% to 6%
-    longer with 3 layers in a segment than with 5. On the other hand, larger programs need more memory mappings and host
+    A long segment saves launches. A launch on CPU costs about 0.2 ms: decode steps of SmolLM2 with one sequence take 2%
+    to 6% longer with 3 layers in a segment than with 5. A short segment needs fewer memory mappings and less host
     memory.
 
     On CPU, models of 5 layers still have two segments, so that their layers do not all change their degree at once.

@@ -60,13 +60,13 @@ class ProgramSpec:
         key: identity of the program. Specs with equal keys describe the same program.
         compile: function that compiles the program.
         donated_bytes: number of bytes on each device that the program must update in place.
-        plan: segment that the program computes. The head is a segment too. All segments of the same shape share the
+        plan: a segment that the program computes (layers or the head). All segments of the same shape share the
             program. None: the program computes no segment.
         restored: shards of one layer that the program restores. All layers share the program. Empty if the program
             restores no weights.
         on: devices that run the program.
-        first: function that returns the spec of the same program for the first group of this degree. The first group
-            starts at device 0. None: this spec is for the first group.
+        first: function that returns the spec of the same program for the first group of this degree, which starts at
+            device 0. None: this spec is for the first group.
         model: sizes of the model as text. They are part of the key in the compile cache on disk.
     """
 
@@ -186,12 +186,13 @@ class ProgramSpecs:
     def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """Return the spec of a program `(hidden, rows) -> hidden` that splits hidden states between parts of a group.
 
-        A group has `tp / lower` parts of `lower` ranks each, and each part has `rows` columns of the hidden states.
-        Before, the buffer of every rank begins with the columns of all parts, in order. Afterwards, the buffer of each
-        rank begins with the columns of its own part.
+        A group has `tp / lower` parts of `lower` ranks each, and each part gets `rows` columns of the hidden states.
+        For example, with 2 parts and 3 rows, every rank has the same input in columns 0-5 of its buffer. Afterwards,
+        columns 0-2 have input columns 0-2 on the ranks of the first part, and input columns 3-5 on the ranks of the
+        second part.
 
-        The program always moves `most_rows` columns, so that it serves any number of rows. The surplus columns are
-        unused.
+        The program always moves `most_rows` columns, so that it serves any smaller number of rows too. The surplus
+        columns are unused.
 
         `hidden` is `[tp * D, hidden_tokens]`, divided over the ranks, and is donated. `rows` is a scalar, the same on
         all ranks.
@@ -208,7 +209,8 @@ class ProgramSpecs:
     def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """Return the spec of a program `(hidden, rows) -> hidden` that reverses `split`.
 
-        Afterwards, the buffer of every rank begins with the columns of all parts, in order.
+        Before, the buffer of each rank begins with the `rows` columns of its own part of the group. Afterwards, the
+        buffer of every rank begins with the columns of all parts, in order. The arguments are those of `split`.
         """
 
         def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:
@@ -286,18 +288,19 @@ class ProgramSpecs:
 
     @_of_any_group
     def sample(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of the program `sampler.sample` for `rows` sequences.
+        """Return the spec of the program that chooses the next tokens of `rows` sequences (`sampler.sample`).
 
-        `packed` is the size of its packed argument, `sampling.rows.packed_size(rows)`.
+        `packed` is the size of the program's packed argument, `sampling.rows.packed_size(rows)`.
         """
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), ((packed,), _I32)]
         return self._on_first("sample", group, sampler.sample, shapes, small=True)
 
     @_of_any_group
     def sample_full(self, group: SubMesh, rows: int, num_slots: int, packed: int) -> ProgramSpec:
-        """Return the spec of the program `sampler.sample_full` for `rows` sequences. The program donates `flags`.
+        """Return the spec of the program that chooses tokens of `rows` sequences of any kind (`sampler.sample_full`).
 
-        `packed` is the size of its packed argument, `sampling.rows.packed_size(rows, full=True)`.
+        The program donates `flags`. `packed` is the size of the program's packed argument,
+        `sampling.rows.packed_size(rows, full=True)`.
         """
         state = (num_slots, self.dims.config.vocab_size)
         shapes = [(self._logits(rows), _F32), ((num_slots,), _I32), (state, _I32), (state, _F32), ((packed,), _I32)]
@@ -306,7 +309,10 @@ class ProgramSpecs:
 
     @_of_any_group
     def set_state(self, group: SubMesh, num_slots: int) -> ProgramSpec:
-        """Return the spec of the program `sampler.set_state`. The program donates `flags` and `bias`."""
+        """Return the spec of the program that replaces the sampling state of one slot (`sampler.set_state`).
+
+        The program donates `flags` and `bias`.
+        """
         row = (self.dims.config.vocab_size,)
         state = (num_slots, *row)
         shapes = [(state, _I32), (state, _F32), ((), _I32), (row, _I32), (row, _F32)]
@@ -314,9 +320,9 @@ class ProgramSpecs:
 
     @_of_any_group
     def token_logprobs(self, group: SubMesh, tokens: int) -> ProgramSpec:
-        """Return the spec of the program `sampler.token_logprobs` for `tokens` tokens.
+        """Return the spec of the program that computes log-probabilities of given tokens (`sampler.token_logprobs`).
 
-        The program takes the logits of these tokens, and as many target tokens.
+        The program takes logits, `[V, tokens]`, and the target tokens, `[tokens]`.
         """
         shapes = [(self._logits(tokens), _F32), ((tokens,), _I32)]
         return self._on_first("token_logprobs", group, sampler.token_logprobs, shapes)
@@ -362,20 +368,20 @@ class ProgramSpecs:
 
     @_of_any_group
     def page_copy(self, group: SubMesh, extent_pages: tuple[int, ...]) -> ProgramSpec:
-        """Return the spec of the program that `compile_page_copy` compiles."""
+        """Return the spec of the program that copies a page inside a layer (`compile_page_copy`)."""
         key = ProgramKey("page_copy", group.device_indices, (extent_pages,))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramSpec(key, lambda: compile_page_copy(self.dims, group, extent_pages), donated)
 
     @_of_any_group
     def page_read(self, group: SubMesh, extent_pages: tuple[int, ...], num_pages: int) -> ProgramSpec:
-        """Return the spec of the program that `compile_page_read` compiles."""
+        """Return the spec of the program that reads pages of a layer (`compile_page_read`)."""
         key = ProgramKey("page_read", group.device_indices, (extent_pages, num_pages))
         return ProgramSpec(key, lambda: compile_page_read(self.dims, group, extent_pages, num_pages))
 
     @_of_any_group
     def page_write(self, group: SubMesh, extent_pages: tuple[int, ...], num_pages: int) -> ProgramSpec:
-        """Return the spec of the program that `compile_page_write` compiles."""
+        """Return the spec of the program that writes pages of a layer (`compile_page_write`)."""
         key = ProgramKey("page_write", group.device_indices, (extent_pages, num_pages))
         donated = sum(extent_pages) * self._page_bytes
         return ProgramSpec(key, lambda: compile_page_write(self.dims, group, extent_pages, num_pages), donated)
@@ -389,7 +395,7 @@ class ProgramSpecs:
         phase_pieces: int,
         kind: ExchangeKind,
     ) -> ProgramSpec:
-        """Return the spec of the program that `compile_exchange` compiles."""
+        """Return the spec of the program that exchanges page pieces between ranks (`compile_exchange`)."""
         key = ProgramKey("exchange", group.device_indices, (old_extents, new_extents, phase_pieces, kind))
         donated = sum(max(old_extents, new_extents, key=len)) * self._page_bytes
 
@@ -401,7 +407,7 @@ class ProgramSpecs:
 
     @_of_any_group
     def restore(self, group: SubMesh, released: tuple[ReleasedShard, ...], step_pages: int) -> ProgramSpec:
-        """Return the spec of the program that `compile_restore` compiles for the shards of one layer.
+        """Return the spec of the program that restores the weights of a layer (`compile_restore`).
 
         All layers share this program.
         """

@@ -1,6 +1,7 @@
 """Program that turns KV cache back into weights when a group splits.
 
-Each rank has given up some shards. It gets a copy of each of these shards from another rank, its peer.
+After a merge, each rank keeps only some of its weight shards. In the split, each rank gets a copy of each missing shard
+from another rank.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ def compile_restore(
     """Compile a program `(shards, extents) -> extents` that fills the released extents of one layer with weights.
 
     `shards` and `extents` are lists with one array `[tp * pages, page_elems]` for each entry of `released`. For each
-    entry, every rank sends one shard that it has kept (`source_place`) to a peer. The peer writes the shard into its
-    own extent, without temporaries. `extents` are donated. The results hold weights.
+    entry, every rank sends one shard that it has kept (`source_place`) to another rank. That rank writes the shard into
+    its own extent, without temporaries. `extents` are donated. The results hold weights.
 
-    On CPU, XLA would send bf16 as f32. On CPU, the program therefore sends bf16 as integers, `step_pages` pages at a
+    On CPU, XLA would send bf16 as f32. The program therefore sends bf16 as integers there, `step_pages` pages at a
     time. This takes temporaries of `2 * step_pages` pages.
     """
     in_steps = group.devices[0].platform == "cpu" and dtype == jnp.bfloat16
@@ -59,7 +60,7 @@ def compile_restore(
 
 
 def source_place(released: ReleasedShard, max_tp: int, group: SubMesh) -> int:
-    """Return the index of the shard that a rank sends to a peer in `compile_restore`.
+    """Return the index of the shard that each rank sends to another rank in `compile_restore`.
 
     The index counts only the shards that the rank has kept. It is the same for all ranks of the group.
     """

@@ -10,8 +10,9 @@ from sharding.placement import ModuleKind
 class SegmentCutter:
     """Object that cuts consecutive layers into segments.
 
-    Where the layers include a whole segment of the model, this segment is used. Each other layer becomes a segment of
-    its own. The segments of all placements therefore have few different lengths.
+    Layers that form a whole segment of the model become one segment. Each other layer becomes a segment of its own. For
+    example, if the model has the segments 0-3, 4-7 and 8-11, the layers 2-9 become 2, 3, 4-7, 8 and 9. The segments of
+    all placements therefore have few different lengths.
 
     Args:
         dims: sizes of the model.

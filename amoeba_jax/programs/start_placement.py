@@ -78,8 +78,8 @@ def plan_devices(
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
     """Return, for each home that computes attention, the number of KV pages of one layer on a device.
 
-    A home is a group of devices that compute a layer together. If its devices have different numbers of pages, the
-    smallest number is returned. `plans` has the memory plan of each device.
+    A home is a group of devices that compute a layer together. If they have different numbers of pages, the smallest
+    number is returned. `plans` has the memory plan of each device.
     """
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
@@ -88,8 +88,9 @@ def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Ho
 def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_size: int) -> int:
     """Return the length, in tokens, of the longest sequence that fits in an empty instance.
 
-    A sequence belongs to one microbatch. It must fit in each home that computes the attention of this microbatch. The
-    microbatch in which the longest sequence fits decides.
+    A sequence belongs to one microbatch, and must fit in each home (device group) that computes the attention of this
+    microbatch. The result is the largest limit of any microbatch. `pages` has, for each home, the KV pages of one layer
+    on a device.
     """
     return max(
         min(pages[home] * home.degree for home in placement.layers_by_home(number)) * page_size

@@ -30,15 +30,17 @@ LogitsOf = Literal["last", "all"]
 
 
 class PageExchange(NamedTuple):
-    """One phase of a page exchange, run by the program of a step (`kvcache.migration.Phase`).
+    """One phase of a page exchange, which runs inside the program of a step.
 
-    The exchange moves pages of other layers than the layers that the program computes.
+    In a phase (`kvcache.migration.Phase`), ranks exchange pieces of pages. The pages belong to other layers than the
+    layers that the program computes.
 
     Attributes:
         num_layers: number of layers whose pages move.
         extent_pages: number of pages of each extent of these layers.
         phase_pieces: argument `phase_pieces` of `kvcache.migration.plan_phases`.
-        distance: distance of the phase. None for a general phase.
+        distance: each rank `r` exchanges pieces with rank `r ^ distance`. None: all ranks exchange pieces with each
+            other.
     """
 
     num_layers: int
@@ -88,14 +90,15 @@ class StepKey:
 
 @dataclass(frozen=True)
 class HeadKey:
-    """Key of the program that computes the head. All steps with the same number of rows share the program.
-
-    `devices`, `num_slots` and `hidden_tokens` are as in `StepKey`.
+    """Key of the program that computes the head (final norm and logits) in a step.
 
     Attributes:
+        devices: indices of the group's devices in the pool.
         num_rows: number of rows (sequences) of the step.
         num_tokens: number of tokens of the step, if the head computes the logits of all tokens. 0: the head computes
             the logits of the last token of each row.
+        num_slots: number of entries of `last_tokens` (`StepProgram`).
+        hidden_tokens: number of tokens in the buffer of hidden states.
     """
 
     devices: tuple[int, ...]
@@ -117,8 +120,8 @@ class HeadKey:
 class HeadOutput(NamedTuple):
     """Result of the program of the head, equal on every rank.
 
-    V is the size of the vocabulary. R is the number of tokens whose logits the head computes: the number of rows of the
-    step (last tokens only), or the number of all tokens of the step.
+    V is the size of the vocabulary. R is the number of tokens whose logits the head computes: the last token of each
+    row of the step, or all tokens of the step.
     """
 
     argmax_ids: Int32[Array, " R"]
@@ -188,10 +191,7 @@ class StepProgram:
 
 
 def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgram:
-    """Trace the program that computes the segment `plan`. `key` gives the sizes.
-
-    Of the devices in `key`, only the number matters.
-    """
+    """Trace the program that computes the segment `plan`. `key` gives the sizes and the number of devices."""
     tp, shape = len(key.devices), key.batch
     segment = Segment(dims, plan, tp)
     graph, state = nnx.split(segment)
@@ -262,10 +262,7 @@ def step_program(dims: ModelDims, plan: SegmentPlan, key: StepKey) -> StepProgra
 
 
 def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
-    """Trace the program of the head. `key` gives the sizes.
-
-    Of the devices in `key`, only the number matters.
-    """
+    """Trace the program of the head. `key` gives the sizes and the number of devices."""
     tp = len(key.devices)
     segment = Segment(dims, head_plan(dims), tp)
     graph, state = nnx.split(segment)
@@ -337,7 +334,8 @@ def _embedded(
 ) -> Float[Array, "D N"]:
     """Return the input of the layers: the embeddings of the tokens if `first` is true, else `hidden`.
 
-    Tokens with a source slot are read from `last_tokens`. The host has sent all other tokens in `fields`.
+    A token with a slot in `fields["sources"]` is read from this slot of `last_tokens`. Every other token is in
+    `fields["tokens"]`.
     """
     sources = fields["sources"]
 

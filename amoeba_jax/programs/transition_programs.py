@@ -33,13 +33,12 @@ class TransitionPrograms:
         group: devices of the group. The higher degree is `group.tp`.
         lower: lower degree.
         up: True for a merge, False for a split.
-        released: a degree for the time before the transition, and a degree for the time after it. Weights that an
-            instance of that degree does not need are used as KV cache (`WeightLayout.released`).
+        released: two degrees: one before and one after the transition. The memory of weights that an instance of this
+            degree does not need is KV cache (`WeightLayout.released`).
         rows: number of rows of each lower-degree instance in a decode step.
-        memory_first: whether the FFNs of all layers change together. In a merge, they change before any page moves. In
-            a split, they change after all pages have moved. While pages move, all layers then have the extents
-            `high_extents`. If no weights are released or restored, only attention changes its degree
-            (`attention_only`).
+        memory_first: whether the FFNs of all layers change together: before any page moves in a merge, and after all
+            pages have moved in a split. All layers then have the extents `high_extents` while pages move. If both
+            degrees of `released` are equal, only attention changes its degree.
 
     Attributes:
         members: device groups of the lower-degree instances.
@@ -161,8 +160,8 @@ class TransitionPrograms:
     def _steps_with_exchange(self) -> list[ProgramSpec]:
         """Return all programs that `step_with_exchange` can return.
 
-        Programs differ in the shape of their segment, in the number of layers whose pages move, and in the phase of the
-        exchange. The phase is general, or has a distance from 1 on (`kvcache.migration.Phase`).
+        The programs differ in the shape of their segment, in the number of layers whose pages move, and in the phase of
+        the exchange. The phase is between all ranks, or between ranks of one distance (`kvcache.migration.Phase`).
         """
         pairs = {(one.kinds, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
@@ -190,7 +189,8 @@ class TransitionPrograms:
             segment: layers to compute.
             shape: shape of the step.
             num_layers: number of layers whose pages move.
-            distance: distance of the phase (`kvcache.migration.Phase`). None for a general phase.
+            distance: in the phase, each rank `r` exchanges pieces with rank `r ^ distance`. None: all ranks with each
+                other.
         """
         spec = self._step_with_exchange(segment, shape, num_layers, distance)
         return self._executables.get(spec) if spec in self._executables else None
@@ -198,7 +198,7 @@ class TransitionPrograms:
     def prompt_specs(self) -> list[ProgramSpec]:
         """Return the programs of steps with one prompt during the transition.
 
-        All chunks have the same size. Prompts of any length can be computed in such chunks.
+        They are for only one chunk size, which suffices for prompts of any length.
         """
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
@@ -210,10 +210,7 @@ class TransitionPrograms:
         return needed + self._column_copies(shape)
 
     def prompt_copies(self) -> list[ProgramSpec]:
-        """Return the programs that copy hidden states of a prompt chunk to all devices of the group.
-
-        Chunks of all sizes are included.
-        """
+        """Return the programs that copy hidden states of prompt chunks of all sizes to all devices of the group."""
         buckets = self.plan.buckets(self.lower)
         shapes = [buckets.step(0, 1, chunk) for chunk in buckets.chunk_sizes]
         return [spec for shape in shapes for spec in self._column_copies(shape)]
@@ -265,10 +262,10 @@ class TransitionPrograms:
         return {kind: self._executables.get(self._exchange_spec(kind)) for kind in self._exchange_kinds}
 
     def move_temporaries(self, *, pages: bool) -> int:
-        """Return the bytes of temporaries that the program for restoring weights needs on a device.
+        """Return the bytes of temporaries on a device for the programs that restore weights and exchange pages.
 
-        With `pages=True`, the programs for exchanging pages are included, and the result is the maximum. Without any
-        such program, the result is 0. Missing programs are compiled.
+        This is the maximum over these programs, or 0 if there are none. If `pages` is False, programs that exchange
+        pages do not count. Missing programs are compiled.
         """
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)
@@ -283,9 +280,9 @@ class TransitionPrograms:
         return self._executables.get(spec)
 
     def prepare_steps(self, *, prompts: bool) -> None:
-        """Compile the missing programs of decode steps.
+        """Compile the missing programs of decode steps, and with `prompts=True` also of steps with prompts.
 
-        With `prompts=True`, also compile programs of steps with prompts. Raises errors of the compiler.
+        Raises errors of the compiler.
         """
         needed = self.step_specs() + (self.prompt_specs() if prompts else [])
         for _ in self._executables.prepare(needed):

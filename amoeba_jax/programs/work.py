@@ -12,11 +12,14 @@ All blocks are equally wide. A home has the blocks of its microbatches side by s
     device 0   layers 0-4: blocks 0 1     layers 5-14: block 0          layers 15-29 and head: blocks 0 1
     device 1                     | copy   layers 5-14: block 1   | copy
 
-A transfer of hidden states from one run to the next is a `join`, a `split` or a `copy`. A `join` or `split` is one
-collective program that moves all blocks of a step. `join` moves blocks from the parts of a home to the whole home.
-`split` moves blocks from the whole home to its parts. The run on one side must have a single home. The run on the other
-side must have one microbatch on each part of this home, in order. Every other transfer is a `copy` of columns from
-device to device.
+A transfer moves hidden states from one run to the next. There are three kinds:
+
+- `join`: one collective program moves all blocks from the parts of a home to the whole home.
+- `split`: the reverse of `join`.
+- `copy`: columns are copied from device to device.
+
+A `join` or `split` needs a single home on one side. The other side must have one microbatch on each part of this home,
+in order.
 """
 
 from collections.abc import Mapping
@@ -39,13 +42,12 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Compute:
-    """Segments that one home computes, one after another.
+    """Segments that one home (group of devices) computes, one after another.
 
     Attributes:
         home: devices that compute the segments together.
         segments: segments to compute, in order.
-        blocks: microbatches whose rows the home computes. None: the step has only one microbatch, and the home computes
-            all of its rows.
+        blocks: microbatches (shares of the sequences) that the home computes. None: the step has only one microbatch.
         begins: whether the first segment begins the step with the embeddings of the tokens.
     """
 
@@ -55,7 +57,7 @@ class Compute:
     begins: bool = False
 
     def shape(self, step: BatchShape, num_microbatches: int) -> BatchShape:
-        """Return the shape of the rows that the home computes.
+        """Return the shape of the part of the step that this home computes.
 
         `step` is the shape of the whole step. `num_microbatches` is the number of microbatches of the placement.
         """
@@ -67,6 +69,8 @@ class Compute:
 @dataclass(frozen=True)
 class ColumnCopy:
     """Copy of hidden states from one device to another, or to other columns on the same device.
+
+    A block has the columns of one microbatch.
 
     Attributes:
         source: device that has the hidden states.
@@ -88,7 +92,8 @@ class Transfer:
     """Transfer of hidden states between the homes of two runs of layers.
 
     Attributes:
-        kind: `join` and `split` are one collective program over `home`. `copy` is a list of copies of columns.
+        kind: `join` moves hidden states from the parts of `home` to the whole home, and `split` is the reverse. Both
+            are one collective program. `copy` is a list of copies of columns.
         home: larger home of a `join` or `split`. None for a `copy`.
         lower: degree of the smaller homes of a `join` or `split`.
         copies: copies of columns of a `copy`. All sources are read before the first target is written.
@@ -155,7 +160,7 @@ class _WorkList:
         self._work.append(Compute(home, segments, blocks, begins))
 
     def _move_to(self, wanted: dict[Home, Blocks]) -> None:
-        """Append a transfer of the hidden states to the homes `wanted`. Append nothing if they are there already."""
+        """Append a transfer of the hidden states to the homes `wanted`, unless the hidden states are there already."""
         before, self._at = self._at, wanted
         if not before or before == wanted:
             return
@@ -249,10 +254,10 @@ def copied_columns(num_tokens: int, hidden_tokens: int) -> int:
 
 
 def _collective(before: dict[Home, Blocks], after: dict[Home, Blocks]) -> Transfer | None:
-    """Return the `join` or `split` that moves all blocks. Return None if no single one can do it.
+    """Return the `join` or `split` that moves all blocks. Return None if no single program can move them.
 
-    It is possible only if the smaller homes are the equal parts of the larger home. Each part must have exactly one
-    block, in the order of the microbatches.
+    The smaller homes must be the equal parts of the larger home. Each part must have exactly one block, in the order of
+    the microbatches.
     """
     for kind, parts, wholes in (("join", before, after), ("split", after, before)):
         ((whole, blocks), *others), lower = wholes.items(), next(iter(parts)).degree

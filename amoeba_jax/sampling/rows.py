@@ -82,11 +82,11 @@ class SamplingRow:
             `sample_full`).
         uses_state: whether the sequence uses the arrays `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
-        held_back: stop tokens and end-of-sequence tokens, which are banned for the first `min_tokens` tokens.
+        held_back: stop tokens and end-of-sequence tokens. They are banned for the first `min_tokens` tokens.
         banned: token ids of the bad words of one token.
-        bad_words: bad words of several tokens, at most `MAX_BAD_WORD_PAIRS`.
-        two_tokens: bad words of two tokens, as pairs.
-        endings: bad words of more than two tokens.
+        bad_words: bad words of two or more tokens, at most `MAX_BAD_WORD_PAIRS`.
+        two_tokens: bad words of exactly two tokens, as `Pairs`.
+        endings: bad words of three or more tokens, as `Endings`.
         settings: i32 values of the fields in `FIELDS`, starting with `options`. A float is stored as its bits.
     """
 
@@ -114,7 +114,7 @@ class StepRow(NamedTuple):
 
     Attributes:
         row: settings of the sequence.
-        slot: index of the sequence in the sampler's arrays on the device, or `NO_SLOT`.
+        slot: index of the sequence in the sampler's arrays on the device. `NO_SLOT`: the token is not recorded.
         position: index of the token to choose, from the start of the sequence. The random key depends on this index.
         generated: number of tokens generated so far, including tokens that the host has not read yet.
         pairs: bad words that the token may complete, from `bad_word_pairs`.
@@ -128,20 +128,19 @@ class StepRow(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of tokens, and of the most probable tokens at the same positions.
+    """Log-probability of one token at each position, and of the most probable tokens at this position.
 
-    `top_ids` and `top_logprobs` always have `MAX_LOGPROBS` entries. If the vocabulary is smaller, the last entries are
-    -1 and -inf.
+    Attributes:
+        logprob: log-probability of the token.
+        rank: number of tokens that are at least as probable as the token, including itself. 1: the most probable token.
+        top_ids: the `MAX_LOGPROBS` most probable tokens, in descending order. If the vocabulary is smaller, -1 follows.
+        top_logprobs: log-probabilities of the tokens in `top_ids`. -inf for -1.
     """
 
     logprob: Float[np.ndarray, " positions"]
-    """Log-probability of the token at each position."""
     rank: Int32[np.ndarray, " positions"]
-    """Number of tokens that are at least as probable as the token, including itself. 1: the most probable token."""
     top_ids: Int32[np.ndarray, "positions top"]
-    """The `MAX_LOGPROBS` most probable tokens, in descending order of probability."""
     top_logprobs: Float[np.ndarray, "positions top"]
-    """Log-probabilities of these tokens."""
 
 
 class SamplingResult(NamedTuple):
@@ -257,7 +256,7 @@ def sample_seed(engine_seed: int, request_number: int, index: int) -> int:
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> BadWords:
-    """Return the token ids of each word in two forms, without and with a leading space. If both are equal, return one.
+    """Return the token ids of each word in two forms, without and with a leading space. Equal forms are returned once.
 
     vLLM bans the form with a space only if the two forms have equally many tokens. This function always returns both.
 
@@ -310,11 +309,10 @@ def state_rows(
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
     """Return the bad words that the next token may complete. Each word is returned as the pair of its last two tokens.
 
-    A word of two tokens is always a candidate. A longer word is a candidate if its first tokens are in the right place.
-    For example, the word `a b c d` is returned as `(c, d)` if the sequence ends with `a b` and one more token.
-
-    If the host knows the last token of the sequence, only candidates that match this token are returned, and the first
-    token of each pair is `ANY_TOKEN`. If not, the device compares the first token of each pair with the last token.
+    For example, the next token completes the word `a b c d` if the sequence ends with `a b c`. The host may not know
+    the last token yet (`in_flight`). It then returns `(c, d)` if the known tokens end with `a b`, and the device
+    compares `c` with the last token. If the host knows the last token, it returns `(ANY_TOKEN, d)` if the sequence ends
+    with `a b c`.
 
     Args:
         row: settings of the sequence.
@@ -336,13 +334,12 @@ def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: boo
 
 
 def _ends_with(tokens: Sequence[int], end: int, wanted: tuple[int, ...]) -> bool:
-    """Return whether `tokens[:end]` ends with `wanted`."""
     start = end - len(wanted)
     return start >= 0 and tuple(tokens[start:end]) == wanted
 
 
 def packed_size(num_rows: int, *, full: bool = False) -> int:
-    """Return the length of the array that `pack` returns for the same arguments."""
+    """Return the length of the array that `pack` returns for the same `num_rows` and `full`."""
     return (len(FIELDS) + full * 2 * MAX_BAD_WORD_PAIRS) * num_rows
 
 

@@ -2,8 +2,8 @@
 
 First, masks (allowed tokens, grammars, bad words, stop tokens before `min_tokens`), biases and penalties change the
 logits. With temperature 0, the most probable token is then chosen. At any other temperature, the temperature, min-p,
-top-k and top-p are applied in this order, and a token is drawn. If several tokens are exactly as probable as the last
-token that a filter keeps, the filter keeps all of them.
+top-k and top-p are applied in this order, and a token is drawn. A filter keeps tokens with equal logits together: with
+top-k 2 and the logits 3, 2, 2, all three tokens are kept.
 
 The token of a row depends only on the row's logits, settings and state, never on other rows. The noise of a row comes
 from the key `fold_in(key(seed), position)`. So a request's tokens are the same in any batch.
@@ -11,9 +11,9 @@ from the key `fold_in(key(seed), position)`. So a request's tokens are the same 
 Logits are `[V, R]`, as a step returns them, and are never transposed as a whole. Times in comments are for XLA on CPU
 with 49,152 tokens and 32 rows, on two cores.
 
-If the largest logit of a row is not finite, the host gets `NO_TOKEN`. A NaN in the hidden state makes all logits of the
-row NaN. Damaged weights of the output projection can make a single logit NaN. On CPU, XLA's maximum may ignore a single
-NaN. The token of this logit is then never chosen, and no error is reported.
+If the largest logit of a row is not finite, the host gets `NO_TOKEN`. This reports a NaN in the hidden state, because
+all logits of the row are then NaN. A single NaN logit, from damaged weights, may not be reported on CPU, because XLA's
+maximum may ignore it. Its token is then never chosen.
 """
 
 import math
@@ -56,7 +56,7 @@ def set_state(
     flags_row: Int32[Array, " V"],
     bias_row: Float[Array, " V"],
 ) -> tuple[Int32[Array, "slots V"], Float[Array, "slots V"]]:
-    """Replace the rows of one slot (the place of a sequence) in `flags` and `bias`, and return both arrays.
+    """Replace the rows of one slot (index of a sequence) in `flags` and `bias`, and return both arrays.
 
     Donates `flags` and `bias`.
     """
@@ -68,7 +68,8 @@ def sample(
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "R 1"]]:
     """Choose the next tokens of sequences without masks, bad words, penalties, grammars or log-probabilities.
 
-    Returns `(last_tokens, result)`: the updated last token of each slot, and the chosen tokens for `unpack_result`.
+    `packed` comes from `rows.pack`. Returns `(last_tokens, result)`: the updated last token of each slot, and the
+    chosen tokens for `unpack_result`.
     """
     fields, _ = _unpack(packed, logits.shape[1])
     tokens, max_logit = _choose(logits, fields)
@@ -85,9 +86,9 @@ def sample_full(
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots V"], Int32[Array, "R columns"]]:
     """Choose the next tokens of any sequences, with log-probabilities. Return updated `(last_tokens, flags, result)`.
 
-    Donates `flags`. The result has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`. Log-probabilities come from
-    `logits` before any masks. A constrained row takes only tokens whose bits in `masks` are set (see `rows.Masks`). If
-    masks, biases and bad words leave no token for a constrained row, the host gets `NO_ALLOWED_TOKEN`.
+    Donates `flags`. `packed` comes from `rows.pack`. `result` has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`.
+    Its log-probabilities are those of `logits`, before masks. A constrained row takes only tokens whose bits in `masks`
+    are set (`rows.Masks`). If its masks, biases and bad words leave no token, the host gets `NO_ALLOWED_TOKEN`.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -157,9 +158,9 @@ def token_logprobs(
 
 
 def _unpack(packed: Int32[Array, " size"], num_rows: int) -> tuple[dict[str, jax.Array], Int32[Array, "2 R pairs"]]:
-    """Split `packed`. Return `(fields, pairs)`: a dictionary of fields, each `[R]`, and the banned pairs of tokens.
+    """Split `packed` into `(fields, pairs)`: a dictionary of fields, each `[R]`, and the banned pairs (`rows.Pairs`).
 
-    The inputs of `sample` have 0 pairs. See `rows.Pairs`.
+    The inputs of `sample` have 0 pairs.
     """
     size = len(FIELDS) * num_rows
     fields: dict[str, jax.Array] = dict(zip(FIELDS, packed[:size].reshape(len(FIELDS), num_rows), strict=True))
@@ -214,9 +215,9 @@ def _draw(
 ) -> Int32[Array, " R"]:
     """Draw a token for each row by the Gumbel-max trick. `max_logit` is the largest logit of each row.
 
-    The score of a token is its scaled logit plus noise. Top-p needs no sort. The token with the best score is drawn if
-    it is inside the top p. If not, only tokens that are more probable than the refused token are left, and the token
-    with the best score among them is tried next. The first try succeeds with probability p or more.
+    The score of a token is its scaled logit plus noise. The token with the best score is drawn if it is inside the top
+    p. If it is outside, it and all less probable tokens are removed, and the best of the remaining tokens is tried
+    next. The first try succeeds with probability p or more. No sort is needed.
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -253,8 +254,8 @@ def _scaled(
 ) -> Float[Array, "V R"]:
     """Return `(logits - max_logit) / temperature`.
 
-    The subtraction keeps all values at most 0, so a tiny temperature cannot make several of them +infinity. Each branch
-    of `_draw` computes the values again, which takes less time than storing them.
+    All results are 0 or less, so a tiny temperature cannot make several of them +infinity. Each branch of `_draw`
+    computes the results again, which takes less time than storing them.
     """
     return (logits - max_logit) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)
 

@@ -129,12 +129,11 @@ class GrammarCompiler:
     def compile_soon(self, structured: StructuredOutput, client: str = "") -> "Future[Any] | None":
         """Compile a grammar in another thread, so that `compile` finds it soon.
 
-        Return a future that is done when the compilation ends, or None if the grammar is already compiled. All callers
-        with the same grammar share the future.
+        Return a future that is done when the compilation ends, or None if the grammar is already compiled. Callers with
+        the same grammar share one future.
 
-        `client` is the name of the client. "": the number of new grammars is not limited.
-
-        Raises `QueueFullError` if `MAX_PENDING_GRAMMARS` grammars of the client are still being compiled.
+        Raises `QueueFullError` if `MAX_PENDING_GRAMMARS` grammars of `client` are still being compiled. If `client` is
+        "", there is no limit.
         """
         with self._lock:
             if structured in self._matchers:
@@ -219,7 +218,7 @@ def _grammar(structured: StructuredOutput) -> str:
 
 
 def _trial(grammar: str) -> str:
-    """Compile a grammar in another process (see `grammar_check`). Return the error, or "" if there is none."""
+    """Compile a grammar in another process (`grammar_check`). Return the error message, or "" without an error."""
     command = [sys.executable, "-S", "-P", grammar_check.__file__]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:

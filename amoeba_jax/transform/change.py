@@ -1,6 +1,6 @@
 """`Change`: record of one call that changes tensor-parallel degrees or a placement.
 
-The record has the state and the result of the call. `TransformState` lists the possible states.
+The record has the state and the result of the call. A placement says which devices compute which layers.
 """
 
 import logging
@@ -26,23 +26,23 @@ _LOG_INTERVAL_S = 10.0
 class Change:
     """One call of `LLM.transform`, `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
 
-    `LLM.transform` may change several groups of devices. Groups that do not depend on each other change at the same
-    time. Each of the other methods changes only one group. While the layers of a group switch, the group has a
-    transition. Only the dispatcher thread may use this object.
+    `LLM.transform` may change several groups of devices, and changes independent groups at the same time. Each of the
+    other methods changes only one group. Only the dispatcher thread may use this object.
 
     Attributes:
-        future: receives the report or the error.
+        future: future on which the caller waits. It gets the report or the error.
         state: present state. Only `enter` may set the state.
-        transitions: transitions of the groups that are changing now.
+        transitions: transitions of the groups whose layers are switching now.
         reports: reports of the groups that have changed.
         held: instances that start no new requests until `let_go` is called.
         programs_left: number of programs that the change needs and that are not compiled yet.
-        estimated_s: expected seconds to compile the programs that are left. None if unknown.
+        estimated_s: expected seconds to compile these programs. None if unknown.
+        awaited_programs: number of programs for which the change has had to wait so far.
         waited_s: seconds that the change has waited for programs.
-        error: first error of any group. None if no group has failed.
-        outcomes: one text for each failed group. The text tells what happened to the group. The error message contains
-            all of these texts.
-        recovered: whether any group has failed after its layers had begun to switch.
+        error: error of the first group that failed. None if no group has failed.
+        outcomes: for each failed group, a text that tells what happened to the group. The error message contains these
+            texts.
+        recovered: whether a group has failed after its first layer had begun to switch.
     """
 
     options: TransformOptions | PlacementOptions
@@ -82,10 +82,10 @@ class Change:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a change that waits for requests or steps should try to continue now.
+        """Whether a waiting change should try to continue now.
 
-        If the change waits for running requests, the value is always True. If the change waits for steps in flight, the
-        value is True when all of these steps have run. In all other states, the value is False.
+        If the change waits for running requests: always True. If the change waits for steps in flight: True when all of
+        these steps have run. In all other states: False.
         """
         if self.state is TransformState.DRAINING:
             return not any(instance.pending for instance in self.held if instance.phase is Phase.DRAINING)
@@ -105,10 +105,11 @@ class Change:
     # Waiting
 
     def hold(self, instances: list[Instance], draining: Iterable[Instance] = ()) -> None:
-        """Stop `instances` from starting new requests, until `let_go` is called.
+        """Stop instances from starting new requests, until `let_go` is called.
 
-        The instances `draining` also start no new steps. Steps in flight run to their end. All instances in `draining`
-        must also be in `instances`.
+        Args:
+            instances: instances that start no new requests.
+            draining: a subset of `instances` that also starts no new steps. Steps in flight still run.
         """
         self.held = instances
         for lane in [lane for instance in instances for lane in instance.lanes]:
@@ -126,13 +127,7 @@ class Change:
         self.held = []
 
     def await_requests(self, count: int) -> None:
-        """Enter the state `AWAITING_REQUESTS`, and write a log message.
-
-        Do nothing if the change is already in this state.
-
-        Args:
-            count: number of running requests, for the log message.
-        """
+        """Enter the state `AWAITING_REQUESTS`. If this state is new, log the number of running requests (`count`)."""
         if self.state is not TransformState.AWAITING_REQUESTS:
             logger.warning("%s waits for %s", self.name, _counted(count, "request"))
         self.enter(TransformState.AWAITING_REQUESTS)
@@ -167,7 +162,7 @@ class Change:
         """Record that a group has failed.
 
         Args:
-            error: error of the group. Only the first error of a change is kept.
+            error: error of the group. The change keeps only the error of the first group that fails.
             how: text that tells what happened to the group.
         """
         self.error = self.error or error

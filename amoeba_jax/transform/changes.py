@@ -1,8 +1,8 @@
-"""`Changes`: begins, continues and ends all changes of a cluster.
+"""`Changes`: starts, continues and ends all changes of a cluster (the instances of an engine).
 
-A change is one call that changes tensor-parallel degrees or a placement. `TransformState` lists the states of a change.
-`Changes._proceed` moves a change to its next state. The other methods call `_proceed` when the change may no longer
-have to wait.
+A change is one call that changes tensor-parallel degrees or a placement. `Changes._proceed` moves a change to its next
+state (`TransformState`). A change may have to wait, for example until its programs are compiled. When such a wait may
+be over, the other methods call `_proceed` again.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class Changes:
     """All changes of a cluster that have not ended.
 
-    Only the dispatcher thread may call the methods, except `capacity_to_come`. Any thread may call `capacity_to_come`.
+    Any thread may call `capacity_to_come`. Only the dispatcher thread may call the other methods.
 
     Args:
         requeue: function that removes a sequence from its instance and puts the sequence back into the queue. The
@@ -64,17 +64,16 @@ class Changes:
 
     @property
     def transitions(self) -> list[Transition]:
-        """All transitions that have not ended, including those whose layers have all switched."""
+        """All transitions that have not ended. Some of them may already have switched all of their layers."""
         return [transition for one in self._present for transition in one.transitions]
 
     def targets(self) -> dict[int, int]:
-        """Return the future degree of each device whose degree is changing or will change.
+        """Return the future degree of each device whose degree is changing or will change, as `{device: degree}`.
 
-        The keys of the result are device indices. These devices are left out:
+        A device is included if its instance lacks the degree that a transformation requests. There are two exceptions:
 
-        - all devices of a transformation that waits for programs,
-        - devices of groups that have already changed,
-        - devices of groups that will not change, because another group of the same transformation has failed.
+        - If the transformation waits for programs, none of its devices are included.
+        - If a group of the transformation has failed, only the devices of groups that are changing now are included.
         """
         targets: dict[int, int] = {}
         for one, options in [(one, one.options) for one in self._present if not one.awaits_programs]:
@@ -97,15 +96,15 @@ class Changes:
         return self._cluster.executables.request(spec for plan in plans for spec in plan.programs(self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
-        """Return `(capacity, degree)` that an instance will have after all transformations.
+        """Return the future `(capacity, degree)` of an instance: the values after its requested transformation.
 
-        The capacity is the number of tokens that fit in the KV cache of the instance. If no transformation changes the
-        instance, both values are the present ones. Any thread may call this method. The method also accepts an instance
-        that other instances have already replaced.
+        The capacity is the number of tokens that fit in the KV cache. After a merge or split, the values belong to the
+        new instance on the same devices. If no transformation includes the instance, the present values are returned.
+        Any thread may call this method, even with an instance that has already been replaced.
 
         Args:
-            further: options of a transformation that is not requested yet. Ignored if a requested transformation
-                includes the instance.
+            further: options of a transformation that is not requested yet, but counts as requested. Ignored if a
+                requested transformation includes the instance.
         """
         requested = [one.options for one in list(self._present) if isinstance(one.options, TransformOptions)]
         options = next((options for options in requested if instance.id in options.devices), further)
@@ -125,7 +124,7 @@ class Changes:
         """Start a change. Return a future of the `TransformReport` or `PlacementReport`.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible. Raises `TransformError`
-        if the change fails at once. After any of these errors, everything is as it was before the call.
+        if the change fails at once. If an error is raised, nothing has changed.
         """
         one = Change(options)
         if isinstance(options, TransformOptions):
@@ -153,7 +152,7 @@ class Changes:
         return [plan]
 
     def retry(self) -> None:
-        """Continue the changes whose missing programs are now compiled.
+        """Continue each change that waits for programs, if these programs are now compiled.
 
         The engine calls this method after a compilation.
         """
@@ -169,11 +168,11 @@ class Changes:
     def _proceed(self, one: Change) -> None:
         """Move a change forward as far as possible now.
 
-        If the change must wait, no group begins to change. Otherwise, all groups that can change now begin to change.
-        If no group is left, the change ends.
+        If the change must wait, begin nothing. Otherwise, begin to change all groups that can change now. If no group
+        is left, end the change.
 
-        Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails, and no group
-        has changed or is changing.
+        Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails before it has
+        changed any group.
         """
         one.let_go()
         try:
@@ -190,8 +189,7 @@ class Changes:
     def _must_wait(self, one: Change, plans: list[RelayoutPlan | RelocationPlan]) -> bool:
         """Return whether a change must wait before its next groups can begin to change.
 
-        The change may have to wait for requests, programs or steps. In that case, the change enters the state for this
-        kind of waiting.
+        If so, the change enters the state for this kind of wait: for requests, programs or steps in flight.
         """
         old = [instance for plan in plans for instance in plan.old]
         count = sum(len(instance.running) for instance in old)
@@ -218,8 +216,8 @@ class Changes:
     def _begin(self, one: Change, plan: RelayoutPlan | RelocationPlan) -> None:
         """Begin to change one group.
 
-        A pause or resume ends before this method returns, because no layers switch. Every other change of a group
-        begins a transition. During the transition, the layers switch.
+        A pause or resume is complete when this method returns, because no layers switch. Every other change of a group
+        starts a transition, in which the layers switch later.
         """
         cluster = self._cluster
         if isinstance(plan, RelocationPlan):
@@ -241,9 +239,9 @@ class Changes:
     def _stop(self, one: Change, error: Exception) -> None:
         """Stop a change, because one of its groups could not begin to change.
 
-        Transitions whose first switch has not begun are aborted. All other transitions continue. When all of them have
-        ended, the caller gets the error. If no group has changed or is changing, the change ends now. In that case,
-        this method raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError`.
+        Abort the transitions whose first switch has not begun. All other transitions continue, and the caller gets the
+        error when they have ended. If no group has changed or is changing, end the change now, and raise `LayoutError`,
+        `RequestError`, `MemoryBudgetError` or `TransformError`.
         """
         for transition in [t for t in one.transitions if not t.started]:
             transition.fail(self._requeue)
@@ -265,11 +263,11 @@ class Changes:
     def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
         """Launch the switch of the next layers of an instance. Return whether the transition continues.
 
-        The instance must be in transition. Call this method before the next step of the instance. A part of the switch
-        may be left to the programs of that step. If the switch fails, the transition ends, and the result is False.
+        Call this method before the next step of an instance in transition. The programs of that step may run a part of
+        the switch. If the switch fails, the transition ends, and the result is False.
 
         Args:
-            num_preempted: number of sequences that have just lost their pages because no page was free.
+            num_preempted: number of sequences that were just preempted because no page was free.
             step: next step. None if the next step is not known.
         """
         transition = instance.transition
@@ -285,9 +283,9 @@ class Changes:
             transition.switch_layers(step)
 
     def switch_alone(self, instance: Instance) -> bool:
-        """Launch a switch that was left to a step. Return whether the transition continues.
+        """Launch a switch that was left to a step, without the step. Return whether the transition continues.
 
-        Call this method if the step cannot be launched. If the switch fails, the transition ends, and the result is
+        Call this method if that step cannot be launched. If the switch fails, the transition ends, and the result is
         False.
         """
         transition = instance.transition
@@ -325,8 +323,8 @@ class Changes:
     def _settle(self, transition: Transition) -> None:
         """Let the instances of the new placement take over, after the last switch of a transition.
 
-        Some transitions cannot end while steps are in flight. In that case, do nothing. `collect` then calls this
-        method again when the steps have run.
+        Some transitions must first wait until the steps in flight have run. In that case, only stop new steps.
+        `collect` then calls this method again.
         """
         if transition.must_drain and transition.instance.pending:
             transition.instance.enter(Phase.DRAINING)
@@ -341,7 +339,7 @@ class Changes:
     def wait(self) -> None:
         """Block until the last results of transitions have arrived, and end these transitions.
 
-        Transitions whose layers have not all switched are left out.
+        A transition has a last result once all of its layers have switched. Other transitions are not waited for.
         """
         for transition in self.transitions:
             if transition.last_result is not None:
@@ -349,9 +347,9 @@ class Changes:
         self.collect()
 
     def collect(self) -> None:
-        """End the transitions whose last result has arrived.
+        """End the transitions whose last work on the devices is done. Do not wait for the others.
 
-        Also continue each change that waited for requests or steps, if these requests or steps have ended.
+        Then continue each change that waits for requests or steps, if these requests or steps have ended.
         """
         for transition in [t for t in self.transitions if t.instance.transition is t]:
             if transition.done and not transition.instance.pending:
@@ -402,13 +400,13 @@ class Changes:
     def lost(self, instance: Instance, error: Exception, sampled: Iterable[Row] = ()) -> None:
         """Recover a group that merges or splits, after a step or another program has failed on its devices.
 
-        The transition ends. The group then serves at the higher degree with an empty cache. The cache is empty even if
-        no layer has switched, because pages may be lost.
+        The transition ends, and the requests of the group are computed again. The group serves at the higher degree
+        with an empty KV cache, even if no layer has switched, because pages may be lost.
 
         Args:
             instance: instance in transition.
             error: error of the step or program.
-            sampled: rows of the failed step whose sampled tokens are lost. Each row is one sequence.
+            sampled: rows (sequences) of the failed step whose sampled tokens are lost.
         """
         transition = instance.transition
         clear_in_flight(sampled)
@@ -417,16 +415,16 @@ class Changes:
         self._fail(transition, error)
 
     def forget(self, instance: Instance) -> None:
-        """End the relocation of an instance whose KV cache is lost. The instance keeps its present placement.
+        """End the relocation of an instance whose KV cache is lost. Do nothing if there is no relocation.
 
-        Do nothing if the instance has no relocation.
+        A relocation copies or moves layers between devices. The instance keeps its present placement.
         """
         transition = instance.transition
         if isinstance(transition, Relocation):
             self._end_failed(transition, RuntimeError("a step failed"), transition.forget())
 
     def _fail(self, transition: Transition, error: Exception) -> None:
-        """End a transition that has failed. Record the error in the change to which the transition belongs."""
+        """End a transition that has failed, and record the error in its change."""
         drop_frames(error)  # they may hold buffers, and memory is short
         how = transition.fail(self._requeue)
         transition.drop_spent()

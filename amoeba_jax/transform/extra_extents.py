@@ -18,9 +18,9 @@ from sharding.placement import Home
 
 
 def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
-    """Return `(pages,)`: the number of pages of the largest extra extent that fits. Return `()` if none fits.
+    """Return `(pages,)`: the size of the largest extra KV extent that fits. Return `()` if none fits.
 
-    An extent is a page buffer of one layer. An extra extent has `base * share` pages, where `share` is one of
+    An extent is a page buffer of one layer. The possible sizes are `base * share` pages, for each share in
     `EXTRA_SHARES`.
 
     Args:
@@ -35,14 +35,15 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 
 
 def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[int, ...]) -> None:
-    """Add extra extents to every layer that has KV cache at a site.
+    """Add extra KV extents (page buffers) to every layer that has KV cache on a device.
 
-    An extent is a page buffer of one layer. A site has the buffers of one device. If too little memory is free for an
-    extent, the extent is not added. If JAX cannot allocate an extent, the error of JAX is raised.
+    If too little memory is free, the remaining extents are not added. If JAX cannot allocate an extent, its error is
+    raised.
 
     Args:
-        allocator: page allocator of the site.
-        extra: number of pages of each new extent.
+        site: buffers of the device.
+        allocator: page allocator of the device.
+        extra: sizes in pages. Every layer gets one new extent of each size.
     """
     (device,), page_bytes = site.group.devices, cluster.memory_plan.page_bytes
     for num_pages in extra:
@@ -59,11 +60,16 @@ def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[i
 
 
 def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) -> None:
-    """Remove the extra extents of every layer at a site. Only the first extent of each layer stays.
+    """Remove the extra KV extents (page buffers) of every layer on a device. Each layer keeps its first extent.
 
-    An extent is a page buffer of one layer. Used pages of the extra extents move to free pages of the first extent. If
-    there are such pages, the prefix caches at `home` are emptied first. Raises `OutOfPagesError` if the first extent
-    has too few free pages. After this error, prefix caches may be empty, but nothing else has changed.
+    If pages of the extra extents are in use, the prefix caches at `home` are emptied. Pages that are still in use then
+    move to free pages of the first extent. Raises `OutOfPagesError` if there are too few free pages. After this error,
+    prefix caches may be empty, but nothing else has changed.
+
+    Args:
+        home: the device, as a home (group of devices that computes layers).
+        site: buffers of the device.
+        allocator: page allocator of the device.
     """
     lanes = [lane for instance in cluster.instances for lane in instance.lanes if home in lane.ranks]
     base = site.extent_pages[0] * allocator.max_tp
@@ -102,7 +108,7 @@ def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) 
 
 
 def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
-    """Copy pages to other pages of the same site, in every layer. `places` maps old page ids to new page ids."""
+    """Copy pages to other pages of the same device, in every layer. `places` maps old page ids to new page ids."""
     if not places:
         return
     program = cluster.executables.get(cluster.executables.specs.page_copy(site.group, site.extent_pages))
@@ -115,10 +121,7 @@ def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
 def _renumber(lane: Lane, home: Home, places: dict[int, int]) -> None:
     """Replace the ids of moved pages in the block tables of a lane's sequences.
 
-    Only the ids at `home` are replaced. The prefix cache of the lane must be empty.
-
-    Args:
-        places: new page id for each page id that changes.
+    Only ids at `home` are replaced: `places` maps old ids to new ids. The prefix cache of the lane must be empty.
     """
     (row,) = range(lane.pages.tp)[lane.ranks[home]]
     for sequence in lane.running:

@@ -1,7 +1,7 @@
 """Divide sequences and cached prefixes among lanes, and move sequences and prefixes from lane to lane.
 
-A lane is a share of an instance's sequences. An instance gets new lanes when its group merges or splits. During a merge
-or split, every page has an id in the old layout and an id in the new layout.
+A lane is a share of an instance's sequences. When a group of devices merges or splits, the sequences move to new lanes.
+Until the end of the merge or split, every page has two ids: one in the old layout, and one in the new layout.
 
 In a split, a cached prefix goes to every instance whose sequences use the prefix. A prefix that no sequence uses goes
 to the instance with the most free pages. If too few pages are free, the least recently used prefixes are dropped.
@@ -34,14 +34,14 @@ The sequence is then computed again from its tokens.
 
 @dataclass(frozen=True)
 class LanePages:
-    """Sequences and cached pages that a new lane will get. The page ids are those in the old layout.
+    """Sequences and cached pages that a new lane will get, with their page ids in the old layout.
 
     Attributes:
         sequences: sequences that the new lane will get.
         cached: cached pages that the new lane will get, in the order of `PrefixCache.pages`.
-        table: ids of all of these pages, `[tp, pages]`. Each page has one column. The columns are ordered by the id on
-            rank 0.
-        references: number of uses of each page of `table`, by sequences and by the prefix cache.
+        table: page ids, `[tp, pages]`. There is one column for each page that a sequence or the prefix cache uses,
+            ordered by the id on rank 0.
+        references: for each column of `table`, how often sequences and the prefix cache use the page.
     """
 
     sequences: list[Sequence]
@@ -51,11 +51,7 @@ class LanePages:
 
     @classmethod
     def of(cls, sequences: list[Sequence], cached: list[CachedPage], tp: int) -> "LanePages":
-        """Return a `LanePages` with these sequences and cached pages.
-
-        Args:
-            tp: degree of the old layout. Each page has one id for each rank.
-        """
+        """Return a `LanePages` with these sequences and cached pages. `tp` is the degree of the old layout."""
         if not sequences and not cached:
             return cls([], [], np.empty((tp, 0), np.int32), np.empty(0, np.int64))
         tables = [s.pages.table for s in sequences if s.pages is not None]
@@ -70,7 +66,7 @@ class LanePages:
         return self.table.shape[1]
 
     def columns(self, ids: Int32[np.ndarray, " pages"]) -> Int[np.ndarray, " pages"]:
-        """Return the column index in `table` of each given page. `ids` has the page ids on rank 0."""
+        """Return the index of each page's column in `table`. `ids` has the ids of the pages on rank 0."""
         return np.searchsorted(self.table[0], ids)
 
 
@@ -96,11 +92,11 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
 
 
 def dealt(lane: Lane, count: int) -> list[LanePages]:
-    """Divide the sequences and cached pages of a lane into `count` parts. Return the parts.
+    """Divide the sequences and cached pages of a lane into `count` parts, one for each new lane.
 
     The numbers of sequences of two parts differ by at most one. A cached page goes to every part whose sequences use
-    the page. A cached page that no sequence uses goes to the first part. Such a page is left out if the first part
-    lacks the preceding page of the same prefix.
+    the page. If no sequence uses a cached page, the page goes to the first part, provided that this part has all
+    earlier pages of the same prefix. Otherwise, the page is left out.
     """
     parts: list[list[Sequence]] = [[] for _ in range(count)]
     pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
@@ -191,11 +187,12 @@ def lane_at(
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
     """Create a lane from `part`. Return `(lane, [(sequence, pages of the sequence), ...])`.
 
-    The new lane has the cached pages of `part`, but no sequences. The caller must add the returned sequences to the
-    lane.
+    The new lane already has the cached pages of `part`, but not its sequences. The caller must add the returned
+    sequences.
 
     Args:
-        places: for each home of the lane, the page pool of the home, and the ids of the pages of `part` in this pool.
+        places: `{home: (page pool, page ids)}` for each home of the lane. The page ids, `[ranks, pages]`, are for the
+            same pages as the columns of `part.table`.
         max_running: maximum number of sequences of the lane.
     """
     lane = factory.lane({home: pool for home, (pool, _) in places.items()}, max_running)
@@ -211,9 +208,9 @@ def lane_at(
 
 
 def adopt_prefixes(target: Lane, source: Lane, home: Home) -> None:
-    """Move the cached pages of the lane `source` to the prefix cache of the lane `target`, which is at `home`.
+    """Move the cached pages of the lane `source`, and the references to them, to the prefix cache of the lane `target`.
 
-    The references to these pages move too. Only the page ids at `home` are kept.
+    `target` has only one home: `home`. Of the ids of each page, only the ids at this home are kept.
     """
     rows = source.ranks[home]
     target.cache.adopt(page._replace(column=page.column[rows]) for page in source.cache.pages())
@@ -224,11 +221,12 @@ def move_sequences(
 ) -> None:
     """Move the sequences of old instances to new instances.
 
-    If the move fails, the old instances keep their sequences, and the error is raised. In that case, sequences with
-    sampling state on the device are computed again, because this state may have been overwritten.
+    If the move fails, the error is raised, and the old instances keep their sequences. Sequences with sampling state on
+    the device are then requeued, because their state may have been overwritten.
 
     Args:
         views: for each sequence, `(new instance, lane of the new instance, sequence, pages in the new lane)`.
+        requeue: function that puts a sequence of an instance back into the queue, to be computed again.
     """
     before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
     try:

@@ -1,13 +1,13 @@
 """Begin merges and splits of instances, and changes of only their attention.
 
-Each function compiles programs, reserves memory and allocates every page in the new layout. The result is a transition.
-The transition switches the layers later.
+`begin` compiles programs, reserves memory and allocates every page in the new layout. The result is a transition, which
+switches the layers later.
 
-If only the attention of an instance changes, its pages move, and FFN weights stay where they are. The change to
-data-parallel attention is called `divide`. The function `split` also begins a `divide`. The change back is called
-`join`.
+`divide` changes an instance to data-parallel attention, and `join` changes it back. In both, pages move, but FFN
+weights stay where they are.
 
-    4 x TP1  <- merge, split ->  TP4  <- divide, join ->  attention at 4 x TP1, FFNs at TP4
+    4 x TP1  -- merge -->  TP4  -- divide -->  attention at 4 x TP1, FFNs at TP4
+    4 x TP1  <-- split --  TP4  <-- join ----  attention at 4 x TP1, FFNs at TP4
 """
 
 from typing import NamedTuple
@@ -29,11 +29,15 @@ from sharding.placement import Placement
 
 
 def begin(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
-    """Begin a merge or split, or a change of the attention alone. Return the transition, which will switch the layers.
+    """Begin a merge, split, `divide` or `join`. Return the transition, which switches the layers later.
 
-    The instances of the plan must have no steps in flight. In a merge, one new instance replaces them at once. In all
-    other changes, the instance serves until all of its layers have switched. If the change is impossible, nothing has
-    changed, and this function raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile.
+    `divide` changes only the attention to data-parallel attention, and `join` changes it back.
+
+    The instances of the plan must have no steps in flight. A merge replaces its instances by one new instance at once.
+    Any other change has one instance, which serves until all of its layers have switched.
+
+    Raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile. If an error is raised,
+    nothing has changed.
     """
     try:
         return _up(cluster, plan, requeue) if plan.up else _down(cluster, plan)
@@ -43,7 +47,7 @@ def begin(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
 
 
 def _up(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
-    """Begin a merge, or the end of data-parallel attention (`join`)."""
+    """Begin a merge, or a `join` (the end of data-parallel attention)."""
     factory, group, old, (before, after) = cluster.factory, plan.group, plan.old, plan.released
     old_lanes = [lane for instance in old for lane in instance.lanes]
     parts = [LanePages.of(lane.running, lane.cache.pages(), plan.lower) for lane in old_lanes]
@@ -88,7 +92,7 @@ def _up(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
 
 
 def _down(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
-    """Begin a split, or data-parallel attention (`divide`)."""
+    """Begin a split, or a `divide` (the start of data-parallel attention)."""
     geometry, group, tp, after, (instance,) = cluster.dims.pages, plan.group, plan.lower, plan.released[1], plan.old
     lane = instance.lane
     _check_growth(cluster, instance, tp, after)
@@ -121,7 +125,7 @@ class _Dealt(NamedTuple):
     """Result of `_deal_pages`: the sequences and pages of each new instance of a split.
 
     Attributes:
-        kept: pages of paused requests. `allocators` give these pages to no other sequence.
+        kept: pages of paused requests, which `allocators` give to no other sequence.
         allocators: page allocators of the new layout, one for each device.
         limits: maximum number of sequences of each new instance.
         parts: sequences and cached pages of each new instance.
@@ -136,11 +140,12 @@ class _Dealt(NamedTuple):
 def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) -> _Dealt:
     """Divide the sequences and cached pages of an instance among the new instances of degree `tp`.
 
-    Pages of paused requests also need room. If too few pages are free, the prefix caches of the paused instances are
-    emptied. Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
+    Pages of paused requests also need memory in the new layout. If too few pages are free, the prefix caches of the
+    paused instances are emptied. Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
 
     Args:
-        released: degree whose weights the new instances keep. The memory of all other weights becomes KV cache.
+        released: degree. The new instances keep the weights that an instance of this degree needs. The memory of all
+            other weights is KV cache.
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
@@ -162,8 +167,7 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
 def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
     """Raise `RequestError` if a running request may become too long for an instance of degree `tp`.
 
-    Args:
-        released: degree whose weights that instance keeps. The memory of all other weights becomes KV cache.
+    The memory of weights that an instance of degree `released` does not need counts as KV cache.
     """
     limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:

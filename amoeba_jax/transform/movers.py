@@ -22,12 +22,12 @@ Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
-    """Exchange of page pieces between ranks. The arrays of ids are on the devices, sharded over the ranks.
+    """Exchange of page pieces between ranks, with the ids of the pieces in device arrays sharded over the ranks.
 
     Attributes:
         kind: kind of the program that runs the exchange.
         send: ids of the pieces that each rank sends.
-        receive: ids of the places to which each rank writes the pieces that it receives.
+        receive: ids that the received pieces get on each rank.
     """
 
     kind: ExchangeKind
@@ -37,13 +37,11 @@ class PlacedExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class MovePlan:
-    """Size of the page moves of one layer. The numbers are the same for all layers.
-
-    A piece is a part of a page. A phase is an exchange of pieces between ranks.
+    """Size of the page moves of one layer, equal in all layers.
 
     Attributes:
-        num_pieces: number of pieces that move.
-        num_phases: number of phases in which these pieces move.
+        num_pieces: number of pieces (parts of pages) that move.
+        num_phases: number of phases (exchanges between ranks) in which these pieces move.
     """
 
     num_pieces: int
@@ -53,9 +51,8 @@ class MovePlan:
 class InPlaceMover:
     """Launcher of the programs that move the pages and restore the weights of a layer.
 
-    An extent is a page buffer of one layer. The programs use only the memory of the extents that the layer already has.
-    Pages move in phases. A phase is an exchange of bounded size between ranks. `move`, `run` and `restore` launch
-    programs and do not wait for them.
+    Pages move inside the extents (page buffers) that the layer already has. They move in phases: exchanges of bounded
+    size between ranks. `move`, `run` and `restore` launch programs and do not wait for them.
 
     Attributes:
         exchanges: exchanges of the present plan, in the order of their launch.
@@ -70,9 +67,7 @@ class InPlaceMover:
     def prepare(self, max_pieces: int) -> int:
         """Compile missing programs. Return the maximum bytes of temporary memory that a program needs on a device.
 
-        Args:
-            max_pieces: maximum number of pieces that one rank sends to another rank. If 0, no pages move, and the
-                programs that move pages are not compiled.
+        If `max_pieces` is 0, no pages move, and the programs that move pages are left out.
         """
         exchanges = self._programs.exchanges if max_pieces else {}
         return self._programs.move_temporaries(pages=bool(exchanges))
@@ -83,9 +78,8 @@ class InPlaceMover:
         `divided` and `move` use this plan until `plan` is called again.
 
         Args:
-            old: tables of the page ids in the old layout, one table for each lane. A table has a row for each rank and
-                a column for each page.
-            new: tables of the same pages with their ids in the new layout.
+            old: page ids in the old layout: for each lane, a table with a row for each rank and a column for each page.
+            new: ids of the same pages in the new layout, in the same form.
         """
         programs = self._programs
         source, target = moves(old, new)
@@ -97,9 +91,9 @@ class InPlaceMover:
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
         """Divide the exchanges of the plan. Return `(exchanges in separate programs, exchanges in step programs)`.
 
-        The exchanges of the first list must run before those of the second list. The second list has the last exchanges
-        of the plan. It has at most `most` exchanges. Each exchange in the second list has one phase, in which pieces
-        move between different ranks.
+        The separate programs must run first. The second list has the last phases of the plan, at most `most`, with one
+        phase in each exchange. A phase that moves pieces only inside ranks cannot run in a step program. Such a phase
+        and all earlier phases are therefore in the first list.
         """
         if most not in self._divided:
             count = 0
@@ -119,10 +113,8 @@ class InPlaceMover:
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
         """Move all pages of a layer to the new layout. Return the extents after the moves.
 
-        An extent is a page buffer of one layer.
-
         Args:
-            extents: all extents of the layer, `[tp * pages, page_elems]` each. Donated.
+            extents: all extents (page buffers) of the layer, `[tp * pages, page_elems]` each. Donated.
         """
         return self.run(self.exchanges, extents)
 
@@ -137,7 +129,7 @@ class InPlaceMover:
 
         Args:
             released: weight shards to restore.
-            extents: page buffers in the memory that these shards had before.
+            extents: page buffers in the former memory of these shards.
         """
         return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
@@ -148,9 +140,6 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return the weight shards from which the shards `released` are restored.
-
-    Ranks send the returned shards to each other.
-    """
+    """Return the kept weight shards that ranks send to each other to restore `released`: one array for each entry."""
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

@@ -37,8 +37,8 @@ class PlacementOptions:
         instance: id of the instance that changes. For `scale_in`, the instance that takes over the sequences.
         layers: layers that change. None: all layers.
         modules: kinds of modules that change in these layers.
-        move_kv: whether `migrate` moves the KV cache and the attention of the layers. If False, `migrate` moves only
-            the FFNs of the layers.
+        move_kv: argument of `migrate`. False: only the FFNs of the layers move, and the KV cache and the attention
+            stay.
     """
 
     kind: PlacementKind
@@ -57,7 +57,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True)
 class TransformOptions:
-    """Arguments of `LLM.transform`. If the caller named no devices, `devices` has all devices."""
+    """Arguments of `LLM.transform`, which describes them. If the caller named no devices, `devices` has all devices."""
 
     tensor_parallel_size: int
     devices: tuple[int, ...]
@@ -77,12 +77,7 @@ class TransformOptions:
         return self.tensor_parallel_size if self.attention_degree is None else self.attention_degree
 
     def is_reached_by(self, degree: int, attention_degree: int) -> bool:
-        """Return whether an instance already has the requested degrees.
-
-        Args:
-            degree: degree of the instance.
-            attention_degree: degree of the attention of the instance.
-        """
+        """Return whether an instance with this degree and this degree of its attention needs no change."""
         return (degree, attention_degree) == (self.tensor_parallel_size, self.attention)
 
     @property

@@ -1,10 +1,10 @@
 """Pause the requests of instances while one larger instance serves on all of their devices, and resume the requests.
 
-A pause or resume moves no pages, restores no weights and computes nothing again. At the higher degree, the memory of
-one page holds several smaller pages. The larger instance can therefore use the page buffers of the paused instances.
+A pause or resume moves no pages, restores no weights and computes nothing again. Paused sequences keep their pages,
+slots and sampling state.
 
-Paused sequences keep their pages, slots and sampling state. The larger instance uses only pages and slots that are
-free. Steps in flight run to their end.
+The larger instance uses the free pages in the page buffers of the paused instances. For example, the memory of one free
+page at TP1 holds one rank's share of four pages at TP4. Steps in flight run to their end.
 """
 
 import time
@@ -44,10 +44,10 @@ def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
-    """Replace an instance by its paused instances. The requests of the paused instances resume. Return the report.
+    """Replace an instance by the instances that were paused for it. Return the report.
 
-    The replaced instance must have no sequences and no steps in flight. The cached prefixes of the replaced instance
-    are dropped.
+    The requests of the paused instances resume. The replaced instance must have no sequences and no steps in flight.
+    Its cached prefixes are dropped.
     """
     start, (instance,) = time.perf_counter(), plan.old
     dropped = instance.lane.cache.num_cached_pages
@@ -66,9 +66,9 @@ def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def forget_paused(plan: RelayoutPlan) -> None:
-    """Drop the paused instances whose degree is not the requested degree.
+    """Drop the instances that were paused for `plan.old`, if their degree is not the requested degree.
 
-    These paused instances must have no sequences. Their cached prefixes are dropped too.
+    The paused instances must have no sequences. Their cached prefixes are dropped too.
     """
     for instance in plan.old:
         if instance.paused and instance.paused[0].tp != plan.options.tensor_parallel_size:
@@ -81,7 +81,7 @@ def forget_paused(plan: RelayoutPlan) -> None:
 def drop_prefixes(members: Iterable[Instance]) -> bool:
     """Empty the prefix caches of paused instances. Return whether any page has become free.
 
-    If paused sequences use all cached pages, no page can become free. In that case, the caches stay as they are.
+    If paused sequences use all cached pages, do nothing, because no page could become free.
     """
     caches = [member.lane.cache for member in members]
     if not any(cache.num_evictable_pages for cache in caches):
@@ -112,9 +112,9 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
 
 
 class KeptPages:
-    """Pages of paused instances in a new layout.
+    """Pages of paused instances that stay in use while the larger instance splits.
 
-    The pages are claimed in the allocators of the new layout. No other sequence can then get these pages.
+    The pages are claimed in the allocators of the new layout, so that no other sequence gets these pages.
 
     Args:
         instance: instance that serves in place of the paused instances.

@@ -1,19 +1,17 @@
 """Relayout: the transition of a group of devices between two tensor-parallel degrees.
 
-During a relayout, some layers have the layout of the lower degree. All other layers have the layout of the higher
-degree. Layers switch between two steps, in segments. A segment is a run of consecutive layers. The last segment is the
-first to switch.
+The layers switch in segments (runs of consecutive layers), between two steps. The last segment of the model switches
+first. Until the end, some layers have the layout of the lower degree, and all others have the layout of the higher
+degree.
 
-During a relayout, one instance of the higher degree serves. The sequences of this instance are divided into lanes.
-There is one lane for each instance of the lower degree. The placement of the instance tells which devices compute each
-layer. `instances/runner.py` runs the steps.
+One instance of the higher degree serves during a relayout. Its sequences are divided into lanes, one for each instance
+of the lower degree. Its placement tells which devices compute each layer. `instances/runner.py` runs the steps.
 
-With `order="memory_first"`, the FFNs change separately. In a merge, the FFNs of all layers get the higher degree before
-any page moves. In a split, the FFNs of all layers get the lower degree after all pages have moved. While pages move,
-the memory of released FFN weights serves as KV cache of layers in the lower layout.
+Every page has two ids: one in the old layout, and one in the new layout (see `Lane`). A layer uses the ids of the
+layout that it has at that time. Pages that are allocated during a relayout also get both ids.
 
-Every page has an id in the old layout and an id in the new layout (see `Lane`). The layout of a layer decides which of
-the two ids is valid in this layer. Pages that are allocated during a relayout also get both ids.
+With `order="memory_first"`, the FFNs of all layers switch together. A merge switches the FFNs before any page moves. A
+split switches the FFNs after all pages have moved. While pages move, the memory of released FFN weights is KV cache.
 """
 
 import logging
@@ -54,13 +52,12 @@ RECOMPUTED = "its requests are computed again"
 class Relayout(Transition):
     """Transition of a group of devices between two tensor-parallel degrees.
 
-    A home is a group of devices. A site has the buffers of one home. An extent is a page buffer of one layer.
-
     Args:
-        instance: instance that serves during the transition, at the higher degree. The instance has one lane for each
-            of `members`. The site of the instance has the KV extents of all layers in the higher layout.
-        members: sites of the lower degree, ordered by first device. These sites have the KV extents of all layers in
-            the lower layout.
+        instance: instance that serves during the transition, at the higher degree. It has one lane for each of
+            `members`. Its site (device buffers) has the KV extents (page buffers) of all layers in the higher layout.
+        members: buffers for each instance of the lower degree, ordered by first device. They have the KV extents of all
+            layers in the lower layout.
+        prepared: compiled programs, and the size of the reserved memory.
         allocators: page allocators of the new layout, one for each device.
         cached: `(number of cached pages before the relayout, number of these pages that stay cached)`.
         kept: pages of paused requests in the new layout. None in a merge or join.
@@ -169,9 +166,9 @@ class Relayout(Transition):
             self._restore_ffns()
 
     def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
-        """Leave the switch of a segment to the programs of the next step. Return whether this is possible.
+        """Leave the switch of a segment to the programs of the next step. Return False if this is not possible.
 
-        This is possible only if the step has programs that also exchange pages.
+        The step must decode for all lanes, and step programs that also exchange pages must be compiled.
         """
         segments, index = self.programs.plan.segments, len(self._left) - 1
         beside = segments[index + 1 :] if self.up else segments[:index]  # the step computes them at the higher degree
@@ -234,9 +231,9 @@ class Relayout(Transition):
             jax.block_until_ready(arrays)
 
     def _plan_moves(self) -> None:
-        """Plan the moves of all live pages. If the present plan is still valid, keep it.
+        """Plan the moves of all live pages, the same for every layer.
 
-        The same plan serves for every layer. A plan is no longer valid when a page has been allocated or freed.
+        Keep the present plan if no page was allocated or freed since.
         """
         high, low = [], []
         for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
@@ -253,8 +250,7 @@ class Relayout(Transition):
     def _release_ffns(self) -> None:
         """Switch the FFNs of all layers to the higher degree.
 
-        The higher degree needs only a part of the FFN weights on each device. The memory of the other FFN weights
-        becomes KV cache.
+        The memory of the FFN weights that each device then no longer needs becomes KV cache.
         """
         self.started = True
         group, programs, runner = self.high.group, self.programs, self.instance.runner
@@ -276,10 +272,9 @@ class Relayout(Transition):
         self._ffn_first = False
 
     def _restore_ffns(self) -> None:
-        """Switch the FFNs of all layers to the lower degree.
+        """Switch the FFNs of all layers to the lower degree. Restore the FFN weights in memory that was KV cache.
 
-        The memory of released FFN weights has served as KV cache. The weights are restored in this memory. No used
-        pages may be left in this memory.
+        No used pages may be left in this memory.
         """
         programs, runner = self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(self.num_layers)
@@ -297,10 +292,10 @@ class Relayout(Transition):
     # Extents
 
     def take_extents(self, layer: int) -> list[jax.Array]:
-        """Begin the switch of a layer. Return all extents of the layer, as arrays over the ranks of the group.
+        """Begin the switch of a layer. Return its KV extents (page buffers), as arrays over the devices of the group.
 
-        An extent is a page buffer of one layer. In a merge, the extents move from the lower to the higher layout. If
-        the layer releases weights, the result also has the extents that these weights become.
+        In a merge, the extents move from the lower to the higher layout. If the layer releases weights, the memory of
+        these weights becomes further extents, which are also returned.
         """
         if not self.up:
             return self.high.kv[layer]
@@ -328,7 +323,7 @@ class Relayout(Transition):
         these extents.
 
         Args:
-            kv: page buffers (extents) of the layer. They go to the new layout.
+            kv: extents (page buffers) of the layer, which go to the new layout.
         """
         self.high.kv[layer] = kv
         if self.up:
@@ -346,7 +341,7 @@ class Relayout(Transition):
         """Turn extents of a layer back into the released weights. Return the weights. Donates `extents`.
 
         Args:
-            extents: page buffers in the memory that these weights had before.
+            extents: page buffers in the former memory of these weights.
         """
         restored = self._mover.restore(self.programs.restored(layer), extents)
         self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
@@ -354,11 +349,7 @@ class Relayout(Transition):
         return restored
 
     def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
-        """Add extents to a layer in the lower layout, after the extents that the layer already has there.
-
-        Args:
-            extents: page buffers to add, as arrays over the group.
-        """
+        """Append extents (page buffers as arrays over the group) to the extents of a layer in the lower layout."""
         parts = [site.group for site in self.members]
         divided = (divide(self.high.group, extent, parts) for extent in extents)
         for site, *own in zip(self.members, *divided, strict=True):
@@ -427,8 +418,8 @@ class Relayout(Transition):
         """Create instances of the lower degree over the buffers of `members`. The new instances have no sequences.
 
         Args:
-            released: for each new instance, the degree whose weights it keeps. The memory of all other weights is KV
-                cache.
+            released: a degree for each new instance. The instance keeps the weights that an instance of this degree
+                needs. The memory of all other weights is KV cache.
         """
         factory, tp = self.cluster.factory, self.plan.lower
         tokens = disassemble(self.instance.group, self.instance.runner.last_tokens)
@@ -504,23 +495,23 @@ class Relayout(Transition):
 
 @dataclass(eq=False)
 class SwitchInStep:
-    """Switch of one segment of layers, inside the next step.
+    """Switch of one segment of layers inside the next step, so that pages move while the step computes.
 
-    The pages of the segment move in n phases. A phase is an exchange between ranks. The first phases run as separate
-    programs. Each of the last phases runs inside a program of the step that computes another segment. In these
-    examples, layers 8-11 switch, and the work is listed in the order in which it runs:
+    The pages of the segment move in n phases (exchanges between ranks). The first phases run as separate programs. Each
+    of the last phases runs inside a step program that computes another segment. In these examples, layers 8-11 switch,
+    and the work is listed in the order in which it runs:
 
         merge   layers 8-11 at 4 x TP1 | their first phases | layers 12-15 and phase n-1, layers 16-19 and phase n
         split   their first phases | layers 0-3 and phase n-1, layers 4-7 and phase n | layers 8-11 at 4 x TP1
 
-    In a merge, the step computes the layers of `segment` at the lower degree, before `begin`. In a split, the step
-    computes these layers at the lower degree, after `end`. A backend with asynchronous collectives exchanges pages and
-    computes at the same time. The CPU backend does not.
+    In both cases, the step computes layers 8-11 at the lower degree: before `begin` in a merge, and after `end` in a
+    split. A backend with asynchronous collectives exchanges pages and computes at the same time. The CPU backend does
+    not.
 
     Attributes:
         shape: shape of the step for which `parts` was made.
         first: exchanges that run as separate programs, before `parts`.
-        parts: exchanges that run inside programs of the step. The keys are the segments that these programs compute.
+        parts: exchanges that run inside programs of the step, by the segment that the program computes.
     """
 
     relayout: Relayout
@@ -531,13 +522,13 @@ class SwitchInStep:
     _begin_s: float = field(default=0.0, init=False)
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the first exchanges. Return the other exchanges, which the caller must run inside the step.
+        """Launch the first exchanges. Return the other exchanges, by segment, to run inside the step.
 
-        The keys of the result are segments. The program of a segment must run the exchange of this segment. If the step
-        does not have the planned shape, launch all exchanges, and return an empty mapping.
+        The program that computes a segment must also run the exchange of this segment. If the step does not have the
+        planned shape, launch all exchanges now, and return an empty mapping.
 
         Args:
-            shape: shape of a step of all lanes. None if the step has only one lane, or if there is no step.
+            shape: shape of the step. None if there is no step, or if the step has only one of the lanes.
         """
         start, fits, relayout = time.perf_counter(), shape == self.shape, self.relayout
         relayout._in_step = None

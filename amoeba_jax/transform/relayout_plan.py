@@ -143,11 +143,10 @@ class RelayoutPlan:
         old: instances that change. A merge or pause has several, and any other change has one.
         group: devices of the change, as one group of the higher degree.
         lower: lower one of the two degrees. In `divide` and `join`, the lower degree of the attention.
-        released: two degrees: one before the change, and one after the change. A device keeps the weights that an
-            instance of this degree needs. The memory of its other weights is KV cache.
-        kind: kind of the change.
-        memory_first: if True, the FFNs of all layers change together: before any page moves in a merge, and after all
-            pages have moved in a split. If False, the FFN of a layer changes with its pages.
+        released: `(degree before, degree after)`. Before the change, a device keeps the weights that an instance of the
+            first degree needs. After the change, the second degree counts. The memory of all other weights is KV cache.
+        memory_first: whether the FFNs of all layers change together: before any page moves in a merge, and after all
+            pages have moved in a split. If False, the FFN of a layer changes when its pages move.
     """
 
     options: TransformOptions
@@ -248,10 +247,9 @@ class RelayoutPlan:
 def relayout_plans(cluster: Cluster, options: TransformOptions) -> list[RelayoutPlan]:
     """Return the plans of all groups that can change next.
 
-    A plan merges several instances of equal degree, or changes one instance. Some instances need two changes, one after
-    the other. An instance that has data-parallel attention first gets attention of its own degree. An instance that is
-    to get data-parallel attention first gets the requested degree. When the planned changes have ended, call this
-    function again for the remaining changes.
+    Each plan merges several instances of equal degree, or changes one instance. When the planned changes have ended,
+    call this function again, because some instances need two changes, one after the other. For example, an instance
+    with data-parallel attention must end its data-parallel attention before it merges or splits.
     """
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
@@ -317,8 +315,8 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
 def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]) -> TransitionPrograms:
     """Return the programs of a transition, for a batch size of at least `rows`.
 
-    The smallest such batch size whose step programs are all compiled is chosen. If there is none, the largest batch
-    size is chosen, because its programs also serve sequences that start while the programs are compiled.
+    The result is for the smallest such batch size whose step programs are all compiled. If there is none, the result is
+    for the largest batch size. Its programs also serve sequences that start while the programs are compiled.
 
     Args:
         rows: number of sequences that each instance of the lower degree must be able to decode in one step. If 0, no
@@ -367,13 +365,10 @@ def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
 
 
 def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
-    """Reserve memory for temporaries of a transition on each of the devices. The present reservation is replaced.
+    """Set the memory that is reserved for temporaries of a transition (staging) on each of the devices.
 
-    The new reservation has at least the planned staging bytes. To return to the planned size, pass 0. Raises
-    `MemoryBudgetError` if too little memory is free.
-
-    Args:
-        num_bytes: bytes to reserve on each device.
+    The reservation is `num_bytes` on each device, but at least the staging bytes of the memory plan. To return to the
+    memory plan, pass 0. Raises `MemoryBudgetError` if too little memory is free.
     """
     for device in devices:
         cluster.ledgers[device].reserve("staging", max(num_bytes, cluster.memory_plan.staging_bytes))

@@ -1,12 +1,11 @@
 """Relocation: modules of an instance are replicated, migrated or removed while the requests of the instance run.
 
 A module is the attention or the FFN of a layer. A home is a group of devices that compute modules together. A
-relocation changes the homes of an instance's modules. Chunks of layers switch one after another, between two steps.
-Before a chunk switches, the weights of its layers must have arrived at the new home. At the switch, the pages of these
-layers are copied to the new home.
+relocation changes the homes of an instance's modules. Ranges of layers switch one after another, between two steps. The
+weights of a range are copied to the new home before the switch, and the pages at the switch.
 
 A microbatch is a share of the instance's sequences. Each sequence has page ids at all old and new homes of its
-microbatch. The instance can therefore serve after any chunk. A relocation may also end after any chunk.
+microbatch. The instance can therefore serve after the switch of any range, and the relocation may also end there.
 
 Only homes of one device take part. A device may already compute layers of another instance with the same model. In that
 case, weights that the device holds are not copied, and the new pages come from the allocator of that instance.
@@ -49,16 +48,17 @@ from sharding.placement import Home, Placement
 
 
 class _Part(NamedTuple):
-    """Sequences and cached pages that become a microbatch.
+    """Sequences and cached pages that become a microbatch with a lane of its own.
 
-    Two new lanes must not share a page. A prefix cache only notices when sequences of its own lane release pages. If
-    several parts of a lane have the same page, the page must therefore be copied.
+    Two new lanes must not share a page, because a prefix cache only notices when sequences of its own lane release
+    pages. If several parts of an old lane use the same page, the first part keeps the page, and each other part gets a
+    copy.
 
     Attributes:
         pages: the sequences and cached pages.
         lane: lane that has the sequences before the relocation.
-        shared: boolean mask of the pages in `pages.table`, one entry for each column. True for a page that an earlier
-            part of the same lane also has.
+        shared: boolean mask over the columns of `pages.table`. True for a page that must be copied, because an earlier
+            part of the same lane has it.
     """
 
     pages: LanePages
@@ -91,9 +91,9 @@ class Relocation(Transition):
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether a device keeps the weights of modules that leave the device.
+        """Whether a device keeps the weights of modules that move away from the device.
 
-        True only for `migrate` with `modules="kv"`. Only KV cache and the attention over this cache then move.
+        True only for `migrate` with `modules="kv"`, which moves only the KV cache and the attention over this cache.
         """
         return self.plan.options.kind == "migrate" and self.plan.options.modules == "kv"
 
@@ -110,8 +110,8 @@ class Relocation(Transition):
     def begin(self, requeue: Requeue) -> None:
         """Divide the sequences among the microbatches, and allocate pages for every sequence at the new homes.
 
-        Raises `OutOfPagesError` or `MemoryBudgetError` if memory is missing. In that case, sequences and placement have
-        not changed.
+        Raises `OutOfPagesError` or `MemoryBudgetError` if there is too little memory. After such an error, sequences
+        and placement have not changed.
         """
         plan, cluster = self.plan, self.cluster
         with ExitStack() as undo:
@@ -153,20 +153,16 @@ class Relocation(Transition):
         return parts
 
     def _homes(self, number: int) -> list[Home]:
-        """Return all homes that compute attention for a microbatch, before or after the relocation.
-
-        Args:
-            number: index of the microbatch.
-        """
+        """Return all homes that compute attention for microbatch `number`, before or after the relocation."""
         before, after = self.plan.before.layers_by_home(number), self._after.layers_by_home(number)
         return list(dict.fromkeys([*before, *after]))
 
     def _make_room(self, parts: list[_Part]) -> None:
         """Evict cached prefixes of other instances at homes where microbatches need free pages.
 
-        At a home where a microbatch has no pages yet, all of its pages need room. At any other home, only those pages
-        need room that an earlier microbatch also has, because these pages are copied. Raises `OutOfPagesError` if too
-        few pages become free.
+        A microbatch needs free pages for all of its pages at each new home. At a home where it already has pages, it
+        needs free pages only for copies of the pages that it shares with an earlier microbatch. Raises
+        `OutOfPagesError` if too few pages become free.
         """
         needed: dict[Home, int] = defaultdict(int)
         for number, part in enumerate(parts):
@@ -188,11 +184,11 @@ class Relocation(Transition):
                 )
 
     def _open(self, home: Home, undo: ExitStack) -> tuple[Site, SequenceOf[BuddyAllocator]]:
-        """Return the site and the page allocators of a new home. If the device is empty, first allocate its buffers.
+        """Return the buffers and the page allocators of a new home. If the device is empty, first prepare it.
 
         Args:
-            undo: exit stack, which the caller runs after an error. This method adds a function that frees these
-                buffers.
+            undo: functions that the caller runs after an error. This method adds a function that makes the device empty
+                again.
         """
         cluster = self.cluster
         site, allocators = site_at(cluster, home), allocators_at(cluster, home)
@@ -208,13 +204,13 @@ class Relocation(Transition):
     def _places(
         self, number: int, part: _Part, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], undo: ExitStack
     ) -> dict[Home, tuple[PagePool, np.ndarray]]:
-        """Allocate the pages that a microbatch lacks. Return `(page pool, page ids)` at each home of the microbatch.
+        """Allocate the pages that a microbatch lacks. Return `{home: (page pool, page ids)}` for all of its homes.
 
-        If an earlier microbatch also has a page, the page is copied.
+        Pages that an earlier microbatch also has are copied.
 
         Args:
             number: index of the microbatch.
-            undo: exit stack, which the caller runs after an error. This method adds functions that free the new pages.
+            undo: functions that the caller runs after an error. This method adds functions that free the new pages.
         """
 
         def new_pages(pool: PagePool, references: np.ndarray) -> np.ndarray:
@@ -273,9 +269,9 @@ class Relocation(Transition):
     # Switches
 
     def switch_layers(self, step: StepPlan | None = None) -> None:
-        """Switch the next chunk of layers if the weights of these layers have arrived.
+        """Switch the next range of layers, but only if the weights of these layers have arrived.
 
-        If no sequence runs, switch all remaining chunks, and wait for their weights.
+        If no sequence runs, switch all remaining ranges, and wait for their weights.
         """
         while self._left:
             chunk = self._left[0]
@@ -294,7 +290,7 @@ class Relocation(Transition):
         """Do nothing, because a relocation leaves no switch to a step."""
 
     def _request(self, chunk: range) -> None:
-        """Start to copy the missing weights of a chunk of layers to the new homes of these layers."""
+        """Start to copy the missing weights of a range of layers to the new homes of these layers."""
         if self._requested == chunk:
             return
         self._waiting, self._requested = [], chunk
@@ -333,11 +329,7 @@ class Relocation(Transition):
         self.num_switched += len(chunk)
 
     def _ids(self, source: Home, target: Home, numbers: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return `(ids at source, ids at target)` of all live pages of some microbatches.
-
-        Args:
-            numbers: indices of these microbatches.
-        """
+        """Return `(ids at source, ids at target)` of all live pages of the microbatches with the indices `numbers`."""
         tables = [(lane, lane.live_pages()) for lane in (self.instance.lanes[number] for number in numbers)]
         old = np.concatenate([table[lane.ranks[source]] for lane, table in tables], axis=1)
         return old, np.concatenate([table[lane.ranks[target]] for lane, table in tables], axis=1)
@@ -386,10 +378,7 @@ class Relocation(Transition):
     # End
 
     def _stop(self) -> None:
-        """Stop the relocation at the present placement.
-
-        Weights that were copied for layers that have not switched are freed.
-        """
+        """Stop the relocation at the present placement. Free the weights copied for layers that have not switched."""
         for layer in [layer for chunk in self._left for layer in chunk]:
             self._drop(self._gained(layer))
         self._left, self._after = [], self.instance.runner.placement
@@ -418,9 +407,9 @@ class Relocation(Transition):
     def settle(self, requeue: Requeue) -> "Future[Any] | None":
         """Let the instance serve at the final placement.
 
-        Microbatches that have the same homes become one. Homes that are no longer needed are freed. If layers have left
-        a device, the layers that stay there get extra page buffers. In a `scale_out`, the last microbatch becomes a
-        separate instance.
+        Microbatches with the same homes become one microbatch. Homes that are no longer needed are freed. If layers
+        have left a device, the layers that stay there get extra page buffers. In a `scale_out`, the last microbatch
+        becomes a separate instance.
 
         Return a future that is done when all weight copies have arrived. Return None if no weights were copied.
         """
@@ -442,10 +431,10 @@ class Relocation(Transition):
         return instance.reader.when_ready(self.arrays) if self.arrays else None
 
     def _leave_homes(self) -> None:
-        """Remove all homes from the instance, except those of the present placement.
+        """Remove all homes from the instance, except the homes of the present placement.
 
-        The KV cache at a removed home is freed, unless another instance uses the home. Devices that no instance uses
-        are closed.
+        The KV cache at a removed home is freed, unless another instance uses the home. A device that no instance uses
+        becomes empty.
         """
         instance, placement = self.instance, self.instance.runner.placement
         gone = [home for home in instance.runner.sites if home not in homes_of(placement)]
@@ -507,16 +496,10 @@ class Relocation(Transition):
 
 
 def _free(pool: PagePool, table: np.ndarray, references: np.ndarray) -> None:
-    """Release references to pages.
-
-    Args:
-        table: page ids, with one column for each page.
-        references: number of references to release, for each column of `table`.
-    """
+    """Release references to pages: `references[i]` references to the page in column `i` of `table`."""
     for extra in range(int(references.max(initial=0))):
         pool.free(table[:, references > extra])
 
 
 def _has_arrived(array: Any) -> bool:
-    """Return whether an array is ready. Does not wait for the array."""
     return array.is_ready()

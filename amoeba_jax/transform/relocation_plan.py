@@ -22,18 +22,16 @@ Module = tuple[int, int, ModuleKind]
 
 @dataclass(frozen=True)
 class RelocationPlan:
-    """Plan of a relocation. The relocation has not begun.
-
-    An extent is a page buffer of one layer.
+    """Plan to copy, move or remove layers of an instance (relocation). The relocation has not begun.
 
     Attributes:
-        before: placement at the begin. `before` and `after` have the same number of microbatches.
+        before: placement at the start. `before` and `after` have the same number of microbatches.
         after: placement at the end.
         chunks: ranges of layers, in the order of their switches. The layers of a range switch together.
-        extents: for each home of `after`, the number of pages of each extent of a layer, after all layers have
-            switched.
-        joining: instance that ends in a `scale_in`. Its sequences become a microbatch of `instance`. None for all other
-            methods.
+        extents: for each home of `after`, the number of pages of each extent (page buffer) of a layer, after all layers
+            have switched.
+        joining: in a `scale_in`, the instance that ends. Its sequences become a microbatch of `instance`. None in all
+            other methods.
     """
 
     options: PlacementOptions
@@ -51,7 +49,7 @@ class RelocationPlan:
 
     @property
     def old(self) -> list[Instance]:
-        """Instances that end because of the relocation. Only `joining` can end."""
+        """Instances that end because of the relocation: `[joining]`, or an empty list."""
         return [] if self.joining is None else [self.joining]
 
     @property
@@ -183,10 +181,10 @@ def _check(cluster: Cluster, instance: Instance, before: Placement, after: Place
 
 
 def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ...]]:
-    """Return, for each home of the new placement, the number of pages of each extent of a layer.
+    """Return, for each home of the new placement, the number of pages of each extent (page buffer) of a layer.
 
-    An extent is a page buffer of one layer. Raises `MemoryBudgetError` if a device has too little memory for new
-    modules. Raises `LayoutError` if a device without KV cache would have to compute attention.
+    Raises `MemoryBudgetError` if a device has too little memory for new modules. Raises `LayoutError` if a device
+    without KV cache would have to compute attention.
     """
     found: dict[Home, tuple[int, ...]] = {}
     page_bytes = cluster.memory_plan.page_bytes
@@ -248,10 +246,7 @@ def difference(one: Placement, other: Placement, layer: int) -> list[Module]:
 
 
 def _modules(placement: Placement, layer: int) -> set[Module]:
-    """Return all modules of a layer, on all devices of the placement.
-
-    A module is a tuple `(device, layer, kind)`. The kind is `attention` or `ffn`.
-    """
+    """Return all modules of a layer, on all devices of the placement, as tuples `(device, layer, kind)`."""
     pairs: list[tuple[ModuleKind, Homes]] = [
         ("attention", placement.attention[layer]),
         ("ffn", placement.ffn[layer]),
@@ -260,7 +255,7 @@ def _modules(placement: Placement, layer: int) -> set[Module]:
 
 
 def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
-    """Return whether any instance other than `but` uses `module` on the device of `module`."""
+    """Return whether any instance other than `but` computes a module `(device, layer, kind)` on that device."""
     return any(module in _modules(i.runner.placement, module[1]) for i in cluster.instances if i is not but)
 
 

@@ -25,8 +25,8 @@ class TransformVariant(StrEnum):
 class LayerSwitch:
     """Switch of one layer to the new layout.
 
-    All times are measured on the host. With the variant `in_place`, the host waits until the work has run. The times
-    then include this wait. With the variant `in_place_overlapped`, the times include only the launch of the work.
+    All times are measured on the host. With the variant `in_place`, the times include the wait for the devices. With
+    the variant `in_place_overlapped`, the times include only the launch of the work.
 
     Attributes:
         layer: index of the layer.
@@ -103,12 +103,11 @@ class PlacementReport:
     Attributes:
         kind: name of the method.
         instance: id of the instance.
-        device: index of the device that got or lost modules.
-        layers: `(index of the first layer that changed, index after the last layer that changed)`.
+        device: index of the device that got or lost modules (attention or FFNs of layers).
+        layers: `(first, stop)`: the layers from index `first` to index `stop - 1` changed.
         seconds: duration in seconds, until all copies have arrived.
         copied_bytes: bytes of weights that were copied from device to device.
-        shared_bytes: bytes of weights that were not copied, because the new home already held them for another
-            instance.
+        shared_bytes: bytes of weights that were not copied, because the device already held them for another instance.
         kv_moved_bytes: bytes of KV cache that were copied from device to device.
         device_bytes_delta: for each device, live bytes after the change minus live bytes before the change.
         steps: number of steps that the instance launched during the change.
@@ -135,13 +134,13 @@ class TransformReport:
     Attributes:
         tensor_parallel_size: requested degree.
         seconds: duration of the call in seconds. The compilation of missing programs is included.
-        prepare_s: seconds in which the engine itself compiled missing programs. Compilation in the background does not
-            count. Included in `seconds`.
+        prepare_s: the part of `seconds` in which the engine stopped to compile missing programs. Compilation in the
+            background does not count.
         groups: reports of the groups, in the order in which the groups completed their change. Empty if all instances
             already had the requested degree.
         awaited_programs: number of programs for which the call had to wait.
-        waited_s: seconds that the call waited for these programs. During this time, requests ran as before. Included in
-            `seconds`.
+        waited_s: the part of `seconds` in which the call waited for these programs. Requests ran as before during this
+            time.
     """
 
     variant: TransformVariant

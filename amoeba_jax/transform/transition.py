@@ -1,7 +1,7 @@
 """Transition: the time in which an instance changes from one placement to another, layer by layer.
 
-There are two kinds of transitions. A `Relayout` changes the tensor-parallel degree of a group of devices. Pages move in
-place among the ranks of the group. A `Relocation` replicates, migrates or evicts modules. Pages and weights are copied
+There are two kinds of transitions. A `Relayout` changes the tensor-parallel degree of a group of devices: pages move in
+place among the ranks of the group. A `Relocation` replicates, migrates or evicts modules: pages and weights are copied
 from device to device.
 """
 
@@ -36,8 +36,9 @@ class Transition(ABC):
         changes_degree: whether the instance or its attention changes its degree.
         num_switched: number of layers that have switched to their new homes.
         started: whether the first switch has begun. After that, the transition can no longer be aborted.
-        last_result: future of the last work. The transition ends when this future is done. None while layers switch.
-        prepare_s: seconds in which the engine itself compiled missing programs.
+        last_result: future of the last work on the devices. The transition ends when this future is done. None while
+            layers switch.
+        prepare_s: seconds in which the engine stopped to compile missing programs.
         steps: number of steps launched during the transition.
         tokens: number of tokens sampled by these steps.
         recomputed: number of times that a sequence lost its pages during the transition.
@@ -75,13 +76,13 @@ class Transition(ABC):
         """Launch the switch of the next layers. If no sequence runs, launch the switch of all layers.
 
         Args:
-            step: next step. If `overlaps` is True, the last part of the switch may be left to the programs of this
-                step. None if the next step is not known.
+            step: next step. None if the next step is not known. If `overlaps` is True, the last part of the switch may
+                be left to the programs of this step.
         """
 
     @abstractmethod
     def switch_alone(self) -> None:
-        """Launch the switch that was left to a step, without this step.
+        """Launch a switch that `switch_layers` left to the next step, without the step.
 
         Do nothing if no switch was left to a step, or if the step has already launched the switch.
         """
@@ -89,8 +90,8 @@ class Transition(ABC):
     def drop_spent(self) -> None:
         """Drop arrays whose buffers now belong to other arrays.
 
-        A switch of all layers leaves hundreds of such arrays, and it takes time to drop them. Call this method after
-        the launch of the next step. The step then does not have to wait for this work.
+        After a switch of all layers, there are hundreds of such arrays, and dropping them takes time. Call this method
+        after the launch of the next step, so that the step does not wait for this work.
         """
         self._spent.clear()
 
@@ -98,14 +99,14 @@ class Transition(ABC):
     def settle(self, requeue: Requeue) -> "Future[Any] | None":
         """Let instances serve at the new placement, after the last switch.
 
-        Return a future. The transition ends when this future is done. Return None if the transition has already ended.
+        Return a future that is done when the transition ends. Return None if the transition has already ended.
         """
 
     @abstractmethod
     def fail(self, requeue: Requeue) -> str:
         """End the transition after an error. Return a text that tells what happened to the instances.
 
-        If no switch has begun, the old instances are restored. Otherwise, the instance gets a placement at which it can
+        If no switch has begun, restore the old instances. Otherwise, give the instance a placement at which it can
         serve.
         """
 

@@ -14,11 +14,11 @@ ReleaseKey = tuple[int, int]
 class DeviceShards(MutableMapping[ShardKey, jax.Array]):
     """Weight shards of one device, each in its own buffer.
 
-    Shards whose memory becomes KV cache together (see `sharding.release`) are stored in one dictionary, so that `take`
-    removes all of them at once. Removing each shard from one large dictionary would take most of the time of a release.
+    Shards that become KV cache at the same time are in one inner dictionary, so that `take` removes all of them at
+    once. Removing each shard from one large dictionary would take most of the time of a release.
 
     Args:
-        releases: release key of each shard that can become KV cache. Shards with equal keys are released together.
+        releases: release key of each shard that can become KV cache. Shards with equal keys become KV cache together.
     """
 
     def __init__(self, releases: Mapping[ShardKey, ReleaseKey]):

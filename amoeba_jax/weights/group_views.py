@@ -1,8 +1,4 @@
-"""Cache of weight arrays over the devices of a group.
-
-A *view* is an array over several devices that shares the buffers of their weight shards. Building a view takes time, so
-each view is kept until one of its buffers changes.
-"""
+"""Cache of weight arrays over the devices of a group."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -21,8 +17,8 @@ Place = tuple[int, bool]
 class GroupViews:
     """Cached views by group of devices. A view is an array over the devices, which shares the buffers of the shards.
 
-    The methods `of_...` return dicts to which the caller adds views. If a buffer changes, the caller must drop the
-    views of this buffer with the methods `forget_...`.
+    Building a view takes time, so it is kept until one of its buffers changes. The caller adds views to the dicts that
+    the methods `of_...` return, and drops them with the methods `forget_...`.
     """
 
     def __init__(self) -> None:
@@ -31,33 +27,33 @@ class GroupViews:
         self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
 
     def of_parameter(self, group: SubMesh, name: str) -> dict[Place, jax.Array]:
-        """Return the cached views of a parameter on a group of devices. The caller adds missing views to the result."""
+        """Return the cached views of a parameter on a group of devices. The caller adds missing views to the dict."""
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the cached weight arguments of programs on a group of devices, by segment.
+        """Return the cached weight arguments of each segment's program on a group of devices.
 
-        The caller adds missing entries to the result.
+        The caller adds missing entries to the dict.
         """
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the cached views of those shards of a layer that can become KV cache, on a group of devices.
+        """Return the cached views of the shards of a layer that can become KV cache, on a group of devices.
 
-        The keys are positions of the shards in the order of release (`WeightLayout.released`). The caller adds missing
-        views to the result.
+        The key of a view is the position of its shard in the order of release (`WeightLayout.released`). The caller
+        adds missing views to the dict.
         """
         return self._extents[group.start, group.tp][layer]
 
     def forget_shards(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
-        """Drop all views of shards on the devices of a group, when the shards become KV cache or become weights again.
+        """Drop the views of shards of a layer that become KV cache, or become weights again.
 
         Args:
-            group: devices of the shards.
+            group: devices of the shards. Views on all groups that share a device with this group are dropped.
             layer: layer of the shards.
-            places: indices of the shards in the order of release.
-            degrees: lowest tensor-parallel degree that does not need the shards, by parameter name. Groups of this
-                degree or a higher degree keep their views of the parameter.
+            places: positions of the shards in the order of release.
+            degrees: for each parameter name, the lowest degree at which a rank needs none of the shards. Views on
+                groups of this degree or a higher degree do not contain the shards and are kept.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -70,18 +66,19 @@ class GroupViews:
                     extents.pop(place, None)
 
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on the devices of a group.
+        """Drop all views of a parameter on the devices of a group, and cached weight arguments of its layer's segments.
 
-        `layer` is None if the parameter belongs to no layer. The cached arguments of all segments are then dropped too.
+        If the parameter belongs to no layer (`layer` None), the arguments of all segments are dropped.
         """
         for _, views in _over(group, self._parameters):
             views.pop(name, None)
         self._forget_segments(group, layer)
 
     def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter that contain a buffer of one device.
+        """Drop all views of a parameter on groups that contain one device.
 
-        Views of buffers that have become KV cache are dropped too.
+        On these groups, also drop the cached weight arguments of the layer's segments (`layer` None: of all segments)
+        and the views of the layer's buffers that have become KV cache.
         """
         for (start, tp), views in self._parameters.items():
             if start <= device < start + tp:
@@ -96,7 +93,7 @@ class GroupViews:
                     layers.pop(layer, None)
 
     def _forget_segments(self, group: SubMesh, layer: int | None, below: int | None = None) -> None:
-        """Drop the cached weight arguments of the segments that contain `layer`. None: of all segments.
+        """Drop the cached weight arguments of the segments that contain `layer`, or of all segments if `layer` is None.
 
         Only groups that share a device with `group` are affected. If `below` is given, only groups with fewer devices
         than `below` are affected.
@@ -114,7 +111,7 @@ class GroupViews:
 
 
 def _over(group: SubMesh, views: Mapping[tuple[int, int], T]) -> list[tuple[tuple[int, int], T]]:
-    """Return the entries `(key, value)` of `views` whose group of devices overlaps `group`.
+    """Return the pairs `(key, value)` of `views` whose group of devices shares a device with `group`.
 
     A key is the first device of a group and its number of devices.
     """

@@ -15,10 +15,7 @@ from sharding.release import ReleasedShard, released_shards
 
 @dataclass(frozen=True)
 class Padding:
-    """Numbers of elements of one kind of parameter: as stored, and in the model.
-
-    Stored elements include padding and copies.
-    """
+    """Number of elements of one kind of parameter: as stored (with padding and copies), and in the model."""
 
     stored: int
     model: int
@@ -58,12 +55,12 @@ class WeightLayout:
         return sum(spec.num_elements for spec in self.specs.values()) * self.itemsize
 
     def shards_at(self, placement: Placement) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return the indices of the shards that each device of a placement needs, by device and parameter.
+        """Return the indices of the shards that each device of a placement needs, by device and parameter name.
 
-        Each rank of a home (a group of devices that computes layers) needs its shards of the modules that the home
-        computes (`ParamSpec.shard_indices`). The devices of `Placement.head` also need the embedding, the final norm
-        and the output projection. With tied embeddings, these devices need all shards of the projection, because each
-        rank looks up the embeddings of all tokens in these shards.
+        A device needs the shards of its rank (`ParamSpec.shard_indices`) for the modules that its homes compute. The
+        devices of `Placement.head` also need the embedding, the final norm and the output projection. With tied
+        embeddings, they need all shards of the projection, because each rank looks up the embeddings of all tokens in
+        these shards.
         """
         found: dict[int, dict[str, set[int]]] = {device: defaultdict(set) for device in placement.devices}
         for name, spec in self.specs.items():
@@ -77,9 +74,9 @@ class WeightLayout:
         }
 
     def _homes(self, spec: ParamSpec, placement: Placement) -> set[tuple[Home, bool]]:
-        """Return `(home, whole)` for each home (group of devices) that computes with a parameter.
+        """Return `(home, whole)` for each home that computes with a parameter.
 
-        `whole` tells whether every rank of the home needs all shards.
+        If `whole` is true, every rank of the home needs all shards.
         """
         if spec.layer is None:
             return {(placement.head, spec.owner is Owner.HEAD and self.dims.config.tied_embeddings)}
@@ -96,15 +93,12 @@ class WeightLayout:
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
-        """Return the shards of a layer whose memory is KV cache at tensor-parallel degree `degree`.
+        """Return the shards of a layer whose memory is KV cache at degree `degree`, in the order of release.
 
-        Shards that become KV cache already at a lower degree are included. The shards are in the order of release.
+        The result includes shards that are KV cache at a lower degree. At degree 1 it is empty.
         """
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the number of KV pages in each shard of a layer whose memory is KV cache at `degree`.
-
-        The order is that of `released`. The numbers are equal in all layers.
-        """
+        """Return the number of KV pages in each shard that `released` returns for `degree`, equal in all layers."""
         return tuple(shard.num_pages for shard in self.released(0, degree))

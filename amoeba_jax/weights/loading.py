@@ -50,9 +50,9 @@ def default_threads() -> int:
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
     """Yield each parameter with all its shards, in the order of `specs`, while threads read the next parameters.
 
-    The shards are valid until the next parameter is requested. Then their memory is reused. Parameters are read into
-    `reader.threads + 1` buffers of `slot_bytes` bytes each. If all buffers together would exceed 4 GiB, there are fewer
-    buffers and threads, but at least 2 buffers. A parameter of more than `slot_bytes` bytes gets temporary memory.
+    The shards are valid until the next parameter is requested. Then their memory is reused. There are
+    `reader.threads + 1` buffers of `slot_bytes` bytes for parameters. If all buffers together would exceed 4 GiB, there
+    are fewer buffers and threads, but at least 2 buffers. A larger parameter gets temporary memory.
 
     Errors of `reader.fill` are raised here. If you leave the iterator early, close it, so that it waits for its
     threads.
@@ -108,10 +108,10 @@ def staging_bytes(spec: ParamSpec, dtype: np.dtype) -> int:
 
 
 def staging_shards(spec: ParamSpec, dtype: np.dtype, memory: np.ndarray) -> list[np.ndarray]:
-    """Return arrays for the shards of a parameter, in their stored shapes.
+    """Return arrays for the shards of a parameter, in their stored shapes. They are views of `memory` (bytes).
 
-    The arrays are views of `memory` (bytes). The arrays are misaligned, so that `device_put` makes copies, and `memory`
-    can be used again. On CPU, JAX 0.10 to 0.12 would use aligned memory without a copy, even with `may_alias=False`.
+    The arrays are misaligned, so that `device_put` makes copies, and `memory` can be used again. On CPU, JAX 0.10 to
+    0.12 would use aligned memory without a copy, even with `may_alias=False`.
     """
     size, first = spec.num_elements // spec.num_shards * dtype.itemsize, _misaligned(memory, dtype)
     starts = [first + index * _stride(spec, dtype) for index in range(spec.num_shards)]

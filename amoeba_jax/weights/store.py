@@ -28,11 +28,11 @@ class _Change:
     """Shards of one layer that become KV cache or weights together, on the devices of one group.
 
     Attributes:
-        places: indices of the shards in the order of release.
-        keys: keys of the shards of each rank, in the order of `places`.
+        places: positions of the shards in the order of release.
+        keys: keys of the shards: `keys[rank][i]` is the shard of a rank at `places[i]`.
         releases: release keys of the shards (`DeviceShards.take`).
         sizes: bytes of the shards on one device, by owner. The bytes are equal on all devices.
-        degrees: lowest tensor-parallel degree that needs none of the shards, by parameter name.
+        degrees: for each parameter name, the lowest degree at which a rank needs none of the shards.
     """
 
     places: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Change:
 
 
 class WeightStore(WeightLayout):
-    """Weight shards of all devices. Arguments of programs are arrays that share the buffers of the shards."""
+    """Weight shards of all devices. The weight arguments of programs share the buffers of the shards."""
 
     def __init__(self, dims: ModelDims, devices: tuple[jax.Device, ...]):
         super().__init__(dims)
@@ -122,10 +122,10 @@ class WeightStore(WeightLayout):
         return read_ahead(order, reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
-        """Read the weights of a group of devices again, except shards whose memory is KV cache.
+        """Read the weights of a group of devices again, except shards whose memory is KV cache at `degrees`.
 
         Each shard is replaced only when its new buffer is ready. If reading fails, the group still has all shards that
-        it had before. Shards that were KV cache and become weights again are added at the end.
+        it had before. Shards that the group did not have before the call are added at the end.
 
         Args:
             reader: source of the weights.
@@ -279,7 +279,6 @@ class WeightStore(WeightLayout):
             self._forget_on(device, spec)
 
     def _forget_on(self, device: int, spec: ParamSpec) -> None:
-        """Drop all cached arrays of a parameter that contain a buffer of a device."""
         self._views.forget_parameter_on(device, spec.layer, spec.name)
 
     # Shards that are KV extents at higher degrees
@@ -306,10 +305,10 @@ class WeightStore(WeightLayout):
         Args:
             group: devices to release on.
             layer: layer of the shards.
-            before: tensor-parallel degree so far. Shards of the layer that this degree does not need are KV cache.
+            before: tensor-parallel degree so far. Shards that this degree does not need are KV cache already.
             degree: tensor-parallel degree from now on, at least `before` and at most the degree of `group`.
-            spent: list to which the arrays of the shards are appended. The caller drops the arrays later, because
-                dropping takes time.
+            spent: list to which the weight arrays are appended. The caller drops them later, because dropping takes
+                time.
         """
         change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
         extents = [
@@ -327,10 +326,10 @@ class WeightStore(WeightLayout):
         return extents
 
     def put_back(self, group: SubMesh, layer: int, before: int, degree: int, extents: list[jax.Array]) -> None:
-        """Turn KV extents into weight shards again, after the weights were written into them.
+        """Turn KV extents into weight shards again. The caller has already written the weights into the extents.
 
-        The shards are those that degree `degree` needs and degree `before` does not need. `extents` are the last
-        extents of the layer, one for each of these shards.
+        The shards are those that degree `degree` needs and degree `before` does not need. `extents` has one extent for
+        each of these shards, in the order of release.
         """
         change = self._change(group, layer, degree, before)
         self._views.forget_shards(group, layer, change.places, change.degrees)
@@ -343,7 +342,7 @@ class WeightStore(WeightLayout):
                 self._ledgers[device].transfer(Owner.KV_CACHE, owner, size, layer)
 
     def _held(self, group: SubMesh, change: _Change, index: int) -> list[jax.Array]:
-        """Return one buffer of each rank, in the order of ranks: the rank's shard at `change.places[index]`."""
+        """Return the buffer that each rank has for the shard at `change.places[index]`."""
         return [
             self._shards[device][keys[index]] for device, keys in zip(group.device_indices, change.keys, strict=True)
         ]
@@ -371,10 +370,7 @@ class WeightStore(WeightLayout):
         return self._changes[key]
 
     def _releases(self, device: int) -> dict[ShardKey, ReleaseKey]:
-        """Return the release keys of all shards on a device that can become KV cache.
-
-        Shards with the same release key become KV cache together.
-        """
+        """Return the release keys of all shards on a device that can become KV cache."""
         return {
             (shard.spec.name, self._shard_on(shard, device)): (layer, shard.degree)
             for layer, released in enumerate(self._released)
@@ -385,7 +381,7 @@ class WeightStore(WeightLayout):
         return released.shards[device % self.dims.max_tp]
 
     def released_on(self, device: int, layer: int) -> int:
-        """Return the degree for which the weights of a layer are released on a device."""
+        """Return the highest degree at which shards of a layer were released on a device. 1: none were released."""
         shards, held = self.released(layer, self.dims.max_tp), self._shards[device]
         missing = [shard for shard in shards if (shard.spec.name, self._shard_on(shard, device)) not in held]
         return max((shard.degree for shard in missing), default=1)

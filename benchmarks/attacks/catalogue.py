@@ -1,4 +1,4 @@
-"""Attacks by name, and the process of an attack."""
+"""Table of all attacks by name, and `Siege`, which runs one attack in another process."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def chosen(names: str) -> list[str]:
 
 
 class Siege:
-    """Attack in another process, prepared by the constructor. Raises `ChildError` if the preparation fails."""
+    """Attack in another process, from `begin` to `end`. Raises `ChildError` if it cannot prepare the attack."""
 
     def __init__(self, target: str, name: str, seconds: float):
         self._seconds = seconds
@@ -58,8 +58,8 @@ class Siege:
         self._child.send("go")
 
     def end(self) -> Tally:
-        """Wait for the end of the attack, and return its counts. Raises `ChildError` if the attack does not end in
-        time."""
+        """Wait until the attack ends, and return the counts of its calls. Raises `ChildError` if the attack does not
+        end in time."""
         try:
             return self._child.receive(self._seconds + _LATE_S)
         finally:

@@ -1,4 +1,4 @@
-"""Remaining requests and pages of a server, from `AdminService.GetCluster`."""
+"""Requests and KV pages that a server still has, from `AdminService.GetCluster`."""
 
 import asyncio
 import time
@@ -14,7 +14,8 @@ _INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class Left:
-    """Requests and used pages of a server."""
+    """Requests that a server still has, by state, and KV pages in use. `accepted` counts all requests that have not
+    ended."""
 
     running: int
     waiting: int
@@ -23,12 +24,12 @@ class Left:
 
     @property
     def nothing(self) -> bool:
-        """Whether the server is idle."""
+        """Whether the server is idle: no request is left, and no page is in use."""
         return self == Left(0, 0, 0, 0)
 
 
 async def look(client: AsyncClient) -> Left:
-    """Query a server. Raises `grpc.RpcError` if the server does not answer."""
+    """Return the requests and pages that a server still has. Raises `grpc.RpcError` if the server does not answer."""
     cluster = await client.cluster(timeout_s=5)
     return Left(
         sum(instance.running for instance in cluster.instances),
@@ -39,10 +40,10 @@ async def look(client: AsyncClient) -> Left:
 
 
 def wait_until_idle(target: str, since_s: float, within_s: float) -> tuple[float | None, str]:
-    """Wait until the server is idle, for at most `within_s` seconds.
+    """Wait until the server is idle, for at most `within_s` seconds. Return `(seconds, state)`.
 
-    Return the seconds from `since_s` (`time.monotonic()`) until the server was idle, or None if it stayed busy. Also
-    return the last state of the server as text.
+    `seconds` is the time from `since_s` (`time.monotonic()`) until the server was idle. None: the server stayed busy.
+    `state` is the last known state of the server, as text.
     """
     return asyncio.run(_wait(target, since_s, time.monotonic() + within_s))
 

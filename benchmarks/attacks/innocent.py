@@ -1,4 +1,5 @@
-"""Innocent requests: short prompts at a steady rate, sent from a process and an address of their own."""
+"""Innocent requests: short prompts of a client that does not attack, at a steady rate, from their own process and
+address."""
 
 import argparse
 import asyncio
@@ -59,7 +60,7 @@ class Figures:
 
 
 def figures(answers: Sequence[Answer]) -> Figures:
-    """Return the figures of answers. Percentiles are NaN without answers."""
+    """Return percentiles and failures of answers. Percentiles are NaN if there are no answers."""
     latencies = sorted(answer.latency_s for answer in answers)
     ttfts = sorted(answer.ttft_s for answer in answers if answer.ttft_s is not None)
     failures = Counter(answer.status for answer in answers if answer.status != "OK")
@@ -86,21 +87,19 @@ class Innocents:
         self._child.receive(120)
 
     def start(self) -> None:
-        """Start to send requests."""
         self._child.send("start")
 
     def take(self) -> list[Answer]:
-        """Return the answers since the last call, while the load continues."""
+        """Return the answers that arrived since the last call. The load continues."""
         self._child.send("take")
         return self._child.receive(30)
 
     def finish(self) -> list[Answer]:
-        """Stop sending, wait for all answers, and return the answers that no earlier call has returned."""
+        """Stop sending, wait for all open requests, and return the answers since the last call of `take`."""
         self._child.send("finish")
         return self._child.receive(TIMEOUT_S + 30)
 
     def close(self) -> None:
-        """End the process."""
         self._child.close()
 
     def __enter__(self) -> "Innocents":
@@ -111,7 +110,6 @@ class Innocents:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the load."""
     parser.add_argument("--rate", type=float, default=5.0, help="innocent requests per second")
     parser.add_argument(
         "--innocent-address",
@@ -125,8 +123,6 @@ def _main(pipe: Connection, target: str, rate: float, source: str | None, seed: 
 
 
 class _Load:
-    """Load of innocent requests, run in its own process."""
-
     def __init__(self, pipe: Connection, rate: float, seed: int):
         self._pipe, self._rate = pipe, rate
         self._random = random.Random(seed)

@@ -54,7 +54,7 @@ def _parameters(count: int) -> dict[str, oip.InferParameter]:
 
 
 async def samples(attacker: Attacker) -> Run:
-    """Request 128 long samples with log-probabilities, in requests of amoeba.v1 also for the prompt."""
+    """Request 128 long samples with log-probabilities. Over amoeba.v1, also request log-probabilities of the prompt."""
     room = attacker.info.max_model_len
 
     def ours(max_tokens: int) -> Call:
@@ -96,7 +96,7 @@ async def bad_words(attacker: Attacker) -> Run:
 
 
 async def undecodable(attacker: Attacker) -> Run:
-    """Request long outputs that can contain only tokens that are not valid UTF-8."""
+    """Request long outputs in which the only allowed tokens are not valid UTF-8."""
     vocab = attacker.info.vocab_size
     tokens = [
         t for t in [*range(min(vocab, 1000)), *range(max(1000, vocab - 500), vocab)] if await _broken(attacker, t)

@@ -51,12 +51,12 @@ class MixReport:
 class Mix:
     """Mixed load in another process, which this object controls.
 
-    The constructor first asks for the answers that later answers are compared with, and then starts the load. Create
-    this object while the server is idle.
+    The constructor first requests an answer to each known prompt. Then it starts the load, which compares later answers
+    to the same prompts with these first answers. Create this object while the server is idle.
 
     Args:
-        one_device_tokens: tokens that fit on one device; long requests have more tokens.
-        source: source address of the load; None: the default address.
+        one_device_tokens: tokens that fit on one device. Long requests have more tokens.
+        source: source address of the load. None: the default address.
         busy: minimum number of long answers in progress at any time.
     """
 
@@ -131,7 +131,6 @@ class _Load:
                 continue
 
     async def _check(self, client: AsyncClient, first: list[tuple[int, ...]]) -> None:
-        """Send a greedy request, and compare its answer with the first answer to the same prompt."""
         which = self._dice.randrange(len(_KNOWN))
         try:
             answer = (await client.generate(_KNOWN[which], _GREEDY, timeout_s=_KNOWN_TIMEOUT_S))[0]
@@ -185,7 +184,6 @@ class _Load:
         await sender.send(call, self._channel(sender))
 
     async def _cancel(self, sender: Attacker) -> None:
-        """Send a request and cancel it."""
         params = pb.SamplingParams(max_tokens=500, ignore_eos=True, n=self._dice.choice((1, 3)))
         call = start(self._channel(sender), generate("cancelled", params))
         await asyncio.sleep(self._dice.uniform(0, 0.5))
@@ -212,7 +210,7 @@ class _Load:
         await sender.send(generate("long", params, token_ids=ids, timeout_s=60), self._channel(sender))
 
     async def _fill(self, sender: Attacker) -> None:
-        """Request long answers without streaming: they occupy slots but are little work for the client."""
+        """Request long answers without streaming. They occupy slots, but are little work for the client."""
         settings = json.dumps({"n": _BUSY_SAMPLES, "max_tokens": _BUSY_TOKENS, "temperature": 1.0, "ignore_eos": True})
         await sender.send(infer("busy", sender.info.model, settings, timeout_s=60), self._channel(sender))
 

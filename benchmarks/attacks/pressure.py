@@ -1,4 +1,4 @@
-"""Parts of attacks: raw calls that are sent repeatedly, and counts of their answers."""
+"""Raw gRPC calls of attacks, a client that repeats calls, and counts of the answers."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ _CALLS_AT_MOST = 200_000
 
 @dataclass(frozen=True)
 class Call:
-    """Request as bytes. `label` is its name in reports."""
+    """gRPC call with an encoded message. `path` names the RPC. `label` names the call in reports."""
 
     label: str
     path: str
@@ -80,7 +80,6 @@ class Tally:
     longest_text: tuple[int, str] = (0, "")
 
     def add(self, label: str, status: str, text: str = "") -> None:
-        """Count an answer."""
         self.statuses[label, status] += 1
         if text:
             self.first_texts.setdefault((label, status), text[:_TEXT_CHARS])
@@ -104,7 +103,7 @@ class Tally:
 
 
 class Attacker:
-    """Connections of an attack that lasts `seconds`."""
+    """gRPC client of an attack, with several connections. The attack lasts `seconds`. `tally` counts the answers."""
 
     def __init__(self, target: str, seconds: float, connections: int = 4):
         self.seconds = seconds
@@ -114,7 +113,7 @@ class Attacker:
         self.channels = [grpc.aio.insecure_channel(target, OPTIONS) for _ in range(connections)]
 
     async def connect(self) -> None:
-        """Query the model of the server. Raises `grpc.RpcError`."""
+        """Store the server's description of its model in `self.info`. Raises `grpc.RpcError`."""
         self.info = await self.ask("GetModelInfo", pb.GetModelInfoRequest(), pb.GetModelInfoResponse)
 
     async def close(self) -> None:
@@ -123,17 +122,17 @@ class Attacker:
             await channel.close()
 
     async def ask(self, method: str, message: Any, answer: Any) -> Any:
-        """Return the answer of an RPC of `InferenceService`, without counting the call. Raises `grpc.RpcError`."""
+        """Call an RPC of `InferenceService` without counting it. Return its answer. Raises `grpc.RpcError`."""
         call = self.channels[0].unary_unary(
             INFERENCE + method, type(message).SerializeToString, response_deserializer=answer.FromString
         )
         return await call(message, timeout=60)
 
     async def flood(self, calls: Sequence[Call], at_once: int, until: float | None = None) -> None:
-        """Send the calls in turn until the attack ends, with `at_once` calls open at any time.
+        """Send the calls in turn until the attack ends. At any time, `at_once` calls are open.
 
-        The attack ends after `self.seconds`. If `until` is set, it ends at this time (`time.monotonic()`) instead. It
-        also ends after `_CALLS_AT_MOST` calls. Calls that are still open 5 s after the end are cancelled.
+        The attack ends at the time `until` (`time.monotonic()`). None: it ends after `self.seconds`. It also ends after
+        `_CALLS_AT_MOST` calls. Calls that are still open 5 s after the end are cancelled.
         """
         end = until or time.monotonic() + self.seconds
         turns = itertools.islice(itertools.cycle(calls), _CALLS_AT_MOST)
@@ -164,8 +163,7 @@ class Attacker:
         return answer.status
 
     async def longest(self, build: Callable[[int], Call], largest: int) -> int:
-        """Return the first of `largest`, `largest / 2`, `largest / 4` and so on that the server accepts as
-        `max_tokens`.
+        """Return the highest `max_tokens` of `largest`, `largest / 2`, `largest / 4` and so on that the server accepts.
 
         `build`: function that returns a call with the given `max_tokens`.
         """
@@ -220,7 +218,7 @@ def start(channel: grpc.aio.Channel, call: Call) -> Any:
 
 
 def generate(label: str, params: pb.SamplingParams | None = None, *, timeout_s: float = 20.0, **fields: Any) -> Call:
-    """Return a `Generate` call. If `fields` has no prompt, the prompt is a short text."""
+    """Return a `Generate` call. `fields`: fields of the request. If they include no prompt, a short text is added."""
     if not {"text", "token_ids", "chat"} & set(fields):
         fields["text"] = "Once upon a time"
     message = pb.GenerateRequest(params=params or pb.SamplingParams(max_tokens=2), **fields)
@@ -237,7 +235,7 @@ def infer(
     timeout_s: float = 20.0,
     **fields: Any,
 ) -> Call:
-    """Return a `ModelInfer` call, or a `ModelStreamInfer` call if `stream` is not None. `settings` is JSON."""
+    """Return a call of the Open Inference Protocol: `ModelInfer` if `stream` is None, else `ModelStreamInfer`."""
     settings = settings.encode() if isinstance(settings, str) else settings
     tensor = oip.ModelInferRequest.InferInputTensor
     values = {"text_input": text.encode(), "sampling_parameters": settings}

@@ -1,4 +1,4 @@
-"""Function in another process, with a pipe."""
+"""Child process that runs a function and exchanges messages with its parent."""
 
 import multiprocessing
 import os
@@ -13,10 +13,10 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """Process that runs `function(pipe, *arguments)` until `close` is called.
+    """Child process that runs `function(pipe, *arguments)` until `close` is called.
 
-    `send` and `receive` use the other end of `pipe`. On Linux, `nice` is the niceness of the process: a load generator
-    must not slow down the server.
+    The function uses `pipe` to exchange messages with `send` and `receive` of this object. `nice`: niceness of the
+    process on Linux.
     """
 
     def __init__(self, function: Callable[..., None], *arguments: Any, nice: int = 0):
@@ -51,7 +51,6 @@ class Child:
         raise ChildError(f"the process has not answered within {timeout_s:g} s")
 
     def close(self) -> None:
-        """End the process."""
         self._pipe.close()
         self._process.terminate()
         self._process.join(5)

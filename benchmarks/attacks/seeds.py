@@ -1,4 +1,4 @@
-"""RPCs of a server with valid messages, for fuzzing."""
+"""Valid requests for each RPC of a server, from which `fuzz.py` makes damaged messages."""
 
 import struct
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _LEFT_OUT = {"Drain"}
 
 @dataclass(frozen=True)
 class Rpc:
-    """RPC with its path, the type of its requests, and valid requests."""
+    """RPC to fuzz. `request`: type of its requests. `seeds`: valid requests. `weight`: its relative frequency."""
 
     path: str
     request: Descriptor
@@ -60,7 +60,7 @@ def rpcs(model: str) -> list[Rpc]:
 
 
 def _valid(model: str) -> dict[str, tuple[bytes, ...]]:
-    """Return valid requests by the name of their RPC. RPCs that are not in the result take an empty message."""
+    """Return valid requests, encoded, by name of the RPC. RPCs that are missing in the result take an empty message."""
     chat = pb.Chat(
         messages=[pb.ChatMessage(role="system", content="Be kind."), pb.ChatMessage(role="user", content="Hi")]
     )
@@ -145,7 +145,7 @@ def _generate(chat: pb.Chat) -> list[pb.GenerateRequest]:
 
 
 def _infer(model: str, stream: bool | None) -> tuple[bytes, ...]:
-    """Return inference requests with settings as JSON and as parameters, and with inputs as bytes and as `contents`."""
+    """Return encoded inference requests, with settings as JSON or parameters, and inputs as bytes or `contents`."""
     settings = (
         '{"temperature": 0, "max_tokens": 2}',
         '{"n": 2, "top_k": "5", "stop": ["."], "max_tokens": 3, "logprobs": 1, "logit_bias": {"7": 1.5}, "seed": 3}',

@@ -1,4 +1,4 @@
-"""Server under test: `amoeba serve` with a tiny model after a warm-up, in another process."""
+"""Server under test: `amoeba serve` in another process, with a tiny model, after a warm-up."""
 
 import argparse
 import json
@@ -39,7 +39,6 @@ class Running:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self.process.poll() is None
 
     def rss_mib(self) -> float:
@@ -47,7 +46,8 @@ class Running:
         return rss_mib(self.process.pid)
 
     def last_words(self) -> str:
-        """Return the last lines of the log, without tracebacks of requests."""
+        """Return the exit code and the lines of the log about errors and the shutdown. Without such lines: the last
+        three lines."""
         lines = self.log.read_text(errors="replace").splitlines()
         said = [line for line in lines if line.startswith(("error:", "stopping", "stopped"))]
         return f"exit code {self.process.poll()}: {' '.join(said) or ' '.join(lines[-3:])}"
@@ -62,7 +62,6 @@ def rss_mib(pid: int) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `running_server`."""
     parser.add_argument(
         "--model", help="directory or name of a model; default: stories260K if present, else a tiny random model"
     )
@@ -123,7 +122,8 @@ def running_server(options: argparse.Namespace) -> Iterator[Running]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Return the address of the server from its output."""
+    """Wait until the server prints its address, and return the address. Raises `SystemExit` if the server does not
+    start."""
     give_up = time.monotonic() + _READY_WITHIN_S
     while time.monotonic() < give_up:
         if found := re.search(r"^ready: .* on ([\d.]+:\d+)", log.read_text(errors="replace"), re.MULTILINE):

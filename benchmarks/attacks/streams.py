@@ -56,7 +56,7 @@ def infer_stream(attacker: Attacker, max_tokens: int) -> Call:
 
 
 def channel_of(attacker: Attacker, index: int) -> grpc.aio.Channel:
-    """Return a connection of the attacker; consecutive indexes use the connections in turn."""
+    """Return a connection of the attacker. Consecutive indexes return different connections in turn."""
     return attacker.channels[index % len(attacker.channels)]
 
 

@@ -18,7 +18,8 @@ _TOKENIZED_BYTES = 4 * 2**20
 
 
 async def errors(attacker: Attacker) -> Run:
-    """Send texts of 50 and 256 KiB in fields that error messages repeat. The texts are paths, words and addresses."""
+    """Send texts of 50 and 256 KiB in fields that error messages repeat. Each text looks like a path, a word or an
+    address."""
     calls = []
     for size in _SIZES:
         shapes = {"path": "/a" * (size // 2), "word": "/" + "a" * (size - 1), "address": "0x" + "f" * (size - 2)}
@@ -29,10 +30,8 @@ async def errors(attacker: Attacker) -> Run:
 
 
 def _echoes(kind: str, text: str, model: str) -> list[Call]:
-    """Return one call for each field that error messages may repeat, with `text` in this field.
-
-    `kind`: suffix of the labels of the calls.
-    """
+    """Return one call for each field that error messages may repeat, with `text` in this field. `kind`: suffix of the
+    labels."""
 
     def settings(label: str, json: str, **fields: Any) -> Call:
         return infer(f"{label} {kind}", model, json, **fields)

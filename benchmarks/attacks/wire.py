@@ -146,7 +146,7 @@ class Mutator:
         return Field(field.number, _wire_type(described), self._value(described))
 
     def _value(self, described: Any) -> int | bytes:
-        """Return a value at or beyond the limits of a field."""
+        """Return a value for a field, often at or beyond its limits. `described`: descriptor of the field."""
         match described.type:
             case FieldDescriptor.TYPE_DOUBLE:
                 return struct.pack("<d", self.random.choice(NUMBERS))
@@ -187,7 +187,7 @@ class Mutator:
         return self._retyped(Field(number, VARINT, 0))
 
     def _damage(self, data: bytes) -> bytes:
-        """Return bytes that are changed, cut, added, or doubled."""
+        """Cut bytes, change or add some bytes, or repeat the last bytes."""
         if not data:
             return self.random.randbytes(self.random.randrange(1, 40))
         place = self.random.randrange(len(data))

@@ -1,9 +1,8 @@
 """Programs that copy all pages of a layer into new extents.
 
-A piece is the part of a page that one rank of the higher degree stores. Each layer has two programs. `migrate` sends
-the pieces that change their rank, all at once, into a separate buffer. `defragment` then fills new extents with the
-received pieces and with the pieces that stay on their rank. The caller drops the old extents afterwards, so a layer's
-cache exists twice for a moment.
+A piece is the part of a page that one rank of the higher degree stores. `migrate` sends all pieces that change their
+rank at once, into a separate buffer. `defragment` then fills new extents with the received pieces, and with the pieces
+that stay on their rank. The caller drops the old extents only after that. So a layer's cache exists twice for a moment.
 """
 
 import jax
@@ -19,11 +18,12 @@ from sharding.mesh import TP_AXIS, SubMesh
 def compile_migrate(
     geometry: PageGeometry, dtype: jnp.dtype, group: SubMesh, extent_pages: tuple[int, ...], num_pieces: int
 ) -> jax.stages.Compiled:
-    """Compile a program `(extents, send) -> received` for one layer. Nothing is donated.
+    """Compile the program `(extents, send) -> received`, which sends the pieces of a layer to their new ranks.
 
-    `extents` are arrays `[tp * pages, page_elems]` over the ranks of `group`. `send` is `Phase.send` of a general
-    phase: int32 `[tp, tp, num_pieces]`. `received` is a list of arrays `[tp * num_pieces, elements of a piece]`, one
-    for each distance of ranks (see `Phase`) from 1 to `tp - 1`.
+    Nothing is donated. `extents`: old extents of the layer, arrays `[tp * pages, page_elems]` over the ranks of
+    `group`. `send`: ids of the pieces that each rank sends to each rank, int32 `[tp, tp, num_pieces]` (see
+    `Phase.send`). `received`: `tp - 1` arrays `[tp * num_pieces, elements of a piece]`. Array `i - 1` has, for each
+    rank `r`, the pieces from rank `r ^ i`.
     """
 
     def run(extents: LayerKV, send: jax.Array) -> list[jax.Array]:
@@ -43,10 +43,10 @@ def compile_defragment(
     new_extent_pages: tuple[int, ...],
     num_pieces: int,
 ) -> jax.stages.Compiled:
-    """Compile a program `(extents, received, send, receive) -> new extents` for one layer. Nothing is donated.
+    """Compile the program `(extents, received, send, receive) -> new extents`, which fills the new extents of a layer.
 
-    `extents` are the old extents, `received` is the result of `migrate`, and `send` and `receive` are the arrays of the
-    `Phase`. `num_pieces` must be the same as for `compile_migrate`.
+    Nothing is donated. `extents`: old extents. `received`: result of the program of `compile_migrate`, with the same
+    `send` and `num_pieces`. `receive`: ids of the slots to which the pieces are written (see `Phase.receive`).
     """
 
     piece_elems = geometry.page_elems // group.tp

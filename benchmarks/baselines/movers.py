@@ -1,7 +1,6 @@
-"""Baselines of transformations: copies on the devices, and copies through host memory.
+"""Baselines of transformations: copies of pages and weights on the devices, or through host memory.
 
-In a `with baseline(...)` block, transformations use a baseline in place of `InPlaceMover`. In this block, pass
-`variant="in_place"` to `transform`.
+In a `with baseline(...)` block, call `transform` with `variant="in_place"`. The baseline then replaces `InPlaceMover`.
 """
 
 import math
@@ -157,7 +156,7 @@ class HostMover(InPlaceMover):
         return put + extents[num_new:]
 
     def _places(self, slots: np.ndarray, num_extents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index of the host array of each piece, and the row of the piece in this array.
+        """Return for each piece the index of its host array, and its row in this array.
 
         Args:
             slots: rank and piece id of each piece, `[pieces, 2]`.
@@ -214,7 +213,7 @@ def num_changed(source: np.ndarray, target: np.ndarray) -> int:
 def replace_weights(
     store: WeightStore, group: SubMesh, layer: int, copy: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Replace the releasable shards of a layer by copies, and return the copies.
+    """Replace the shards of a layer's FFN weights by copies, and return the copies.
 
     `copy`: function that returns a copy of a shard on its device.
     """
@@ -239,13 +238,13 @@ def _outputs(program: jax.stages.Compiled) -> int:
 
 
 def single_phase(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces: int) -> Phase:
-    """Return one phase in which all pieces move from their slots to slots of other buffers.
+    """Return one phase that copies all pieces at once, from slots in old extents to slots in new extents.
 
     Args:
         source: rank and id of the slot that each piece leaves, int64 `[pieces, 2]`.
         target: rank and id of the slot that each piece is written to, with the shape of `source`.
         num_ranks: number of ranks.
-        phase_pieces: maximum number of pieces between two ranks.
+        phase_pieces: maximum number of pieces that one rank sends to one rank.
     """
     num_ids = int(max(source[:, 1].max(), target[:, 1].max())) + 1
     slots = (source[:, 0] * num_ids + source[:, 1], target[:, 0] * num_ids + target[:, 1])
@@ -255,14 +254,14 @@ def single_phase(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_p
 
 
 def put_copies(array: np.ndarray, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
-    """Return a copy of `array` on each device, after all copies are written."""
+    """Copy `array` to each device, wait until all copies are written, and return the copies."""
     misaligned = empty_misaligned(array.shape, array.dtype)
     misaligned[...] = array
     return put([misaligned], [devices])[0]
 
 
 def empty_misaligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialized, misaligned array in host memory. `device_put` always copies it; see `staging_shards`."""
+    """Return an uninitialized array in misaligned memory, so that `device_put` makes a copy (see `staging_shards`)."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 2 * _ALIGNMENT, np.uint8)
     start = _misaligned(memory, dtype)

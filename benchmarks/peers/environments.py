@@ -21,7 +21,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """Compared engine."""
+    """Engine to compare with, and its installation."""
 
     runner: str
     """Script in the directory of this file."""
@@ -91,7 +91,6 @@ def python_of(name: str, say: Callable[[str], None]) -> Path:
 
 
 def runner_of(name: str) -> Path:
-    """Return the script of engine `name`."""
     return Path(__file__).parent / PEERS[name].runner
 
 

@@ -48,8 +48,10 @@ class LlamaCpp:
         return outputs
 
     def _step(self, tokens: list[tuple[int, int, int]], length: int, outputs: list[list[int]]) -> None:
-        """Compute `length` tokens of each sequence, and append the most likely next token to the output of each
-        sequence."""
+        """Compute `length` tokens of each sequence, and append the most likely next token to the sequence's output.
+
+        `tokens`: (token, position, sequence) of each token, sequence by sequence.
+        """
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         last = range(length - 1, len(tokens), length)

@@ -1,4 +1,4 @@
-"""Measurements of an engine, which are the same for all engines.
+"""Measurements of one engine, by the same rules for all engines.
 
 This module uses only the standard library, because it runs in the environment of each engine.
 

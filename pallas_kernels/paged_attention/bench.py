@@ -82,8 +82,8 @@ def attention(workload: Workload, machine: Machine, implementation: str, **optio
 def dense(workload: Workload, machine: Machine) -> Callable[[], jax.Array]:
     """Return a function that runs causal attention over a dense cache in plain XLA, as a baseline for the time.
 
-    Keys and values are contiguous arrays `[B, K, tokens, h]` with the sizes of the workload. The tokens are in another
-    order than in the sequences, so the result differs from the result of `attention`.
+    Keys and values are contiguous arrays `[B, K, tokens, h]` with the sizes of the workload. The order of the tokens is
+    arbitrary, so the result is not the result of `attention`.
     """
     queries, (extent,), _, positions = workload.make(machine.dtype)
     w = workload

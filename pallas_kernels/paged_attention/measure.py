@@ -111,8 +111,8 @@ class Workload:
 def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[str, float]:
     """Return the median wall seconds of each call. Calls run in turns, so a change of clock speed affects all calls.
 
-    After a warm-up, there are as many rounds as fit in `budget_s` seconds, but from 5 to 50 rounds. In each round, a
-    call of less than a millisecond is launched ten times in a row.
+    After a warm-up, the calls run in as many rounds as fit in `budget_s` seconds: at least 5 and at most 50. In each
+    round, a call that takes less than a millisecond is launched ten times in a row.
     """
     repeats, round_s = {}, 0.0
     for name, call in calls.items():
@@ -136,7 +136,7 @@ def compare(calls: dict[str, Callable[[], Any]], budget_s: float = 4.0) -> dict[
 
 
 def memory_probe(num_bytes: int) -> tuple[Callable[[], Any], int]:
-    """Return `(function, bytes)`: a function limited by memory bandwidth, and the bytes that one call of it moves.
+    """Return a function whose time depends on memory bandwidth, and the number of bytes that one call moves.
 
     On a GPU, the function copies memory. On CPU, it reads memory on all cores.
     """

@@ -108,8 +108,8 @@ def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
     * No entry has the same phase (prefill or decode), head size and element size of the cache.
     * The measured sizes need too much shared memory for this shape.
 
-    The most similar shape may still differ in page size and in amount of work. If these differences together reach a
-    factor of 2, the number of splits is computed by rule.
+    The most similar shape may have another page size and another amount of work. If both differences together are a
+    factor of 2 or more, the number of splits is computed for `shape`, not taken from the table.
     """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)
@@ -131,7 +131,7 @@ def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
 
 
 def default_config(shape: KernelShape, processors: int = DEFAULT_PROCESSORS) -> KernelConfig:
-    """Return sizes by rule, from the limits of shared memory and registers. The rule is not tuned on a device.
+    """Return default sizes, computed from the limits of shared memory and registers. They are not measured.
 
     `processors` is the number of streaming multiprocessors of the device.
     """

@@ -22,10 +22,9 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 def block_tokens(batch: int, kv_heads: int) -> int:
     """Return the number of tokens of each sequence that one iteration of `xla_paged_attention` gathers.
 
-    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. Best sizes were measured for
-    decode on 2 cores (f32, head size 64, 2,048 tokens). For 16 sequences with 8 KV heads, the best size is 32 tokens.
-    For 8 sequences with 4 KV heads, it is 128 tokens. Blocks above 128 tokens are not used, because short contexts
-    would waste most of a block.
+    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. The best sizes for decode on 2
+    cores (f32, head size 64, 2,048 tokens) are 32 tokens for 16 sequences with 8 KV heads, and 128 tokens for 8
+    sequences with 4 KV heads. Blocks above 128 tokens are not used, because short contexts would waste most of a block.
     """
     return min(128, max(32, 4096 // (batch * kv_heads)))
 
@@ -66,7 +65,7 @@ def xla_paged_attention(
 
 
 class _Pages(NamedTuple):
-    """Pages of each sequence in several KV buffers (extents): their page tables side by side."""
+    """Page tables of several KV buffers (extents), side by side in one table with a row for each sequence."""
 
     ids: Int32[Array, "B columns"]
     """Page ids of all tables. A page id is the index of the page in its extent."""

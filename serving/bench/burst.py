@@ -12,7 +12,7 @@ LOW, HIGH = "low", "high"
 
 
 def read_rates(name: str, text: str) -> tuple[float, float]:
-    """Return the lowest and the highest request rate in a text such as "2:5". A single number gives equal rates.
+    """Parse a range of request rates such as "2:5". Return `(lowest, highest)`, which are equal for a single number.
 
     Raises `ConfigError` for an invalid text. `name` is the name of the setting in the error message.
     """
@@ -38,10 +38,10 @@ def draw_phases(
     most: int | None,
     duration_s: float | None,
 ) -> Iterator[tuple[float, str]]:
-    """Yield `(arrival_s, phase)` for each request, in the order of arrival. `phase` is `LOW` or `HIGH`.
+    """Draw random arrival times of bursty load. Yield `(arrival_s, phase)` for each request, in the order of arrival.
 
-    `arrival_s` is in seconds. The first phase is low, the second is high, and so on. Each phase has its own rate, drawn
-    uniformly between the lowest and the highest rate of its kind.
+    Low and high phases alternate, beginning with a low phase. The rate of each phase is drawn uniformly between the
+    lowest and the highest rate of its kind. `arrival_s` is in seconds. `phase` is `LOW` or `HIGH`.
 
     Args:
         low: lowest and highest rate of low phases, in requests per second.

@@ -11,7 +11,7 @@ from amoeba_jax.client import AsyncClient, Cluster
 
 @dataclass(frozen=True)
 class Sample:
-    """Instances (serving replicas) and queue of a server at time `time_s`, in seconds since the start of the run."""
+    """Instances and queue of a server at one time. `time_s` is in seconds since the start of the run."""
 
     time_s: float
     devices: tuple[tuple[int, ...], ...]
@@ -38,16 +38,15 @@ class ClusterWatch:
     """Reason why no further samples arrive, such as a status of the server. None: samples still arrive."""
 
     def end_s(self, duration_s: float) -> float:
-        """Return the time up to which the samples describe the run, in seconds from its start.
+        """Return the end of the sampled part of a run, in seconds from the start of the run.
 
-        This is `duration_s`, the duration of the run. If sampling has failed, it is the time of the last sample.
+        If sampling did not fail, this is `duration_s`, the duration of the run. If it failed, this is the time of the
+        last sample.
         """
         return duration_s if self.problem is None else max((sample.time_s for sample in self.samples), default=0.0)
 
     async def follow(self, client: AsyncClient, interval_s: float, clock: Callable[[], float]) -> None:
-        """Add samples until this task is cancelled, or until the server's stream ends.
-
-        If the stream ends, set `problem`.
+        """Add samples until this task is cancelled. If the server's stream ends or fails, set `problem` and return.
 
         Args:
             interval_s: seconds between samples. 0: no samples are taken, and `problem` is set.
@@ -76,7 +75,7 @@ def read_sample(cluster: Cluster, time_s: float) -> Sample:
 
 
 def changes_of(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the first sample, and each sample with other instances than the sample before it."""
+    """Return the first sample, and each sample whose instances differ from the instances of the sample before it."""
     changed = [after for before, after in pairwise(samples) if after.devices != before.devices]
     return [*samples[:1], *changed]
 
@@ -91,16 +90,16 @@ def count_transformations(samples: Sequence[Sample]) -> tuple[int, int]:
 
 
 def _joined(parts: Iterable[tuple[int, ...]], wholes: Iterable[tuple[int, ...]]) -> int:
-    """Count the device groups in `wholes` that each contain several device groups of `parts`."""
+    """Count the device groups in `wholes` that contain several groups of `parts`, such as (0, 1) with (0,) and (1,)."""
     part_sets = [set(devices) for devices in parts]
     return sum(sum(part < set(whole) for part in part_sets) > 1 for whole in wholes)
 
 
 def device_seconds(samples: Sequence[Sample], end_s: float) -> dict[int, float]:
-    """Return how many seconds devices spent in instances of each tensor-parallel degree, until `end_s`.
+    """Return the seconds that devices spent in instances of each tensor-parallel degree, summed over the devices.
 
-    The seconds of all devices are added. A sample counts for the time until the next sample. The first sample also
-    counts for the time before it.
+    The time from 0 to `end_s` counts. A sample describes the time until the next sample. The first sample also
+    describes the time before it.
     """
     totals: dict[int, float] = {}
     for place, sample in enumerate(samples):

@@ -62,7 +62,7 @@ class Record:
 
     @property
     def itl_s(self) -> list[float]:
-        """List of the seconds between consecutive messages with tokens."""
+        """Seconds between each message with tokens and the next message with tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
     @property

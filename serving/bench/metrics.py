@@ -27,7 +27,7 @@ _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Choice of the metrics of a benchmark. Raises `ConfigError` for an invalid value."""
+    """Choice of the metrics to report for a benchmark. Raises `ConfigError` for an invalid value."""
 
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     """Names of the `METRICS` for which mean, median, standard deviation and percentiles are reported."""
@@ -92,13 +92,13 @@ def latencies_s(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def compute_metrics(records: Sequence[Record], duration_s: float, config: MetricsConfig) -> dict[str, Any]:
-    """Return vLLM's metrics of requests by name. Rates are per second of `duration_s`, the duration of the run.
+    """Return the metrics of requests by name, with vLLM's names. Rates are per second of `duration_s`.
 
-    Totals, throughput and latencies come from completed requests only. Peaks of throughput and of concurrent requests
-    include all requests. A latency is None if no completed request has a value for it.
+    Totals, throughput and latencies count completed requests only. The peaks of throughput and of concurrent requests
+    count all requests. A latency is None if no completed request has a value for it.
 
-    `request_goodput` is the number of requests per second that meet their latency limits. It is None if neither
-    `config` nor a request sets a limit.
+    `request_goodput` is the number of requests per second that meet their latency limits. It is None if no limit is
+    set, either in `config` or by a request.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)
@@ -126,10 +126,10 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
 
 
 def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
-    """Return whether a request met all latency limits in `objectives_ms` (milliseconds, by metric).
+    """Return whether a request met all its latency limits. `objectives_ms` has the general limits in milliseconds.
 
-    If the request itself sets a limit for a metric, this limit replaces the limit in `objectives_ms`. A request with
-    one token meets any TPOT limit. For a request without a token, the result is False.
+    The keys are `ttft`, `tpot` and `e2el`. A limit that the request itself sets replaces the general limit. A request
+    with one token meets any TPOT limit. A request without a token meets no limits.
     """
     objectives_ms = objectives_ms | own_objectives_ms(record)
     values = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
@@ -139,7 +139,7 @@ def meets(record: Record, objectives_ms: dict[str, float]) -> bool:
 
 
 def own_objectives_ms(record: Record) -> dict[str, float]:
-    """Return the latency limits (SLOs) that a request sets itself, in milliseconds by metric."""
+    """Return the latency limits (SLOs) that a request itself sets, in milliseconds. The keys are `ttft` and `tpot`."""
     slos_s = {"ttft": record.request.ttft_slo_s, "tpot": record.request.tpot_slo_s}
     return {name: slo_s * 1000 for name, slo_s in slos_s.items() if slo_s is not None}
 

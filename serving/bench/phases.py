@@ -1,4 +1,4 @@
-"""Metrics of a benchmark run by phase of the load and by priority, and latencies during merges and splits."""
+"""Metrics of parts of a benchmark run: phases of low and high load, priorities, and times of merges and splits."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,9 +15,10 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 def by_phase(
     records: Sequence[Record], duration_s: float, phase_s: float, load_s: float | None, config: MetricsConfig
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of requests that arrived in low phases (key `low`) and in high phases (key `high`).
+    """Return the metrics of requests by the phase in which they arrived: of low load (`low`) or high load (`high`).
 
-    The dict is empty if the load has no phases. Rates are per second of the low phases or the high phases alone.
+    Rates are per second of these phases, without the time of the other phases. The dict is empty if the load has no
+    phases.
 
     Args:
         duration_s: seconds of the run.
@@ -57,10 +58,10 @@ def by_priority(records: Sequence[Record], duration_s: float, config: MetricsCon
 
 
 def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
-    """Return `(start, end)` of each period in which instances merged or split, in seconds.
+    """Return `(start, end)` in seconds of each period in which instances merged or split.
 
-    A period starts at the last sample before a change. The period ends `settle_s` seconds after the first sample that
-    shows the change. Overlapping periods are joined.
+    A period starts at the last sample before a merge or split. It ends `settle_s` seconds after the next sample.
+    Overlapping periods are joined.
     """
     windows: list[tuple[float, float]] = []
     for before, after in pairwise(samples):
@@ -81,11 +82,10 @@ def transitions(
     settle_s: float,
     config: MetricsConfig,
 ) -> dict[str, Any]:
-    """Return statistics of TTFT and ITL, separately for latencies `during` and `outside` of merges and splits.
+    """Return statistics of TTFT and ITL during merges and splits (key `during`) and at other times (key `outside`).
 
-    Only completed requests count. A latency counts as `during` if the measured interval overlaps a period of
-    `transition_windows`. The result also has `seconds`, the total length of these periods, and `per_hour`, the number
-    of merges and splits per hour.
+    Only completed requests count. A latency is in `during` if its interval overlaps a period of `transition_windows`.
+    The key `seconds` has the total length of these periods, and `per_hour` the number of merges and splits per hour.
 
     Args:
         changes: number of merges and splits in the run.

@@ -15,7 +15,7 @@ _DEGREE_COLORS = {1: "#5b8fd9", 2: "#b04fb0", 4: "#2f9e6e", 8: "#e8890c"}
 
 
 def load_matplotlib() -> Any:
-    """Return matplotlib's `Figure`. Raises `ConfigError` if matplotlib is not installed."""
+    """Return the class `Figure` of matplotlib. Raises `ConfigError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -35,7 +35,7 @@ def save_plot(run: Run, path: Path) -> None:
 
 
 def draw_run(run: Run) -> Any:
-    """Return a figure of a benchmark run with three plots. Raises `ConfigError` if matplotlib is not installed.
+    """Return a matplotlib figure with three plots of a run. Raises `ConfigError` if matplotlib is not installed.
 
     The plots show output tokens per second over time, TTFT by arrival time, and the number of devices at each
     tensor-parallel degree over time.
@@ -90,7 +90,7 @@ def degree_steps(samples: Sequence[Sample], end_s: float) -> tuple[list[float], 
     """Return `(times, counts)`: the number of devices at each tensor-parallel degree, over time.
 
     `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until `times[i + 1]`. `times`
-    has 0, the time of each sample after the first, and `end_s`.
+    is in seconds: 0, the time of each sample after the first, and `end_s` (the end of the run).
     """
     times = [0.0, *(sample.time_s for sample in samples[1:]), max(end_s, samples[-1].time_s)]
     by_degree = [sample.devices_by_degree() for sample in (*samples, samples[-1])]

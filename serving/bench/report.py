@@ -126,9 +126,9 @@ def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _details(records: Sequence[Record]) -> dict[str, Any]:
-    """Return one list for each detail of the requests, under vLLM's names. Times are in seconds.
+    """Return details of the requests as lists by name, such as `ttfts`. Names are as in vLLM's report if it has them.
 
-    A list has one entry for each request, in the order of arrival.
+    Each list has one entry for each request, in the order of arrival. Times are in seconds.
     """
     return {
         "input_lens": [r.request.input_len for r in records],
@@ -158,10 +158,9 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Return the path of the report: the file `filename` in `directory`.
+    """Return the path of the report file: `filename` in `directory`. None: a default.
 
-    The default name consists of the workload, the rate, the model and the time. The default directory is the current
-    one.
+    The default name has the workload, rate, model and time of the run. The default directory is the current directory.
     """
     rate = run.workload.rate
     name = filename or f"amoeba-{run.workload.dataset_name}-{rate:g}qps-{run.model.model}-{run.date:%Y%m%d-%H%M%S}.json"

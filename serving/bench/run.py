@@ -82,7 +82,7 @@ async def _run(config: BenchConfig) -> Run:
 async def _wait_for_model(client: AsyncClient, timeout_s: float) -> ModelInfo:
     """Wait up to `timeout_s` seconds until the server is available, and return its model.
 
-    Raises `grpc.aio.AioRpcError` if the server is still unavailable then, or at once for any other error.
+    Raises `grpc.aio.AioRpcError` if the server is unavailable for longer. Any other error is raised at once.
     """
     clock = asyncio.get_running_loop().time
     end = clock() + timeout_s
@@ -111,7 +111,7 @@ async def _warm_up(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets. A second signal has its default effect."""
+    """Yield an event that is set by the first SIGINT or SIGTERM. A second signal then acts as usual."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -139,7 +139,7 @@ def _stop_signals() -> Iterator[asyncio.Event]:
 
 
 class _Counter:
-    """Counter of ended requests, shown in a progress bar. It is called with the record of each ended request."""
+    """Counter of ended requests in a progress bar. Call the object with the record of each request that has ended."""
 
     def __init__(self, progress: Progress, total: int):
         self._progress = progress
@@ -154,7 +154,7 @@ class _Counter:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[_Counter]:
-    """Show a progress bar while the context is open. Yield the counter to call with each ended request.
+    """Show a progress bar for `total` requests while the context is open. Yield its counter.
 
     The bar is hidden if stderr is not a terminal.
     """

@@ -22,9 +22,9 @@ def draw_specs(
 ) -> dict[str, np.ndarray]:
     """Draw random requests from statistics. Return the arrays `arrival_s`, `input_tokens` and `output_tokens`.
 
-    The statistics have a request rate for each window of time. The intervals between arrivals in a window have a gamma
-    distribution. The coefficient of variation of the intervals is the window's `cv_rate_weighted`, or 1 if the file has
-    no such array. The lengths of prompts and outputs are drawn independently.
+    The statistics have a request rate for each window of time. Intervals between arrivals have a gamma distribution.
+    Their coefficient of variation in a window is `cv_rate_weighted`, or 1 if the file has no such array. The lengths of
+    prompts and outputs are drawn independently.
 
     Raises `ConfigError` for more than `MAX_DRAWN` requests, and for rates that are negative or not finite.
 

@@ -10,7 +10,7 @@ from serving.bench.metrics import METRICS, MetricsConfig
 
 
 def print_report(report: dict[str, Any], config: MetricsConfig, console: Console) -> None:
-    """Print totals, latencies, failures, and merges and splits of instances."""
+    """Print the report of a run: totals, latencies, failures, and merges and splits of instances."""
     console.print(_totals(report))
     if config.percentile_metrics:
         console.print(_latencies(report, config))
@@ -28,7 +28,7 @@ def _groups(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _totals(report: dict[str, Any]) -> Table:
-    """Return a table of totals. It has a column for all requests, and one for each class, phase and priority."""
+    """Return a table of totals. The columns are all requests, and the requests of each class, phase and priority."""
     groups = _groups(report)
     table = Table("", "all", *groups, title=f"{report['model_id']}, {report['duration']:.2f} s")
     for column in table.columns[1:]:
@@ -88,7 +88,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
 
 
 def _transitions(figures: dict[str, Any]) -> list[str]:
-    """Return a list with one line: the latencies during and outside of merges and splits.
+    """Return a list with one line: mean latencies during merges and splits, and at other times.
 
     If there were no merges and splits, the list is empty.
     """

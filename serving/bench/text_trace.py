@@ -28,23 +28,21 @@ MAX_CLASSES, MAX_CLASS_LENGTH = 100, 64
 
 
 def is_text_trace(path: Path) -> bool:
-    """Return whether a file is CSV or JSON lines, by its suffix, such as `.csv` or `.jsonl.gz`."""
+    """Return whether the suffix of a file, such as `.csv` or `.jsonl.gz`, says that it is CSV or JSON lines."""
     return path.name.lower().endswith(SUFFIXES)
 
 
 def read_text_trace(path: Path) -> tuple[dict[str, np.ndarray], list[tuple[int, ...]] | None]:
-    """Read a trace file. Return `(columns, blocks)`.
+    """Read a trace file. Return `(columns, blocks)`. Raises `ConfigError` for an invalid file.
 
-    `columns` has the arrays `input_tokens` and `output_tokens`. It also has `arrival_s` in seconds, `class` as texts,
-    and `priority` as integers, as far as the file has such columns.
+    `columns` has one array for each column of the file: `input_tokens`, `output_tokens`, `arrival_s` in seconds,
+    `class` as texts, and `priority` as integers. The last three arrays are missing if the file has no such columns.
 
-    `blocks` has the ids of the prompt blocks of each row (`hash_ids`, as in Mooncake's traces). `blocks` is None if the
-    file has no ids.
+    `blocks` has the ids of the prompt blocks of each row, from the column `hash_ids` (as in Mooncake's traces). It is
+    None if the file has no such column.
 
-    In the file, the times are in a column `arrival_s`, `arrival` or `time_s` in seconds, or in a column `timestamp`. A
-    column `timestamp` has ISO dates (Azure) or milliseconds (Mooncake).
-
-    Raises `ConfigError` for an invalid file. The message names the column or line.
+    Times in the file are seconds in a column `arrival_s`, `arrival` or `time_s`. A column `timestamp` has ISO dates
+    (Azure) or milliseconds (Mooncake).
     """
     rows = list(_rows(path))
     if not rows:
@@ -109,7 +107,7 @@ def _find(by_name: dict[str, str], wanted: Iterable[str]) -> str | None:
 def _block_ids(path: Path, line: int, value: Any) -> tuple[int, ...]:
     """Return the ids of the prompt blocks of a row. An empty `value` gives an empty tuple.
 
-    `value` is a list, a JSON list as text (from a CSV file), or empty.
+    `value` is a list from a JSON file, or the text of a JSON list from a CSV file.
     """
     try:
         ids = json.loads(value) if isinstance(value, str) and value.strip() else value or []

@@ -25,8 +25,8 @@ class Trace:
         input_tokens: prompt lengths, int64.
         output_tokens: output lengths, int64.
         arrival_s: seconds since the first arrival, float64. None: the file has no times.
-        prefix_blocks: ids of the blocks that a prompt consists of, by index of the request. Blocks with equal ids have
-            equal tokens. None: the file has no ids.
+        prefix_blocks: ids of the blocks (series of tokens) of each prompt, by index of the request. Two prompts that
+            share an id are equal up to the end of this block. None: the file has no ids.
         kinds: class of each request, as an index into `kind_names`. None: the file has no classes.
         kind_names: names of the classes.
         priorities: priority of each request. None: the file has no priorities.
@@ -43,7 +43,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Draw:
-    """Settings for drawing requests from a file of statistics (`draw_specs`)."""
+    """Settings for drawing requests from a file of statistics. The fields are the arguments of `draw_specs`."""
 
     random: np.random.Generator
     duration_s: float | None = None
@@ -58,8 +58,7 @@ def read_trace(path: Path, draw: Draw | None = None) -> Trace:
 
     * A .csv or .jsonl file of requests: see `serving.bench.text_trace`.
     * A .npz file of requests. It has the integer arrays `input_tokens` and `output_tokens`. It may also have
-      `arrival_s` in seconds, and the ids of prompt blocks as `hash_ids` and `hash_ptr`. The blocks of request `i` are
-      `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]`.
+      `arrival_s` in seconds, and the ids of prompt blocks: `hash_ids[hash_ptr[i]:hash_ptr[i + 1]]` for request `i`.
     * A .npz file of statistics: see `serving.bench.statistics_trace`. Requests are drawn with the settings `draw`, by
       default with the seed 0.
     """
@@ -134,8 +133,8 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
     With a scale of 0.3, a random 30% of the requests remain. With a scale of 2.3, each request occurs twice, and a
     random 30% of the requests occur a third time. A copy arrives within 30 s of its original.
 
-    A copy stands for another user, so it shares no prefix with its original or with another copy of its original. First
-    copies share prefixes with each other exactly as their originals do. The same holds for second copies.
+    Copies stand for other users. If two originals share a prefix, their first copies share another prefix, and their
+    second copies share a third prefix. A copy shares no prefix with its original.
     """
     size = len(trace.input_tokens)
     whole = int(scale)
@@ -158,14 +157,14 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Return the ids of the prompt blocks of each request, original or copy, by index of the request.
+    """Return the ids of the prompt blocks of requests, which are originals or copies, by index of the request.
 
-    The n-th copies of all requests get new ids.
+    Blocks of copies get new ids. Two n-th copies share an id if their originals share an id.
 
     Args:
-        blocks: block ids of the original requests, by row.
-        rows: row in `blocks` of the original of each request.
-        copies: number of the copy, for each request: n for the n-th copy of its original, 0 for an original.
+        blocks: block ids of the originals, by row.
+        rows: for each request, the row of its original.
+        copies: for each request, 0 if it is an original, or n if it is the n-th copy of its original.
     """
     stride = 1 + max((max(ids) for ids in blocks.values() if ids), default=0)
     pairs = enumerate(zip(rows.tolist(), copies.tolist(), strict=True))
@@ -173,10 +172,10 @@ def _of_copies(
 
 
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten prompts and outputs so that both together have at most `max_model_len` tokens.
+    """Shorten prompts and outputs so that each prompt and its output together have at most `max_model_len` tokens.
 
-    Return the new lengths as `(inputs, outputs)`. A prompt or output of at most half of `max_model_len` is not
-    shortened.
+    Return the new lengths as `(inputs, outputs)`. If only one of the two is longer than half of `max_model_len`, only
+    this one is shortened.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -245,8 +245,8 @@ class Plan:
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
     """Plan the requests of a workload, in the order of arrival.
 
-    Requests of a trace are shortened to the context of `max_model_len` tokens. Raises `ConfigError` if a request of
-    another dataset does not fit the context, if a trace cannot be read, or if a trace has too few requests.
+    A request of a trace is shortened to the context of `max_model_len` tokens. Raises `ConfigError` if a request of
+    another dataset exceeds this context, or if a trace is invalid or has too few requests.
     """
     plan = plan_columns(config, max_model_len)
     lengths = plan.input_len, plan.output_len
@@ -276,9 +276,9 @@ def plan_columns(config: WorkloadConfig, max_model_len: int, shorten: bool = Tru
 
 
 def _with_urgent(config: WorkloadConfig, plan: Plan) -> Plan:
-    """Return a plan with the priorities and latency limits (SLOs) of the settings.
+    """Return a copy of a plan with the priorities and latency limits (SLOs) in `config`.
 
-    A random `priority_share` of the requests is urgent. Raises `ConfigError` if the plan has no requests.
+    The share `priority_share` of the requests, chosen at random, is urgent. Raises `ConfigError` for an empty plan.
     """
     urgent = _stream(config, _PRIORITIES).random(len(plan)) < config.priority_share
     if config.priority_share:
@@ -319,7 +319,7 @@ def _plan_burst(config: WorkloadConfig, max_model_len: int) -> Plan:
 
 
 def _random_lengths(config: WorkloadConfig, count: int, max_model_len: int) -> list[np.ndarray]:
-    """Draw lengths of prompts and outputs around their means. Return `[inputs, outputs]` in tokens."""
+    """Draw `count` lengths of prompts and of outputs around their means. Return `[inputs, outputs]` in tokens."""
     ratio = config.random_range_ratio
     low, high = (
         [max(1, round_(n * factor)) for n in (config.random_input_len, config.random_output_len)]

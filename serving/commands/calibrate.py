@@ -27,7 +27,7 @@ _CHUNKS = 3
 
 
 class _PinPolicy:
-    """Policy that sends requests in turn to the first `width` instances, in the order of their devices."""
+    """Policy that sends requests in turn to the first `width` instances, in device order."""
 
     name = "pin"
 
@@ -35,7 +35,7 @@ class _PinPolicy:
         self._width, self._next = width, 0
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """Return actions that send queued requests to instances, in the order of the queue."""
+        """Return actions that start waiting requests on these instances, in the order of the queue."""
         actions: list[Action] = []
         steady = [i for i in view.instances if i.transition_to is None][: self._width]
         given = {i.id: 0 for i in steady}
@@ -153,10 +153,10 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 
 
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
-    """Measure how many seconds each KV page in use adds when one layer switches to another tensor-parallel degree.
+    """Measure how many seconds each used KV page adds to the switch of one layer between the degrees `low` and `high`.
 
-    The result is the difference in time between a switch with a partly full cache and a switch with an empty cache,
-    divided by the number of pages in use.
+    This is the time of a switch with a partly full cache, less the time of a switch with an empty cache, divided by the
+    number of used pages.
     """
     found = []
     for turn in range(_REPEATS + 1):
@@ -176,8 +176,8 @@ def _page_layer_s(llm: LLM, low: int, high: int) -> float:
 async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
     """Transform the first `high` devices to `degree` while about two fifths of their KV cache are in use.
 
-    Return the number of pages in use, and the mean seconds to switch a layer. Return None if all requests ended before
-    the transformation. `degree` must be `low` or `high`.
+    Return `(used pages, mean seconds to switch a layer)`, or None if all requests ended before the transformation.
+    `degree` must be `low` or `high`.
     """
     engine, random = llm._engine, np.random.default_rng(0)
     capacity, instances = engine.capacity_tokens(low), high // low
@@ -222,7 +222,6 @@ class _Timer:
         self._vocab = llm._engine.dims.config.vocab_size
 
     def _run(self, count: int, prompt: int, tokens: int, width: int = 1) -> list[RequestOutput]:
-        """Serve `count` equal requests on the first `width` instances."""
         llm = self._llm
         prompts = self._random.integers(3, self._vocab, (count, prompt)).tolist()
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -251,7 +250,7 @@ class _Timer:
     def decodes(self, sizes: list[int]) -> dict[int, float]:
         """Measure the seconds of a decode step for each batch size in `sizes`. Return them by batch size.
 
-        A batch size is left out if so many requests do not fit the KV cache.
+        If a batch size does not fit the KV cache, it is left out.
         """
         fitting = [size for size in sizes if self._room(size) >= _SHORT + _FEWEST_TOKENS] or sizes[:1]
         for size in fitting:
@@ -259,15 +258,15 @@ class _Timer:
         return {size: self._tpot_s(size, _SHORT) for size in fitting}
 
     def _room(self, count: int) -> int:
-        """Return how many tokens each of `count` equal requests can have if all of them run on one instance."""
+        """Return the maximum number of tokens of each of `count` equal requests on one instance."""
         page = self._llm._engine.config.page_size
         return min(self._capacity // page // count * page, self._llm.max_model_len)
 
     def prompts(self, chunks: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
         """Measure prompts of different lengths. Return `(steps_s, alone_s)`, two dicts by chunk size in tokens.
 
-        `steps_s` has the seconds of a step with one chunk of a prompt. `alone_s` has the TTFT of a prompt that consists
-        of one chunk.
+        `steps_s` has the seconds of a step that computes one chunk of a longer prompt. `alone_s` has the TTFT of a
+        prompt that consists of one chunk.
         """
         steps_s, alone_s = {}, {}
         for chunk in chunks:
@@ -287,11 +286,8 @@ class _Timer:
     ) -> dict[int, float]:
         """Measure a step with as many prompt chunks as a step can have. Return seconds by chunk size in tokens.
 
-        A chunk size is left out if its prompts do not fit the cache or the context.
-
-        Args:
-            alone_s: `alone_s` from the method `prompts`.
-            steps_s: `steps_s` from the method `prompts`.
+        If the prompts of a chunk size do not fit the cache or the context, the chunk size is left out. `alone_s` and
+        `steps_s` are the results of the method `prompts`.
         """
         found = {}
         for chunk in buckets.chunk_sizes:
@@ -315,11 +311,11 @@ class _Timer:
         return max(self._tpot_s(1, length) - short_s, 0.0) / (length - _SHORT)
 
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
-        """Measure how much longer decode steps take if several instances are busy.
+        """Measure how much longer decode steps take while several instances are busy.
 
-        Return a factor for each number of busy instances from 2 on. The factor is the duration of a step divided by the
-        duration with one busy instance. It is at least 1. Each factor is the median over the batch sizes in `decode_s`,
-        which is the result of `decodes`.
+        Return a factor, at least 1, for each number of busy instances from 2 on. The factor is the duration of a step
+        divided by its duration with one busy instance. It is the median over the batch sizes in `decode_s`, which is
+        the result of `decodes`.
         """
         found = {}
         for busy in range(2, instances + 1):
@@ -328,15 +324,11 @@ class _Timer:
         return found
 
     def prompt_crowding(self, instances: int, alone_s: dict[int, float], steps_s: dict[int, float]) -> dict[int, float]:
-        """Measure how much longer a step with a prompt takes if other instances decode at the same time.
+        """Measure how much longer a step with a prompt takes while other instances decode.
 
-        Return a factor for each number of busy instances from 2 on. The factor is the duration of the step divided by
-        the duration if no other instance is busy. It is at least 1.
-
-        Args:
-            instances: number of instances.
-            alone_s: `alone_s` from the method `prompts`.
-            steps_s: `steps_s` from the method `prompts`.
+        Return a factor, at least 1, for each number of busy instances from 2 to `instances`. The factor is the duration
+        of the step divided by its duration if no other instance is busy. `alone_s` and `steps_s` are the results of the
+        method `prompts`.
         """
         chunk = min(steps_s)
         latency_s = alone_s[chunk] - steps_s[chunk]

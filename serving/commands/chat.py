@@ -71,7 +71,6 @@ def run_chat(client: Client, params: SamplingParams, system: str | None) -> None
 
 
 def _ask(interactive: bool) -> str | None:
-    """Read one line from stdin. Return None at the end of input."""
     try:
         return input("> " if interactive else "")
     except EOFError:
@@ -158,9 +157,10 @@ def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator
 
 @contextmanager
 def server_errors(fatal: bool = True) -> Iterator[None]:
-    """Print errors of calls to a server in the `with` block on stderr. If `fatal` is true, also exit with 1.
+    """Handle errors of calls to a server in the `with` block.
 
-    A `RequestError` is printed if `fatal` is false. If `fatal` is true, the `RequestError` is raised and not printed.
+    If a call fails, print the error on stderr. If `fatal` is true, also exit with 1. A `RequestError` (an invalid
+    request) is different: if `fatal` is true, it is raised and not printed.
     """
     try:
         yield

@@ -36,9 +36,9 @@ class Check:
 
     @classmethod
     def compare(cls, expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> "Check":
-        """Compare the answers `found` with the answers `expected`, and return how many answers and tokens are equal.
+        """Compare the answers `found` with the answers `expected`, and count the equal answers and tokens.
 
-        An answer is a tuple of token ids. The caller must pass two answers of the same length for each request.
+        An answer is a tuple of token ids. The two answers to a request must have the same length.
         """
         same = [[a == b for a, b in zip(one, other, strict=True)] for one, other in zip(expected, found, strict=True)]
         return cls(len(same), sum(map(all, same)), sum(map(len, same)), sum([*s, False].index(False) for s in same))

@@ -1,7 +1,7 @@
 """Run of `amoeba demo`.
 
-A gRPC server serves short requests on small instances. Then its scheduler merges the instances for a long prompt, and
-splits the merged instance again.
+A gRPC server serves short requests on small instances. When a long prompt arrives, its scheduler merges the instances.
+When the long answer is complete, the scheduler splits the merged instance.
 """
 
 import itertools
@@ -138,7 +138,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Phase:
-    """Part of a demo run between two events.
+    """Part of a demo run between two events, such as the start and the end of the merge.
 
     Attributes:
         gaps: seconds between consecutive tokens of each short request. A gap belongs to the phase in which its second
@@ -212,9 +212,10 @@ class Work:
 
 
 def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_devices: int) -> Work:
-    """Choose the lengths of the requests in the demo.
+    """Choose the prompts of the demo, and the lengths of the answers.
 
-    The short requests run until the split has ended. The long prompt fits only the merged instance.
+    The short requests, with the prompts `texts`, run until the split has ended. The long prompt fits only the merged
+    instance.
     """
     chat = uses_chat(tokenizer)
 
@@ -301,7 +302,7 @@ def run_work(llm: LLM, work: Work, texts: Sequence[str], view: DemoView, opens_p
 
 
 def _wait_for(llm: LLM, ended: list, count: int, long: Stream) -> None:
-    """Wait until `count` merges and splits have ended. Raises the error if the long request or the engine fails."""
+    """Wait until `ended` has `count` reports. Raises the error if the request `long` or the engine fails."""
     while len(ended) < count:
         long.check()
         _ = llm.instances
@@ -317,9 +318,9 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """Return the memory report from the middle of a merge or split, as a list with one pair `("half way", report)`.
 
-    `maps` has the reports of the merge or split in the order of time. The returned report is the report in which the
-    size of device 0's KV cache is closest to the mean of the first and the last size. If `maps` is empty, the list is
-    empty.
+    `maps` has the reports of the merge or split in the order of time. The KV cache of device 0 changes its size in this
+    time. In the returned report, the size is closest to the mean of the first and the last size. If `maps` is empty,
+    the list is empty.
     """
     if not maps:
         return []

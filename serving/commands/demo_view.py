@@ -143,7 +143,7 @@ def _instance_box(instance: InstanceStatus, memory: MemoryReport, page_size: int
 
 
 def memory_bar(memory: MemoryReport, device: int, width: int) -> Text:
-    """Return a bar that shows how the layers use the memory of a device.
+    """Return a bar that shows how much memory of a device the layers use for weights and for KV cache.
 
     The bar has one section for each part in `MEMORY_PARTS`. The sections are to scale.
     """

@@ -9,7 +9,7 @@ class Finding:
     """Result of one check of this machine.
 
     Attributes:
-        status: "ok"; "warn" if a feature may not work or runs slowly; "fail" if a feature does not work.
+        status: "ok", "warn" (a feature may not work or runs slowly) or "fail" (a feature does not work).
         detail: facts that the check found.
         advice: action for the user.
     """

@@ -1,6 +1,6 @@
-"""`amoeba gateway`: starts the gateway `smg` in front of several servers.
+"""`amoeba gateway`: starts the gateway `smg` (Shepherd Model Gateway) in front of several servers.
 
-The settings of the gateway are tested with this server.
+Its settings are tested with servers that `amoeba serve` starts.
 """
 
 import os
@@ -37,14 +37,14 @@ _SETTINGS = {
 def gateway_command(
     workers: Sequence[str], host: str, port: int, metrics_port: int, more: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that starts the gateway.
+    """Return the command line that starts the gateway smg.
 
     Args:
         workers: URLs of the HTTP ports of the servers.
         host: address of the gateway.
         port: port of the gateway.
         metrics_port: port of the gateway's Prometheus metrics, on 127.0.0.1.
-        more: further arguments of smg. They take precedence over the settings of this command.
+        more: further arguments of smg. They take precedence over the arguments that this function adds.
 
     Raises `ConfigError` for a bad URL, host or port, and for too many servers.
     """

@@ -41,9 +41,10 @@ def stream_to_stdout(config: EngineConfig, prompt: str, params: SamplingParams, 
 
 
 def constraint(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
-    """Return the constraint on the text from two options. Return None if neither option is given.
+    """Return the constraint on the generated text: a JSON schema from a file, or a regular expression.
 
-    Raises `RequestError` if both options are given, or if the file cannot be read or has no schema.
+    Return None if both arguments are None. Raises `RequestError` if both are given, or if the file cannot be read or
+    has no schema.
     """
     if json_schema is None and regex is None:
         return None

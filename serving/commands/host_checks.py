@@ -121,7 +121,6 @@ def _compile_cache() -> Finding:
 
 
 def _size(directory: Path) -> tuple[int, int]:
-    """Return the total bytes of the files in a directory, and the number of files."""
     sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
     return sum(sizes), len(sizes)
 

@@ -41,10 +41,10 @@ def local_server(
     config: ServerConfig | None = None,
     on_report: OnReport = lambda report: None,
 ) -> Iterator[LocalServer]:
-    """Serve an LLM until the `with` block ends.
+    """Serve an LLM until the `with` block ends. The LLM stays open after the block.
 
-    After the block, the LLM stays open, and the scheduler of this server no longer decides where requests run.
-    Raises `ConfigError` if the port cannot be bound.
+    The scheduler of the server decides where requests run only until the block ends. Raises `ConfigError` if the port
+    cannot be bound.
 
     Args:
         config: settings of the server. None: gRPC on a free port of the loopback interface, no HTTP and no metrics.
@@ -85,8 +85,6 @@ async def _start(config: ServerConfig) -> "tuple[Server, HttpServer | None]":
 
 
 class _LoopThread:
-    """Background thread with an event loop."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="amoeba-server", daemon=True)

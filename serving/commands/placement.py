@@ -47,7 +47,7 @@ class Modules(StrEnum):
 class MovableModules(StrEnum):
     """Parts of a layer that can migrate to another device.
 
-    `kv` means the attention, but the old device keeps a copy of the weights.
+    `kv`: the attention and its KV cache move, and the old device keeps a copy of the attention weights.
     """
 
     LAYER = "layer"
@@ -168,7 +168,7 @@ def scale_in(
 
 
 def _change(values: dict[str, Any], layers: str | None, change: Callable[["Client", Any], "PlacementChange"]) -> None:
-    """Connect to a server, call `change` with the client and the range of layers, and print the report.
+    """Connect to a server, call `change(client, range of layers)`, and print the report.
 
     `layers` is the text that the user gave, such as `5-14`. None: the command takes no layers.
     """

@@ -58,7 +58,7 @@ def run_change(change: Callable[[], PlacementChange]) -> None:
 def show_placements(client: Client, instance: int | None, as_json: bool) -> None:
     """Print which devices compute each layer of an instance, as a drawing or as JSON.
 
-    If `instance` is None, print this for all instances. Changes in progress follow the drawings.
+    If `instance` is None, print all instances. After the drawings, print the changes in progress.
     """
     with server_errors():
         cluster = client.cluster()
@@ -81,8 +81,9 @@ def show_placements(client: Client, instance: int | None, as_json: bool) -> None
 def draw(placement: Placement, width: int) -> str:
     """Return a drawing of a placement: a row for each device and a column for each layer.
 
-    A filled cell means that the device computes the whole layer. A means only the attention, and F only the FFN. If the
-    layers do not fit in `width` characters, the drawing has several blocks. The same placement follows as text.
+    A filled cell means that the device computes the whole layer. `A` means only the attention, and `F` only the FFN. If
+    the layers do not fit in `width` characters, the drawing has several blocks. Below the drawing, the result has the
+    same placement as text.
     """
     columns = max((width - _INDENT) // 10 * 10, 10)
     lines = []

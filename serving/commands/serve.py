@@ -40,13 +40,13 @@ def run_server(
 ) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 70 if the engine fails.
 
-    If the engine does not respond, this function ends the process. Raises the errors of loading a model, and
-    `ConfigError` if a port cannot be bound.
+    If the engine does not respond, this function ends the process. Raises `ConfigError` if a port cannot be bound.
+    Errors from loading the model are also raised.
 
     Args:
         warm_up: programs that must be compiled before the server is ready. "start": the programs of the instances at
-            the start; all other programs are compiled while the server serves. "all": all programs. None: no programs;
-            each program is compiled when it is first used.
+            the start, while the other programs are compiled during serving. "all": all programs. None: no program, so
+            that each program is compiled when it is first used.
     """
     # The import of Orbax configures a log without times.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
@@ -190,7 +190,7 @@ async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
 
 
 def _load(config: EngineConfig, warm_up: str | None):
-    """Load the model, and compile the programs that `warm_up` names."""
+    """Load the model, and compile the programs that `warm_up` selects (see `run_server`)."""
     from amoeba_jax import LLM
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}

@@ -44,11 +44,9 @@ def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any
 def serve_settings(
     values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[ServerConfig, EngineConfig, SchedulingConfig]:
-    """Build the configurations from settings by name.
+    """Build the configurations of `amoeba serve` from settings by name. Raises `ConfigError` for invalid settings.
 
-    If the settings name no file of access tokens, the tokens come from the environment variables in `environment`.
-
-    Raises `ConfigError` for invalid settings.
+    If the settings name no file of access tokens, the tokens come from the variables in `environment`.
     """
     known = _ENGINE | _SCHEDULING | _LIMITS | _SERVER | _FILES
     unknown = sorted(set(values) - known)
@@ -95,7 +93,7 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
     """Return the access tokens of clients: the lines of the file `path`.
 
-    If no file is given, return the lines of `from_environment`, or None if that is None.
+    If `path` is None, return the lines of `from_environment`. If that is None too, return None.
     """
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)

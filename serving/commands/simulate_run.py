@@ -48,7 +48,7 @@ class OutputConfig:
         find_max_rate: whether to search for the highest request rate at which a policy meets the limits (`--slo`).
         find_min_devices: whether to search for the fewest devices with which a policy meets the limits.
         sweep_rate: factors of the request rate, for a table of all policies at each rate. Empty: no such table.
-        sensitivity: whether to repeat the comparison with other constants of the device.
+        sensitivity: whether to repeat the comparison with 20% higher and 20% lower constants of the device.
     """
 
     json: Path | None = None
@@ -104,8 +104,8 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
     """Return the configuration of a simulation. Raises `ConfigError` for invalid options.
 
     Args:
-        flags: values of all options of `amoeba simulate` by name.
-        given: names of the options that the user gave.
+        flags: values of all options of `amoeba simulate` by name, including default values.
+        given: names of the options that the user gave on the command line.
     """
     slo, more = flags["slo"] or [], flags["more_slo"] or []
     if more and not slo:
@@ -146,9 +146,9 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 def run_simulation(config: SimulationConfig, output: OutputConfig, console: Console | None = None) -> int:
     """Simulate all policies, print and save the results, and return the exit code.
 
-    A policy that does not fit the model or the devices gets a row with the reason. The exit code of a simulation is 0
-    if a request completed, else 1. The exit code of a search is 0 if it found a rate or a number of devices, else 1.
-    Raises `ConfigError` for invalid settings.
+    The exit code of a comparison is 1 if no request completed. The exit code of a search (`find_max_rate` or
+    `find_min_devices`) is 1 if it found nothing. Otherwise, the exit code is 0. If a policy does not fit the model or
+    the devices, its results have only the reason. Raises `ConfigError` for invalid settings.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     reasons: dict[str, str] = {}

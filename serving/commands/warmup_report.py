@@ -15,7 +15,7 @@ from sharding.ledger import format_bytes
 
 
 def layouts(infos: Sequence[ExecutableInfo]) -> list[dict[str, Any]]:
-    """Return the totals of the programs for each tensor-parallel degree, as a dict. The lowest degree comes first.
+    """Return a dict with the totals of the programs for each tensor-parallel degree, lowest degree first.
 
     `hits` is the number of programs that were in the compile cache. A program that runs on one device counts as degree
     1, even if instances of other degrees use it.
@@ -97,7 +97,7 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
 
 
 def print_requests(requests: Sequence[ProgramSpec]) -> None:
-    """Print the number of programs of each kind, and the bytes that each kind updates in place on a device."""
+    """Print the number of programs of each kind, and the bytes on each device that such a program updates in place."""
     table = Table("layout", "kind", "programs", "updated in place, each device")
 
     def group(request: ProgramSpec) -> tuple[int, str]:

@@ -143,7 +143,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return read_index("device", request.device, most), read_index("instance", request.instance, most)
 
     async def _change_placement(self, kind: PlacementKind, *arguments: Any) -> pb.PlacementReport:
-        """Change the placement with the method `kind` of the `LLM`, such as `replicate`. Return the report."""
+        """Call the method of the `LLM` that is named `kind`, such as `replicate`. Return its report."""
         if self._handler.state is not State.READY:
             raise PreconditionError("the server is shutting down: placements can no longer be changed")
         change = partial(getattr(self._handler.backend, kind), *arguments)
@@ -170,7 +170,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Refuse new requests, and wait until all running requests end. Return the number of aborted requests.
 
-        Requests that still run after `request.timeout_s` seconds are aborted. A value of 0 means that no request is
+        Requests that still run after `request.timeout_s` seconds are aborted. If `timeout_s` is 0, none is
         aborted.
         """
         if not 0 <= request.timeout_s < float("inf"):

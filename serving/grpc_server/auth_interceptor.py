@@ -73,8 +73,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
         """Return a handler that parses messages, calls `handler`, and turns errors of `handler` into statuses.
 
-        `handler` returns its answer, or writes the answer itself and returns None. The returned handler streams in both
-        directions. Otherwise the request message would stay in memory until the end of the call.
+        `handler` returns its answer, or writes the answer itself and returns None. The returned handler streams
+        requests and answers, even if a call has only one request message. Otherwise, gRPC would keep that message in
+        memory until the call ends.
         """
         parse = handler.request_deserializer
 

@@ -1,4 +1,4 @@
-"""Explanation of why a port cannot be bound."""
+"""Error for a port that cannot be bound."""
 
 import contextlib
 import errno
@@ -9,9 +9,10 @@ from amoeba_jax.errors import ConfigError
 
 
 def binding_error(host: str, port: int, flag: str) -> ConfigError:
-    """Return the error for an address that cannot be bound. The message has the reason and the option to change.
+    """Return an error that says why gRPC could not bind an address, and which command-line option to change.
 
-    gRPC does not report the reason. This function therefore tries to bind the port itself.
+    gRPC does not report the reason. This function therefore tries to bind the port itself. `flag` is the option that
+    sets the port, such as `--port`.
     """
     return ConfigError(f"{join_address(host, port)} cannot be bound: {_reason(host, port, flag)}")
 

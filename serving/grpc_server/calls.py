@@ -38,8 +38,8 @@ class Call:
         params: sampling settings.
         caller: identity of the client.
         timeout_s: time limit of the request in seconds. None: no limit.
-        num_bytes: size of the request message in bytes. If the reply repeats the prompt, the size of the prompts in the
-            reply is added.
+        num_bytes: bytes that count against the client's limit: the request message, and the copies of the prompt that
+            the reply repeats.
         cache_salt: salt of the prefix cache that the client sent, or "".
         unique_name: whether to refuse the request if another unfinished request of the caller has the same `name`.
         add_special_tokens: whether the tokenizer may put its BOS token before a text prompt.
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def salt(self) -> str | None:
-        """Salt of the prefix cache, made of the salt of the caller and `cache_salt`. None: both salts are empty."""
+        """Salt of the prefix cache: `caller.salt` and `cache_salt` together. None if both are empty."""
         if not self.caller.salt:
             return self.cache_salt or None
         return f"{self.caller.salt}/{self.cache_salt}"

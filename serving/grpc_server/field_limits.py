@@ -19,9 +19,9 @@ _LISTS = {
 
 
 def check_length(name: str, length: int, limit_name: str, limits: Limits, what: str = "elements") -> None:
-    """Raise `RequestError` if the field `name` is longer than the limit in the field `limit_name` of `limits`.
+    """Raise `RequestError` if `length`, the length of the field `name`, exceeds a limit.
 
-    `what` is the unit of `length`, such as "characters".
+    `limit_name` is the field of `limits` with the limit. `what` is the unit of `length`, such as "characters".
     """
     limit = getattr(limits, limit_name)
     if length > limit:
@@ -44,7 +44,11 @@ def check_lists(values: Mapping[str, Any], limits: Limits) -> None:
 
 
 def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Return the sampling settings for `values`. Raises `RequestError` for a value that is invalid or over a limit."""
+    """Return the sampling settings for `values`, which are settings by name.
+
+    Raises `RequestError` for a value that is invalid or over a limit. A caller with the admin token may use any
+    priority and any SLO.
+    """
     check_lists(values, limits)
     params = SamplingParams(**values)
     if params.priority < limits.min_priority and not caller.has_admin_token:
@@ -63,7 +67,7 @@ def checked_params(values: Mapping[str, Any], limits: Limits, caller: Caller) ->
 
 
 def num_chars(value: Any) -> int:
-    """Return the size of a JSON value: the characters of all strings, including keys, plus 1 for each other value."""
+    """Return the size of a JSON value: the characters of its strings and keys, plus 1 for each other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -72,7 +76,7 @@ def num_chars(value: Any) -> int:
 
 
 def check_prompt_text(length: int, limits: Limits, max_model_len: int, longest_token_chars: int) -> None:
-    """Raise `RequestError` if a text of `length` characters cannot fit the context of the model."""
+    """Raise `RequestError` if a text of `length` characters is over a limit or cannot fit the model's context."""
     check_length("the prompt", length, "max_prompt_chars", limits, "characters")
     limit = max_model_len * longest_token_chars
     if length > limit:

@@ -121,7 +121,7 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
 def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> pb.Completion:
     """Return a message with the new tokens `start` to `stop - 1` of a sample.
 
-    The last message for the delta (`ended`) also has the text and the finish reason.
+    If `ended`, the message is the last for `delta`. It then also has the text and the finish reason.
     """
     message = pb.Completion(
         index=delta.index,
@@ -143,7 +143,7 @@ def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> p
 
 
 def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.PositionLogprobs:
-    """Return a message with the log-probabilities at one position, sorted by rank. The token `first` comes first."""
+    """Return a message with the log-probabilities at one position: first the token `first`, then the most probable."""
     items = sorted((entry or {}).items(), key=lambda item: (item[0] != first, item[1].rank))
     return pb.PositionLogprobs(
         tokens=[
@@ -154,7 +154,7 @@ def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.
 
 
 def usage(delta: RequestDelta, completion_tokens: int) -> pb.Usage:
-    """Return a message with the token counts and times of a finished request."""
+    """Return a message with the token counts and times of a finished request. `delta` is its last output."""
     metrics: RequestMetrics = delta.metrics
     return pb.Usage(
         prompt_tokens=delta.num_prompt_tokens,
@@ -178,14 +178,14 @@ def read_layers(message: pb.ReplicateRequest | pb.EvictRequest | pb.MigrateReque
 
 
 def read_index(name: str, value: int, limit: int) -> int:
-    """Check the index of a device or an instance, and return it. Raises `RequestError` for `limit` or more."""
+    """Return the index `value` of a device or an instance. Raises `RequestError` if it is not below `limit`."""
     if value >= limit:
         raise RequestError(f"{name}={value} must be from 0 to {limit - 1}")
     return value
 
 
 def read_modules(number: int) -> PlacementModules:
-    """Return which part of a layer an enum value means: layer, attention, FFN or KV cache.
+    """Return the part of a layer that an enum value stands for: all of it, attention, FFN or KV cache.
 
     Raises `RequestError` for an unknown number.
     """

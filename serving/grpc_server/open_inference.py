@@ -55,7 +55,7 @@ class _Infer:
         id: id that the client chose, or "". Replies repeat it.
         streams: whether output is sent as soon as it is generated. False: one message at the end has the whole output.
         outputs: names of the output tensors.
-        prefix: text to send before the output of each sample. This is the prompt, or "".
+        prefix: prompt, if the client wants it before the output of each sample. Otherwise "".
     """
 
     id: str
@@ -337,7 +337,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 def _check_reply(params: SamplingParams, streams: bool, echo_bytes: int, limits: Limits) -> None:
     """Raise `RequestError` if the reply could be too long for one message.
 
-    `echo_bytes` is the size of the prompts that the reply repeats.
+    `echo_bytes` is the size of all copies of the prompt in the reply.
     """
     if echo_bytes > limits.max_echo_bytes:
         raise RequestError(
@@ -368,8 +368,8 @@ def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
 def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
     """Return the sampling settings of a request by name.
 
-    The settings come from the tensor `sampling_parameters`. If there is no such tensor, they come from the request
-    parameters. The settings in `_SERVICE` may be request parameters in both cases.
+    The settings come from the tensor `sampling_parameters` or, if the request has no such tensor, from the request
+    parameters. A request parameter for priority or an SLO (`_SERVICE`) overrides the tensor.
     """
     if len(request.parameters) > _MAX_PARAMETERS:
         raise RequestError(

@@ -101,8 +101,8 @@ def _from_raw(name: str, kind: str, data: bytes) -> bytes | bool:
 def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, ...]:
     """Return the names of the output tensors to send.
 
-    These are `text_output`, and each output whose input tensor `return_<name>` is true. If the request has a list of
-    outputs, names that are not in the list are left out. Raises `RequestError` for an unknown name in the list.
+    These are `text_output` and the outputs that input tensors ask for (`return_logprobs` asks for `logprobs`). If the
+    request lists outputs, only listed outputs are sent. Raises `RequestError` if the list has an unknown name.
     """
     if len(request.outputs) > len(OUTPUTS):
         raise RequestError(f"{len(request.outputs)} outputs are listed: there are {len(OUTPUTS)}, {', '.join(OUTPUTS)}")

@@ -17,7 +17,7 @@ _NO_PARAMS = SamplingParams()
 
 
 class Ticket:
-    """Admitted request. It counts as queued until its first token is generated or it ends.
+    """Admitted request. It counts as queued until its first token is generated, or until it ends without a token.
 
     Attributes:
         id: id of the request inside this server. No client can choose this id.
@@ -82,13 +82,13 @@ class OpenRequests:
         Args:
             caller: client that sent the request.
             num_bytes: bytes of the request (`Call.num_bytes`).
-            name: id that the client chose, for `find`; "" for none. If an unfinished request of the caller has
-                the same id, `find` returns only that earlier request.
-            unique: whether to refuse the request if an unfinished request of the caller has this name.
+            name: id that the client chose, by which `find` finds the request. "": no id. If an unfinished request of
+                the caller has the same name, `find` finds only the earlier request.
+            unique: whether to refuse the request if an unfinished request of the caller has the same name.
             params: sampling settings. `priority` determines the priority class of the request.
 
         Raises:
-            DuplicateIdError: an unfinished request of the caller has this name, and `unique` is true.
+            DuplicateIdError: `unique` is true, and an unfinished request of the caller has the same name.
             LimitError: a limit is reached.
         """
         key = (caller.scope, name)
@@ -136,10 +136,10 @@ class OpenRequests:
             )
 
     def find(self, caller: Caller, name: str) -> list[str]:
-        """Return the ids of the requests that a caller means by a name.
+        """Return the server's ids of the requests with a name, which is the id that a client chose.
 
-        If the caller has a request with this name, return its id. If not, and the caller may abort requests of other
-        callers, return the ids of all requests with this name. In all other cases, return an empty list.
+        If the caller has a request with this name, return only its id. Otherwise, if `caller.may_abort_all` is true,
+        return the ids of all requests of other callers with this name. In all other cases, return an empty list.
         """
         own = self._named.get((caller.scope, name))
         if own is not None:
@@ -151,8 +151,8 @@ class OpenRequests:
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
         """Add the tokens of a prompt of priority class `mine` to the queued tokens.
 
-        Raises `LimitError` if the queued prompts of this class and of more urgent classes would then have more than
-        `max_queued_tokens` tokens. If no such prompt is queued, a prompt of any length is accepted.
+        Prompts of this class and of more urgent classes count together. Raises `LimitError` if they would have more
+        than `max_queued_tokens` tokens. If none of them is queued yet, a prompt of any length is accepted.
         """
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
         if queued and queued + num_tokens > most:
@@ -163,7 +163,7 @@ class OpenRequests:
         self.tokens_by_class[mine] += num_tokens
 
     def _check_client(self, client: str, mine: PriorityClass, num_samples: int, num_bytes: int) -> None:
-        """Raise `LimitError` if another request would exceed a limit of its client."""
+        """Raise `LimitError` if a new request of priority class `mine` would exceed a limit of its client."""
         limits = self._limits
         most = limits.max_requests_per_client
         if _up_to(mine, self._requests_of.get(client, Counter())) >= most:
@@ -180,7 +180,7 @@ class OpenRequests:
         self.check_bytes(client, num_bytes)
 
     def _check_queue(self, mine: PriorityClass) -> None:
-        """Raise `LimitError` if the queue is full for a priority class."""
+        """Raise `LimitError` if no further request of priority class `mine` may be queued."""
         most = self._limits.max_queued_requests
         if _up_to(mine, self.requests_by_class) >= most:
             raise LimitError(
@@ -198,5 +198,5 @@ def _up_to(mine: PriorityClass, counts: Counter[PriorityClass]) -> int:
 
 
 def _and_before(mine: PriorityClass) -> str:
-    """Return the words of an error message that name priority class `mine` and all more urgent classes."""
+    """Return the counted classes for an error message, such as " of class standard or more urgent". "": all."""
     return "" if mine is PriorityClass.BEST_EFFORT else f" of class {mine.label} or more urgent"

@@ -43,7 +43,7 @@ class _Grown:
 
 
 class DeltaSum:
-    """Sum of consecutive deltas (new outputs) of one request. The cost to add a delta does not grow with the sum."""
+    """Sum of consecutive deltas (new outputs) of one request. Adding a delta does not copy the earlier deltas."""
 
     def __init__(self) -> None:
         self._latest: RequestDelta | None = None
@@ -90,11 +90,11 @@ class DeltaSum:
 class OutputCoalescer:
     """Buffer between a request and its client. It sends all output that arrived during a write as one message.
 
-    A client that reads too slowly is cut off. This happens if too many tokens arrive while a write is blocked, and the
-    write then stays blocked for `CUT_OFF_S` seconds. Tokens that arrive between writes do not count.
+    A write blocks while the client does not read. If more than `max_tokens` tokens arrive during one write, the write
+    must end within the next `CUT_OFF_S` seconds. Otherwise, the client is cut off.
 
     Args:
-        max_tokens: tokens and log-probabilities of each sample that may arrive while a write is blocked
+        max_tokens: limit for the tokens and log-probabilities of each sample that arrive during one write
             (`Limits.max_buffered_tokens`).
         params: sampling settings of the request.
     """
@@ -110,7 +110,7 @@ class OutputCoalescer:
         self._give_up_at: float | None = None  # time of the event loop, set when the last message is being written
 
     def put(self, delta: RequestDelta) -> None:
-        """Add new output. If a write is blocked and too much output is unsent, set a time limit for the write."""
+        """Add new output. If too much output arrives during a write, set a time limit for the write."""
         self._sum.add(delta)
         self._ended = delta.finished
         self._news.set()
@@ -169,7 +169,7 @@ class OutputCoalescer:
         self._news.set()
 
     def _cut_off_after(self, seconds: float) -> None:
-        """Cancel the present write after `seconds` seconds, unless it ends earlier."""
+        """Cancel the present write if it has not ended after `seconds` seconds."""
         loop, write = asyncio.get_running_loop(), self._write
 
         def suspect() -> None:
@@ -184,9 +184,9 @@ class OutputCoalescer:
 
 
 def _parts(delta: RequestDelta, num_positions: int) -> Iterator[RequestDelta]:
-    """Split new output so that each part has log-probabilities of at most `num_positions` positions of the prompt.
+    """Split a delta with log-probabilities of many prompt positions into parts of at most `num_positions` positions.
 
-    The last part also has all other fields of the delta.
+    Only the last part has the generated tokens of the delta.
     """
     positions = delta.prompt_logprobs
     last = max(0, (len(positions) - 1) // num_positions * num_positions)

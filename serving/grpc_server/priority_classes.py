@@ -6,8 +6,8 @@ from enum import IntEnum
 class PriorityClass(IntEnum):
     """Class of requests by priority. A lower value is more urgent.
 
-    The limit of a class counts the requests of this class and of all more urgent classes. A request is therefore never
-    refused because of less urgent requests.
+    A limit that all classes share counts only requests of the same class and of more urgent classes. A request is
+    therefore never refused because of less urgent requests.
     """
 
     URGENT = 0

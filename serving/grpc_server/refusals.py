@@ -33,11 +33,11 @@ _DELAYED = frozenset(
 
 
 class Refusals:
-    """Rate limit for refused calls. It delays clients with many refused calls (generic cell rate algorithm).
+    """Rate limit for refused calls (generic cell rate algorithm). All methods run in the server's event loop.
 
-    A refused call takes 1 to 2 ms of the event loop, which all clients share. `wait` delays the answer to a refused
-    call. Clients that cancel their calls do not wait for answers, so `before_request` delays the start of their next
-    requests. All methods run in the server's event loop.
+    The limit protects the event loop, which all clients share: a refused call takes 1 to 2 ms of its time. `wait`
+    delays the answer to a refused call. A client that cancels its calls waits for no answer. For such clients,
+    `before_request` delays the start of the next request.
     """
 
     def __init__(self, limits: Limits):
@@ -48,8 +48,7 @@ class Refusals:
     def delay_s(self, client: str, now_s: float) -> float:
         """Count a refused call of a client. Return the seconds by which to delay the answer to the call.
 
-        The result is at most `MAX_DELAY_S`. A negative result means no delay. `now_s` is the present time
-        (`time.monotonic()`).
+        The result is at most `MAX_DELAY_S`. If it is negative, there is no delay. `now_s` is `time.monotonic()`.
         """
         if len(self._paid_until_s) >= _MAX_CLIENTS:
             self._paid_until_s = {name: time_s for name, time_s in self._paid_until_s.items() if time_s > now_s}
@@ -60,7 +59,7 @@ class Refusals:
     async def wait(self, client: str, status: grpc.StatusCode) -> None:
         """Count a refused call, and wait until its answer may be sent.
 
-        Do nothing if `status` is no refusal. If `_MAX_HELD` calls of the client already wait, return at once.
+        Do nothing if `status` is not a refusal. If `_MAX_HELD` calls of the client already wait, do not wait.
         """
         if status not in _DELAYED:
             return
@@ -69,9 +68,9 @@ class Refusals:
             await self._sleep(client, delay_s)
 
     def given_up(self, client: str, after_s: float) -> None:
-        """Count a cancelled or expired request as a refused call if it ended within `GIVEN_UP_WITHIN_S` seconds.
+        """Count a request that was cancelled or expired after `after_s` seconds as a refused call.
 
-        `after_s` is the number of seconds from the start of the request to its end.
+        Only requests that ended within `GIVEN_UP_WITHIN_S` seconds count.
         """
         if after_s <= GIVEN_UP_WITHIN_S:
             self.delay_s(client, time.monotonic())

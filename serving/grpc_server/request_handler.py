@@ -170,7 +170,7 @@ class RequestHandler:
         ticket: Ticket,
         record: RequestRecord,
     ) -> None:
-        """Receive output from the engine in one task, and write the output to the client in another task.
+        """Receive output from the engine in one task, and write it to the client in another task.
 
         A slow client therefore does not delay the engine.
         """
@@ -298,10 +298,9 @@ class RequestHandler:
             self._num_transforming -= 1
 
     async def abort(self, caller: Caller, name: str) -> bool:
-        """Abort all requests that a caller means by a name. Return whether there was a request to abort.
+        """Abort the requests that `OpenRequests.find` finds for a name. Return whether there was a request to abort.
 
-        `OpenRequests.find` says which requests these are. The client of an aborted request gets the output so far, with
-        the finish reason `abort`.
+        The client of an aborted request gets the output so far, with the finish reason `abort`.
         """
         found = self.admission.find(caller, name)
         return any([await self._abort(request_id) for request_id in found])
@@ -369,7 +368,7 @@ async def _time_limit(timeout_s: float | None):
 async def _end_both(receiving: "asyncio.Task[None]", sending: "asyncio.Task[None]") -> None:
     """Wait for the two tasks of a request.
 
-    The caller has already cancelled `receiving`. This function cancels `sending` after a short time.
+    The caller has already cancelled `receiving`. If `sending` does not end within a short time, cancel it.
     """
     # gRPC accepts no status during a write, so give the write a short time to end.
     await asyncio.wait((sending,), timeout=_LAST_WRITE_S)

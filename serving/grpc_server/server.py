@@ -132,10 +132,7 @@ class Server:
         self._health.set_status("", NOT_SERVING)
 
     def _show_readiness(self) -> None:
-        """Set the health status of each service from the state of the server.
-
-        The status of the whole server does not change.
-        """
+        """Set the health status of each service to SERVING if the server accepts requests, else to NOT_SERVING."""
         status = SERVING if self.request_handler.state is State.READY else NOT_SERVING
         for service in (INFERENCE, ADMIN, OPEN_INFERENCE):
             self._health.set_status(service, status)

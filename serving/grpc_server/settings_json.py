@@ -74,7 +74,7 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
 
 
 def params_from_settings(values: dict[str, Any], limits: Limits, caller: Caller) -> SamplingParams:
-    """Convert settings by name to sampling settings. A number may be given as a string.
+    """Return the sampling settings for `values`, which are settings by name. A number may be given as a string.
 
     Raises `RequestError` for invalid values.
     """
@@ -115,9 +115,9 @@ def read_structured(name: str, value: Any) -> StructuredOutput:
 
 
 def _converted(name: str, value: Any) -> Any:
-    """Convert a string to the type of the setting `name`.
+    """Convert a string to the type of the setting `name`. In `logit_bias`, convert the keys to integers.
 
-    Other values are returned unchanged and not checked, except the dict `logit_bias`. Its keys become integers.
+    Return other values unchanged. They are checked later.
     """
     if name == "logit_bias" and isinstance(value, dict):
         return {_number(name, token, int): bias for token, bias in value.items()}

@@ -98,7 +98,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """Return the gRPC status of an error, and the text for the client.
 
-    An unknown error has the status INTERNAL. The text of such an error is logged and not sent to the client.
+    An unknown error has the status INTERNAL. Its text is logged, and the client gets a general text.
     """
     code = code_of(error)
     if code is grpc.StatusCode.INTERNAL:

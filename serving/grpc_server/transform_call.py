@@ -13,9 +13,10 @@ from serving.grpc_server.statuses import PreconditionError
 
 
 def kinds_of(instances: Sequence[InstanceStatus], degree: int, devices: Collection[int]) -> list[str]:
-    """Return the directions in which a transformation to `degree` changes instances: `scale_up`, `scale_down` or both.
+    """Return the kinds of a transformation to `degree`, for the metrics.
 
-    If no instance changes its tensor-parallel degree, return `unchanged`.
+    `scale_up`: an instance gets a higher degree. `scale_down`: an instance gets a lower degree. Both are possible in
+    one transformation. If no degree changes, the only kind is `unchanged`.
 
     Args:
         instances: present instances.

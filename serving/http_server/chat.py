@@ -106,7 +106,7 @@ def chat_routes(handler: RequestHandler) -> APIRouter:
 def template_settings(body: Any, effort: str | None) -> dict[str, Any]:
     """Return the arguments of `Tokenizer.apply_chat_template` that a request body sets.
 
-    Raises `FieldError` for values that are not allowed.
+    `effort` is the reasoning effort of the request, or None. Raises `FieldError` for values that are not allowed.
     """
     arguments = dict(body.chat_template_kwargs or {})
     if len(arguments) > _MAX_TEMPLATE_ARGUMENTS:
@@ -134,9 +134,9 @@ _FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read_format(value: Any, name: str = "response_format") -> StructuredOutput | None:
-    """Return the constraint on the text for a response format.
+    """Convert a response format of OpenAI's API to a constraint on the generated text. None: any text is allowed.
 
-    Raises `FieldError` for a format that is not supported.
+    `name` is the path of the format in the request, for errors. Raises `FieldError` if the format is not supported.
     """
     if value is None:
         return None
@@ -241,7 +241,7 @@ class _ChatCompletion:
         )
 
     async def whole(self, answer: dict[str, Any]) -> None:
-        """Generate the whole answer, and fill the dict `answer` with the reply."""
+        """Generate all output, and put the fields of the reply into `answer`."""
 
         async def send(steps: list[Step]) -> None:
             check_reply_entries(self._generation.num_entries, self._handler.limits)
@@ -294,7 +294,7 @@ class _ChatCompletion:
         return chat_logprobs(step.entries, self._body.top_logprobs or 0, bool(self._body.return_tokens_as_token_ids))
 
     async def stream(self, write: Write) -> None:
-        """Generate the answer, and write an event for each new output."""
+        """Generate the output, and write an event for each new part."""
         options = self._body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
@@ -331,7 +331,7 @@ class _ChatCompletion:
         await write(end + DONE)
 
     def _chunk_choice(self, step: Step) -> dict[str, Any] | None:
-        """Return the choice for the next chunk of a streamed reply. None: there is nothing to send."""
+        """Return the choice that streams the new output `step`, or None if it has nothing to send."""
         delta: dict[str, Any] = {}
         for piece in self._shown(step):
             if piece.kind == "call":

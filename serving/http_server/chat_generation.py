@@ -26,7 +26,7 @@ class Step:
     Attributes:
         index: index of the sample.
         pieces: new content, reasoning and tool calls, in order.
-        entries: tokens of the text with their log-probabilities, if they were requested.
+        entries: pairs (token of the text, log-probabilities by token id). Empty: not requested.
         token_ids: all new tokens.
         finish_reason: `stop`, `length`, `tool_calls` or `abort` in the last output of the sample; else None.
         stop_reason: stop string or stop token that ended the sample, or None.

@@ -53,7 +53,7 @@ _PADDING = OWNERS.index("padding")
 async def cluster_state(handler: RequestHandler) -> dict[str, Any]:
     """Return the present state: instances, devices, queue, changes, and recent metrics and scheduler decisions.
 
-    A server that is loading or has failed has only `state` and `time_s`.
+    If the server is loading or has failed, return only `state` and `time_s`.
     """
     try:
         snapshot = await handler.control(take_snapshot, handler.backend)
@@ -63,9 +63,9 @@ async def cluster_state(handler: RequestHandler) -> dict[str, Any]:
 
 
 def recent(handler: RequestHandler, last_s: int | None = None) -> dict[str, Any]:
-    """Return recent metrics and scheduler decisions. Both lists begin with the oldest entry.
+    """Return recent metrics and scheduler decisions as a dict of two lists, each with the oldest entry first.
 
-    The key `seconds` has the metrics of each second. The key `decisions` has the decisions of the scheduler.
+    `seconds` has the metrics of each second. `decisions` has the decisions of the scheduler.
 
     Args:
         last_s: number of seconds to look back. None: all seconds that the server keeps.

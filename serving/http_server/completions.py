@@ -156,7 +156,7 @@ class _Completion:
         return self._params
 
     async def whole(self, answer: dict[str, Any]) -> None:
-        """Generate the whole answer, and fill the dict `answer` with the reply."""
+        """Generate all output, and put the fields of the reply into `answer`."""
 
         async def send(index: int, delta: RequestDelta) -> None:
             self._num_entries += delta.num_tokens * (1 + (self._params.logprobs or 0))
@@ -190,7 +190,7 @@ class _Completion:
         answer.update(self._head(), choices=choices, usage=self._usage.to_dict())
 
     async def stream(self, write: Write) -> None:
-        """Generate the answer, and write an event for each new output."""
+        """Generate the output, and write an event for each new part."""
         options = self._body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         continuous = wants_usage and options is not None and bool(options.continuous_usage_stats)
@@ -223,7 +223,7 @@ class _Completion:
         }
 
     def _choices(self, index: int, delta: RequestDelta) -> list[dict[str, Any]]:
-        """Return the choices of a reply for new output of prompt number `index`."""
+        """Return the new output of prompt number `index` as choices of a reply."""
         if self._drops_text:
             delta = replace(delta, completions=tuple(map(_without_text, delta.completions)))
         self._usage.add(index, delta)

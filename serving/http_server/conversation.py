@@ -31,7 +31,7 @@ class Tools:
 
     Attributes:
         functions: descriptions of the functions, in OpenAI's form. Empty: the model sees no tools.
-        choice: "none", "auto", "required", or "named" if one function must be called.
+        choice: "none", "auto", "required", or "named" if the model must call the only function in `functions`.
         parallel: whether an answer may have several calls.
     """
 
@@ -41,9 +41,9 @@ class Tools:
 
     @property
     def forced(self) -> str | None:
-        """Name of the function that the model must call, for the argument `forced` of `OutputParser`.
+        """Name of the function that the model must call. "*": any function. None: no call is required.
 
-        "*": the model must call a function, and may choose which function. None: no call is required.
+        This is the argument `forced` of `OutputParser`.
         """
         if self.choice == "named":
             return self.functions[0]["function"]["name"]

@@ -22,7 +22,7 @@ class Feed:
 
     Args:
         produce: function that returns the next message.
-        interval_s: seconds between two messages, if there are few viewers (`MAX_MESSAGES_PER_S`).
+        interval_s: seconds between two messages to a viewer. It grows if `max_messages_per_s` is reached.
         max_viewers: largest number of viewers.
         max_messages_per_s: largest number of messages a second to all viewers together.
         max_write_s: seconds after which a viewer that does not read is cut off.
@@ -47,7 +47,7 @@ class Feed:
     async def watch(self, write: Write, first: bytes) -> None:
         """Write `first` and then each message, until the task is cancelled.
 
-        If a viewer is still reading an earlier message, it does not get the next message.
+        If several messages are made while `write` still runs, this viewer gets only the latest of them.
 
         Raises:
             LimitError: there are `max_viewers` viewers.

@@ -128,10 +128,10 @@ async def read_body(request: Request, kind: type[M]) -> M:
 
 
 def refuse_unsupported(body: BaseModel, unsupported: dict[str, tuple[Any, ...]]) -> None:
-    """Raise `FieldError` if a field is set to a value that this server does not support.
+    """Raise `FieldError` if a field asks for a feature that this server does not have.
 
-    `unsupported` has a tuple of values for each unsupported field. These values and null are accepted, because they
-    have no effect.
+    `unsupported` has the fields of such features, each with its harmless values. For example, `{"length_penalty":
+    (1.0,)}` refuses all values of `length_penalty` except 1.0 and null.
     """
     for name, harmless in unsupported.items():
         value = getattr(body, name)
@@ -149,7 +149,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 def sampling_params(body: Any, limits: Limits, caller: Caller, **more: Any) -> SamplingParams:
     """Return the sampling settings in a body. Raises `RequestError` for a value that is invalid or over a limit.
 
-    `more` has further settings by name. They replace fields of the body. A setting that is None is ignored.
+    `more` has settings by name that replace fields of the body. If a setting in `more` is None, it is ignored.
     """
     values = {name: value for name in _DIRECT if (value := getattr(body, name, None)) is not None}
     if (seed := getattr(body, "seed", None)) is not None:

@@ -33,8 +33,8 @@ BODY_S = 30.0
 class Gate:
     """ASGI middleware that checks the access token and reads the body of a request, before FastAPI gets the request.
 
-    The bytes of the body count against the limit of the client until the request ends. The application
-    finds the identity of the client in `scope["caller"]`.
+    The bytes of the body count against the limit of the client until the request ends. The application finds the
+    identity of the client in `scope["caller"]`.
     """
 
     def __init__(self, app: App, handler: RequestHandler):

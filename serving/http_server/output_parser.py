@@ -26,8 +26,8 @@ class Family:
         anchor: text that starts an answer.
         content: region of the content. Empty: all text outside the other regions.
         reasoning: region of the reasoning. None: the format has no reasoning.
-        calls: regions of tool calls. `read_calls` reads the text of a region. If the region captures the `name` of the
-            function, the text has only the arguments.
+        calls: regions of tool calls. If the pattern of a region captures the `name` of the function, the text of the
+            region is the arguments. Otherwise, `read_calls` reads the text.
         call_marks: marks before and after a tool call. A tool call that cannot be read becomes content, with its marks.
         uses_special_tokens: whether the marks are special tokens. If so, the text must keep special tokens.
     """
@@ -127,11 +127,11 @@ class OutputParser:
 
     Args:
         family: output format of the model.
-        prompt: end of the prompt's text. Some prompts end with the mark that starts the reasoning.
+        prompt: last part of the prompt's text. Some prompts end with the mark that starts the reasoning.
         has_tools: whether the model may call tools.
         reasons: whether to separate reasoning.
-        forced: name of a function: the whole text is the arguments of one call of this function. "*": the whole text
-            is a JSON list of calls. None: the text may have content, reasoning and calls.
+        forced: name of the function that the model must call. The whole text is then the arguments of the call. If
+            "*", the whole text is a JSON list of calls. If None, the text may have content, reasoning and calls.
         most_calls: largest number of tool calls to return. Further calls are dropped.
     """
 
@@ -158,7 +158,7 @@ class OutputParser:
             self.is_reasoning = bool(self._parser.initial_events) and _is_open(self._parser.initial_events, "reasoning")
 
     def feed(self, text: str) -> list[Piece]:
-        """Add new text. Return the new parts of the answer. Some of the text may be held back until later."""
+        """Add new text. Return the new parts of the answer. A later call may return the end of `text`."""
         if not text:
             return []
         if self._forced == "*":
@@ -220,7 +220,7 @@ class OutputParser:
         return self._calls(body, before + body + ("" if is_cut else after))
 
     def _calls(self, body: str, raw: str) -> list[Piece]:
-        """Return the tool calls in the text `body`. If `body` is no tool call, return the text `raw` as content."""
+        """Return the tool calls in `body`. If `body` is not a tool call, return the text `raw` as content."""
         calls = read_calls(body)
         if calls is None:
             return [Piece("content", raw)] if raw else []

@@ -40,9 +40,9 @@ class ResponseItems:
         return events
 
     def close(self, status: str) -> list[Event]:
-        """Close the open item, if there is one, with a status such as `completed`.
+        """Close the open item with a status such as `completed`. Return the events that tell the client about this.
 
-        Return the events that tell the client about this.
+        If no item is open, return an empty list.
         """
         if self._open is None:
             return []
@@ -134,5 +134,4 @@ class ResponseItems:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an item. Later output does not change the copy."""
     return item | {"content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)

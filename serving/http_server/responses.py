@@ -158,7 +158,7 @@ class _Response:
             raise RequestError("the body has a number that is out of range: JSON has no infinity") from None
 
     async def whole(self) -> None:
-        """Generate the whole response. Afterwards `resource` returns it."""
+        """Generate the whole response. `resource` returns it afterwards."""
 
         async def send(steps: list[Step]) -> None:
             check_reply_entries(self._generation.num_entries, self._handler.limits)

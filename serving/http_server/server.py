@@ -157,10 +157,10 @@ class _Protocol(H11Protocol):
 
 
 class _UnreadReply:
-    """Reply to an ended request that the client has not read yet.
+    """Unread end of a reply whose request has ended on the server.
 
-    The bytes of the reply count against the limit of the client. After `LAST_READ_S` seconds, the connection is aborted
-    and the bytes are dropped. An ordinary close of the connection would wait for the client.
+    The unread bytes count against the limit of the client. If the client has not read them after `LAST_READ_S` seconds,
+    the connection is aborted. An ordinary close of the connection would wait for the client.
     """
 
     def __init__(self, transport: asyncio.Transport, admission: OpenRequests, client: str):

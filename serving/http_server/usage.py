@@ -50,9 +50,9 @@ class Usage:
 
 
 def text_entries(delta: CompletionDelta, stop_ids: Container[int]) -> list[tuple[int, dict[int, Logprob]]]:
-    """Return the tokens and log-probabilities of new output, without the token that ended the sequence.
+    """Return a pair (token, log-probabilities by token id) for each new token of the text.
 
-    `stop_ids` are the tokens that end a sequence.
+    If a token in `stop_ids` ended the sequence, it is left out. Without log-probabilities, the list is empty.
     """
     entries = list(zip(delta.token_ids, delta.logprobs or (), strict=False))
     # The last token of constrained text can be text.
@@ -72,7 +72,7 @@ def token_entry(token_id: int, entry: Logprob, as_id: bool) -> dict[str, Any]:
 def chat_logprobs(
     entries: Iterable[tuple[int, dict[int, Logprob]]], num_top: int, as_id: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the log-probabilities of several tokens in the form of chat completions.
+    """Convert the result of `text_entries` to the form of chat completions. `as_id`: see `token_entry`.
 
     Each token also has the log-probabilities of the `num_top` most probable tokens at its position.
     """
@@ -84,7 +84,7 @@ def chat_logprobs(
 
 
 def prompt_entry(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
-    """Return the log-probabilities at one position of the prompt, in vLLM's form."""
+    """Convert the log-probabilities at one position of the prompt (by token id) to vLLM's form."""
     if entry is None:
         return None
     return {

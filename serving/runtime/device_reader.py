@@ -1,7 +1,7 @@
 """Free memory and utilization of devices.
 
-Free memory comes from the engine's record of buffers on the devices. Utilization comes from NVML, or from step times on
-devices without NVML.
+Free memory comes from the engine's ledgers and includes unused KV pages. Utilization comes from NVML or, on devices
+without NVML, from step times.
 """
 
 import importlib
@@ -61,7 +61,7 @@ class Utilization(Protocol):
     """Source of the utilization of devices."""
 
     def read(self) -> Sequence[float]:
-        """Return the share of recent time in which each device computed, from 0 to 1."""
+        """Return each device's share of busy time in a recent period, from 0 to 1."""
         ...
 
 
@@ -78,7 +78,7 @@ class StepTimes:
         self._read_s = time.perf_counter()
 
     def read(self) -> Sequence[float]:
-        """Return the share of time in which each device computed steps since the last call, from 0 to 1."""
+        """Return each device's share of busy time since the last call, from 0 to 1."""
         engine, now_s = self._engine, time.perf_counter()
         elapsed_s, self._read_s = max(now_s - self._read_s, 1e-6), now_s
         busy_s = [0.0] * len(engine.cluster.sub_meshes.devices)

@@ -84,12 +84,13 @@ class JaxExecutor:
 
     Args:
         engine: engine that carries out the actions.
-        layers_per_step: number of layers that a merge or split changes between two steps, or "auto".
+        layers_per_step: number of layers that a merge or split changes between two steps, or "auto" (`LLM.transform`).
         on_transformed: function `(action, future)` that is called when a merge or split has ended. The future has the
             report or the error.
         on_placed: function `(action, future)` that is called when a change of placement has ended. The future has the
             report or the error.
-        monitor: averages for the metrics. Each snapshot updates them.
+        monitor: averages of vacancy (free shares of devices), SLO violations and load.
+            `snapshot` updates them.
 
     Attributes:
         waiting: waiting requests.
@@ -313,10 +314,9 @@ class EngineScheduler:
         self.scheduler.policy = policy
 
     def schedule(self) -> None:
-        """Start waiting samples of requests that already run, and then let the policy decide.
+        """Start further samples (`n` above 1) of requests whose first sample runs. Then call the policy.
 
-        A sample is one of several outputs of a request. The policy is called only if the state has changed, or if its
-        last call was at least a second ago.
+        If nothing has changed since the last call of the policy, the policy is not called again for a second.
         """
         engine = self._engine
         self._start_siblings()
@@ -334,10 +334,7 @@ class EngineScheduler:
             self.scheduler.tick()
 
     def _start_siblings(self) -> None:
-        """Start waiting samples on the instance on which the first sample of their request runs.
-
-        The pages of the prompt are on this instance.
-        """
+        """Start each waiting sample on the instance of its request's first sample, which has the prompt's pages."""
         engine = self._engine
         for sequence in [s for s in self._executor.waiting.siblings if not s.num_in_flight]:
             if (
@@ -350,7 +347,7 @@ class EngineScheduler:
 
 
 def layer_sizes(engine: Engine) -> LayerSizes:
-    """Return the sizes of a layer of the model, taken from the first layer. Norms count as attention."""
+    """Return the bytes of a layer's weights and KV cache, measured on the first layer. Norms count as attention."""
     dims, plan = engine.dims, engine.cluster.memory_plan
     specs = engine.cluster.weights.specs.values()
 
@@ -375,13 +372,11 @@ def _placement_options(action: PlacementChange) -> PlacementOptions:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return how many tokens a new request could use on an instance while the instance merges or splits.
+    """Return the tokens that a new request could use on an instance that is merging or splitting.
 
-    The result is `InstanceView.joinable_tokens`. During a merge or split, the instance's sequences are divided into
-    lanes, which go through the layers separately. A new request would join one lane. A lane offers its free tokens,
-    less one page for each of its sequences. The result is the largest offer of a lane with a free slot.
-
-    The result is 0 if no lane has a free slot, or if the instance neither merges nor splits.
+    A new request would join one of the instance's lanes. In a lane, it could use the free tokens, except one page for
+    each running sequence of the lane. The result is for the lane with the most such tokens. Lanes without a free slot
+    do not count. If no lane is left, or if the instance neither merges nor splits, the result is 0.
     """
     if instance.transition is None:
         return 0

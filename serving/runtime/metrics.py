@@ -56,7 +56,7 @@ class ServerMetrics:
         self.monitor: Monitor | None = None
         """Averages of vacancy and SLO violations. None: no scheduler."""
         self.observer: ChangeObserver | None = None
-        """Object whose methods are called with the arguments of the same methods of this object."""
+        """Further receiver of the results of merges, splits and changes of placement, such as a `Tracing`."""
         registry = self.registry
         self.prompt_tokens = Counter("amoeba:prompt_tokens", "Prompt tokens of requests.", registry=registry)
         self.generation_tokens = Counter("amoeba:generation_tokens", "Tokens generated.", registry=registry)
@@ -225,11 +225,10 @@ class RequestRecord:
         self.latest = delta
 
     def end(self, reason: str | None) -> None:
-        """Count the end of the request.
+        """Count the end of the request under its finish reason.
 
-        Args:
-            reason: one of `FINISH_REASONS`, for a request that the engine did not finish. None: `error`. If the engine
-                has finished the request, the finish reasons of its samples count instead.
+        If the engine has finished the request, the finish reason comes from its samples, and `reason` is ignored.
+        Otherwise, the finish reason is `reason` (one of `FINISH_REASONS`). None means `error`.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:

@@ -11,7 +11,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 
 class MetricsServer:
-    """Thread that serves `/metrics` in Prometheus' text format, whatever format the request header Accept names.
+    """Thread that serves `/metrics`, always in Prometheus' text format. It ignores the request header Accept.
 
     The OpenMetrics format is not offered, because `prometheus_client` would replace the colons in the metric names.
 

@@ -35,9 +35,10 @@ def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementVie
 
 
 def estimated_speedup(placement: Placement) -> float:
-    """Return how many times faster a step is with the replicated layers of a placement (Equation 4 of CoCoServe).
+    """Return the estimated speedup of a step by the replicas of a placement (Equation 4 of CoCoServe).
 
-    Without replicated layers, the result is 1.
+    The speedup is relative to a placement with all layers on one home. Moves of hidden states between homes reduce the
+    speedup.
     """
     modules = [homes for pair in zip(placement.attention, placement.ffn, strict=True) for homes in pair]
     transitions = count_transitions([_devices(homes) for homes in modules], tuple(placement.head.devices))

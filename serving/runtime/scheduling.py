@@ -1,4 +1,4 @@
-"""Handle by which a server inspects and replaces the scheduling policy of its model."""
+"""Scheduler of a server's `LLM`. The server can inspect the scheduler and replace its policy."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ OnReport = Callable[[TransformReport], None]
 class Scheduling:
     """Scheduler that decides where the requests of an `LLM` run. Any thread may call the methods.
 
-    The scheduler works as soon as this object exists. The method `close` ends it.
+    The constructor installs the scheduler in the `LLM`. The method `close` removes it.
 
     Args:
         llm: model to schedule.

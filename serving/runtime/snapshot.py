@@ -43,10 +43,7 @@ class Snapshot:
         return sum(view.kv_used_pages for view in self.instances) / total if total else 0.0
 
     def instances_by_degree(self) -> dict[int, int]:
-        """Return the number of instances of each possible tensor-parallel degree.
-
-        A degree without an instance has the number 0.
-        """
+        """Return the number of instances of each possible tensor-parallel degree, such as `{1: 2, 2: 1, 4: 0}`."""
         num_devices = sum(len(view.devices) for view in self.instances)
         degrees = dict.fromkeys(degrees_up_to(num_devices), 0)
         for view in self.instances:
@@ -54,7 +51,7 @@ class Snapshot:
         return degrees
 
     def layer_replicas(self) -> dict[tuple[int, int], int]:
-        """Return for each pair (instance id, device) the number of the instance's layers that the device computes.
+        """Return how many layers of an instance a device computes, by (instance id, device).
 
         A layer counts if the device computes the attention or the FFN of the layer.
         """
@@ -66,10 +63,7 @@ class Snapshot:
         }
 
     def placement_speedups(self) -> dict[int, float]:
-        """Return by instance id how many times faster each instance is with its replicated layers.
-
-        See `estimated_speedup`.
-        """
+        """Return the result of `estimated_speedup` for each instance, by instance id."""
         return {view.id: estimated_speedup(view.placement) for view in self.instances if view.placement is not None}
 
     def weight_bytes(self) -> dict[int, int]:

@@ -76,8 +76,5 @@ class Timeline:
 
 
 def _rank(ordered: Sequence[float], share: float) -> float | None:
-    """Return a percentile of sorted values, or None if there are no values.
-
-    At least the share `share` of the values is at most as large as the result. The result is the smallest such value.
-    """
+    """Return a percentile of sorted values (0.99: the 99th, by nearest rank). None: there are no values."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None

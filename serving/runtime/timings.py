@@ -37,9 +37,9 @@ class Timings:
     def take(self, instances: Sequence[Instance]) -> Timing:
         """Record the present step durations and throughput of `instances`. Return everything recorded so far.
 
-        The duration of a step is the median over the instances of a degree. If a degree has no instance now, its latest
-        duration is kept. The duration of a merge or split is the median of the latest 8 merges or splits with the same
-        old and new degree.
+        The duration of a step is the median over all instances of a degree. If a degree has no instance now, its latest
+        duration is kept. The duration of a merge or split, such as from TP1 to TP4, is the median of the latest 8 from
+        TP1 to TP4.
         """
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
@@ -55,10 +55,9 @@ class Timings:
         return Timing(dict(self._steps_s), dict(self._prompt_tokens_per_s), transformations_s, dict(self._throughput))
 
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
-        """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
+        """Record the total throughput of all instances if it is a new maximum for their tensor-parallel degree.
 
-        Nothing is recorded if the instances have different degrees, or if one of them is merging, is splitting, or is
-        not decoding.
+        Do nothing if the instances have different degrees, if one is merging or splitting, or if one does not decode.
         """
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]

@@ -22,7 +22,7 @@ class WaitingView:
         """Maximum length of each hidden sequence, in tokens."""
 
     def snapshot(self) -> tuple[WaitingRequest, ...]:
-        """Return the requests that can start now. Also update `hidden_tokens`."""
+        """Return the sequences that can start now. Also set `hidden_tokens`, the maximum lengths of the others."""
         awaits, hidden = self._awaited_programs(), []
         self._shown = {}
         for name, sequence in by_name(self._engine.waiting).items():
@@ -35,19 +35,16 @@ class WaitingView:
         return tuple(self._requests.values())
 
     def get(self, name: str) -> Sequence | None:
-        """Return a waiting sequence of the last snapshot by its name.
+        """Return the waiting sequence that has this name in the last snapshot.
 
-        Return None if the sequence was hidden, or if it no longer waits.
+        Return None if the snapshot did not show it, or if it no longer waits.
         """
         sequence = self._shown.get(name)
         return sequence if sequence in self._engine.waiting else None
 
     @property
     def siblings(self) -> list[Sequence]:
-        """Waiting samples that can share KV pages with the first sample of their request (`Sequence.leader`).
-
-        The shared pages hold the prompt.
-        """
+        """Waiting samples that can share the prompt's KV pages with the first sample of their request."""
         return [sequence for sequence in self._engine.waiting if sequence.leader is not None]
 
     def _awaited_programs(self):
@@ -69,10 +66,7 @@ class WaitingView:
         return awaits
 
     def _request(self, name: str, sequence: Sequence) -> WaitingRequest:
-        """Return the scheduler's object for a waiting sequence.
-
-        An unchanged sequence keeps the object of the last snapshot.
-        """
+        """Return the `WaitingRequest` of a sequence: the object of the last snapshot if nothing has changed."""
         known = self._requests.get(name)
         if (
             known is not None

@@ -1,4 +1,4 @@
-"""Actions of a policy. An executor carries them out. The field `reason` of an action is text for the log."""
+"""Actions that a policy requests and an executor carries out. The field `reason` of an action is a text for the log."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -15,7 +15,7 @@ while the source keeps the weights.
 
 
 class RejectKind(StrEnum):
-    """Reason to end a request without serving it. The server has one gRPC status for each kind."""
+    """Reason why a waiting request is rejected. The server answers with a different gRPC status for each reason."""
 
     NEVER_FITS = "never_fits"
     """The request is larger than every possible instance. gRPC status INVALID_ARGUMENT."""
@@ -89,16 +89,17 @@ class Reject:
 
 
 # Placement changes (CoCoServe). An executor on devices maps a change to `Changes.request`, with
-# `PlacementOptions(kind, device, instance, range(*layers), modules, move_kv)`. While the change is in progress,
-# `InstanceView.changes_placement` is true, and steps continue. An executor without `ClusterView.layer` refuses them.
+# `PlacementOptions(kind, device, instance, range(*layers), modules, move_kv)`. `ScaleOut` and `ScaleIn` have the layers
+# None. While a change is in progress, `InstanceView.changes_placement` is true, and steps continue. If
+# `ClusterView.layer` is None, the executor refuses placement changes.
 
 
 @dataclass(frozen=True)
 class Replicate:
     """Copy layers of an instance to one more device. All devices that have a layer then share the work of the layer.
 
-    The executor refuses to copy layers of an instance with a tensor-parallel degree above 1, or to a device of such an
-    instance. The engine gets the action as `PlacementOptions("replicate", ...)`.
+    The executor refuses the action if the tensor-parallel degree of the instance is above 1. It also refuses the action
+    if an instance with a degree above 1 uses `device`.
     """
 
     instance_id: int
@@ -112,10 +113,10 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Evict:
-    """Remove copies of layers from a device.
+    """Remove copies of layers of an instance from a device.
 
-    The sequences that this device computed continue on other devices with these layers. The executor refuses to remove
-    a layer from its only device. The engine gets the action as `PlacementOptions("evict", ...)`.
+    Other devices with these layers continue the sequences that this device computed. The executor refuses to remove a
+    layer from its only device.
     """
 
     instance_id: int
@@ -129,10 +130,10 @@ class Evict:
 
 @dataclass(frozen=True)
 class Migrate:
-    """Move layers of an instance to another device. If `move_kv` is set, the KV cache of the layers moves too.
+    """Move layers of an instance to another device.
 
-    The executor refuses to move a layer with copies on several devices. These copies must be evicted first. The engine
-    gets the action as `PlacementOptions("migrate", ...)`.
+    If `move_kv` is false, only the FFNs move, because attention stays with its KV cache. The executor refuses to move a
+    layer that several devices have.
     """
 
     instance_id: int
@@ -149,8 +150,8 @@ class Migrate:
 class ScaleOut:
     """Copy all layers of an instance to an empty device. The copy becomes a separate instance with the id `device`.
 
-    During the copy, each layer on the new device computes a share of the sequences. At the end, the new instance keeps
-    these sequences. The engine gets the action as `PlacementOptions("scale_out", device, instance, None)`.
+    While layers are copied, the layers that have arrived compute a share of the sequences. At the end, the new instance
+    keeps these sequences.
     """
 
     instance_id: int
@@ -161,10 +162,7 @@ class ScaleOut:
 
 @dataclass(frozen=True)
 class ScaleIn:
-    """End the instance on `device`. Its sequences continue on another instance, and the device becomes empty.
-
-    The engine gets the action as `PlacementOptions("scale_in", device, instance, None)`.
-    """
+    """End the instance on `device`, and empty the device. Its sequences continue on the instance `instance_id`."""
 
     instance_id: int
     """Id of the instance that gets the sequences."""
@@ -175,10 +173,9 @@ class ScaleIn:
 
 @dataclass(frozen=True)
 class Offload:
-    """Move the KV pages of a running request to host memory, and return the request to the queue (`Admission.offload`).
+    """Move the KV pages of a running request to host memory, and return the request to the queue.
 
-    In the queue, the request has `WaitingRequest.offloaded` set. A later `Dispatch` copies the pages back, and nothing
-    is computed again.
+    A later `Dispatch` copies the pages back. Until then, the request has `WaitingRequest.offloaded` set.
     """
 
     request_id: str
@@ -228,10 +225,10 @@ def invalid(action: object) -> str | None:
 
 
 def identity(action: Action) -> tuple[object, ...]:
-    """Return the parts of an action that identify it. Actions that differ only in the reason have the same identity.
+    """Return a key that identifies an action. Actions that differ only in `reason` have the same key.
 
-    The identity of a merge or split is its devices and its degree. Its other options do not count, and a merge and a
-    split can have the same identity.
+    The key of a merge or split has only its devices and its degree. Therefore, a merge and a split of the same devices
+    to the same degree have the same key.
     """
     match action:
         case ScaleUp(devices, degree) | ScaleDown(devices, degree):

@@ -28,10 +28,11 @@ class Admission:
     """
 
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
-        """Return `(rejections, remaining requests)`, with the requests in the order in which to serve them.
+        """Reject the waiting requests that cannot be served. Return `(rejections, other requests in queue order)`.
 
-        The order is that of `QueueOrder`. A request is rejected if its deadline has passed, if its maximum length
-        exceeds `capacity_tokens` or the context of the model, or if the queue is over a limit.
+        `QueueOrder` defines the order. A request is rejected if its deadline has passed, if it is too long, or if the
+        queue is over a limit. It is too long if its maximum length exceeds `capacity_tokens` or the context of the
+        model.
 
         Args:
             capacity_tokens: capacity of the largest possible instance, in tokens.
@@ -69,9 +70,10 @@ class Admission:
         return Reject(request.request_id, RejectKind.NEVER_FITS, reason)
 
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
-        """Return the rejections that bring the queue within its limits. Preempted requests are not rejected.
+        """Return the rejections that bring the queue within its limits.
 
-        Requests beyond the fair share of their client are rejected first, and then the latest arrivals.
+        Requests of clients that exceed their fair share are rejected first, and then the latest arrivals. Preempted
+        requests are never rejected, and do not count.
         """
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):

@@ -1,4 +1,4 @@
-"""AMOEBA's policy: instances merge for a long request, which fits no single instance.
+"""AMOEBA's policy: instances merge for a long request, which does not fit an instance of the base degree.
 
 The merged instance also serves further long requests. When all its long requests have ended, it splits.
 """
@@ -19,7 +19,7 @@ class AmoebaPolicy:
     """Policy `amoeba` (docs/scheduling.md): merges instances for long requests, and splits them afterwards.
 
     Between decisions, the policy remembers three things: the size of the largest recent long request, the last time at
-    which a long request needed each merged instance, and whether a short request found no room.
+    which a long request needed each merged instance, and whether a short request found no room in the last decision.
     """
 
     name = "amoeba"

@@ -89,9 +89,9 @@ class Round:
     def _preferred(self, options: list[InstanceView], request: WaitingRequest, kept: frozenset[int]) -> InstanceView:
         """Return the best of several instances for a short request.
 
-        The following criteria decide, in this order: the instance uses no device in `kept`, it runs no long request,
-        its steps meet the TPOT SLO, its load is the lowest. `kept` are devices to keep free for a long request
-        (`Reserve.kept_from`).
+        The best instance is chosen by these criteria, in this order: it uses no device in `kept`, it runs no long
+        request, its steps meet the TPOT SLO, and its load is the lowest. `kept` has the devices to keep free for a long
+        request.
         """
         view, slo_s = self.view, self.config.tpot_slo_s
         return min(
@@ -108,13 +108,12 @@ class Round:
     def _place_long(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a long request.
 
-        If instances have room now, dispatch the request to the one with the highest tensor-parallel degree.
-
-        If an instance is large enough but has no room now, do the first possible of these: preempt other requests,
-        merge one more group of instances, or let the request wait.
-
-        If no instance is large enough, merge a group of instances. If no group has room yet, close the best group to
-        new requests, so that it can merge later. If there is no group, split an instance that kept its weights.
+        - If instances have room now, dispatch the request to the one with the highest tensor-parallel degree.
+        - If an instance is large enough but has no room now, preempt other requests. If that is impossible, merge one
+          more group of instances (`_second_merge`), or let the request wait.
+        - If no instance is large enough, merge a group of instances. If no group has room yet, close the best group to
+          new requests, so that it can merge later.
+        - If no group can merge, split an instance that kept its weights. It can then merge again with more KV cache.
         """
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
@@ -136,12 +135,13 @@ class Round:
         return [] if split is None else [split]
 
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
-        """Return the action that merges one more group of instances for a long request.
+        """Return the action that merges one more group for a long request, or None if the request should wait.
 
-        Return None if the request should wait for an instance that is already large enough. There are two reasons to
-        merge. The first is that the request has waited `merge_again_after_s` seconds. The second is that the request
-        would miss its TTFT SLO by waiting. The second reason counts only if every short request has room, and if no
-        other merge of this decision can hold the request.
+        The group merges in two cases:
+
+        - The request has waited `merge_again_after_s` seconds.
+        - By waiting, the request would miss its TTFT SLO, and a merge gives the first token earlier. In addition, every
+          short request has room, and no other merge of this decision can hold the request.
         """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
@@ -187,10 +187,10 @@ class Round:
         return preempts
 
     def _wait(self, request: WaitingRequest) -> None:
-        """Let a long request wait, and reserve room for it on a merged instance.
+        """Reserve room for a long request that must wait.
 
-        The instance is the one that will have the most free tokens when its long requests have ended. If no merged
-        instance can hold the request, reserve room on an instance that is still merging.
+        The room is on the merged instance that will have the most free tokens when its long requests have ended. If no
+        merged instance can hold the request, the room is on an instance that is still merging or splitting.
         """
         room = self.room
         options = [

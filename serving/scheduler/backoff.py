@@ -18,7 +18,7 @@ from serving.scheduler.view import ClusterView
 
 @dataclass(frozen=True)
 class BackoffConfig:
-    """Seconds for which a refused action is blocked."""
+    """Seconds for which a refused action is blocked. Each further refusal multiplies the time by `factor`."""
 
     first_s: float = 1.0
     """Time after the first refusal, in seconds."""
@@ -38,7 +38,11 @@ class _Refusal:
 
 @dataclass
 class Backoff:
-    """Memory of refused actions, and of accepted merges, splits and placement changes that may still fail."""
+    """Memory of refused actions, which are blocked for some seconds.
+
+    It also has the accepted merges, splits and placement changes that are in progress. If one of them fails, the
+    scheduler records it as refused.
+    """
 
     config: BackoffConfig = BackoffConfig()
     _refused: dict[tuple[object, ...], _Refusal] = field(default_factory=dict)
@@ -62,8 +66,8 @@ class Backoff:
     def accept(self, action: Action) -> None:
         """Record that an action was accepted, and forget its earlier refusals.
 
-        There is one exception: the refusals of a merge, split or placement change are forgotten only when the change
-        has succeeded.
+        A merge, split or placement change can still fail. Its refusals are therefore forgotten only when it has
+        succeeded.
         """
         if isinstance(action, Transformation | PlacementChange):
             self._under_way.append(action)
@@ -74,7 +78,7 @@ class Backoff:
         """Return `(action, succeeded)` for each merge, split and placement change that has ended since the last call.
 
         A merge or split has succeeded if all instances on its devices have the requested degree. A placement change has
-        succeeded if the layers are on their new devices.
+        succeeded if the snapshot shows its result, such as layers on their new device.
         """
         if not self._under_way:
             return []
@@ -117,7 +121,6 @@ class Backoff:
 
 
 def _is_placed(view: ClusterView, action: PlacementChange) -> bool:
-    """Return whether a placement change has succeeded: its layers are on their new devices."""
     if isinstance(action, ScaleOut | ScaleIn):
         return (view.instance(action.device) is not None) == isinstance(action, ScaleOut)
     instance = view.instance(action.instance_id)

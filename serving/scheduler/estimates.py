@@ -22,9 +22,9 @@ def step_s(view: ClusterView, instance: InstanceView) -> float | None:
 def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> float | None:
     """Estimate the seconds until an instance has `need` free tokens of KV cache and a free slot.
 
-    The estimate assumes that every running request reaches its maximum length, and that no other request starts. If all
-    running requests together free too few tokens, return the time until the last request ends. Return None if steps or
-    prompts at this tensor-parallel degree were not measured yet.
+    The estimate assumes that every running request reaches its maximum length, and that no other request starts. If
+    even the end of all running requests frees too few tokens, return the time until the last of them ends. Return None
+    if no step or no prompt was measured at the tensor-parallel degree of the instance.
     """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
@@ -51,13 +51,13 @@ def first_token_s(
 ) -> float | None:
     """Estimate the seconds until the first token of a request, on the instance that would generate it first.
 
-    Return None in three cases: no instance can hold the request, an instance that is merging or splitting will be able
-    to hold it, or a measurement is missing.
+    The result is None (unknown) if a measurement is missing, or if no instance can hold the request. It is also None if
+    an instance is merging or splitting and will be able to hold the request.
 
     Args:
         instances: instances to choose from.
-        taken_s: seconds until an instance has finished another request that already waits for it, by instance id. For
-            an instance that is not in this dict, `wait_s` estimates the seconds until the instance has room.
+        taken_s: seconds until an instance has finished another request that already waits for it, by instance id. If an
+            instance has no entry, `wait_s` estimates the seconds until it has room.
     """
     times = []
     for instance in instances:
@@ -77,7 +77,7 @@ def first_token_s(
 
 
 def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, request: WaitingRequest) -> float | None:
-    """Estimate the seconds until the first token of a request if `members` merge to `degree` now.
+    """Estimate the seconds until the first token of a request if the instances `members` merge to `degree` now.
 
     This is the time of the merge, plus the time to compute the prompt of the request and the uncomputed prompts of the
     members. If no merge from the lowest degree of the members was measured, use the slowest measured merge to `degree`.
@@ -93,14 +93,14 @@ def merge_s(view: ClusterView, members: tuple[InstanceView, ...], degree: int, r
 def merge_pays(
     view: ClusterView, request: WaitingRequest, wait_s: float | None, merge_s: float | None, slo_s: float
 ) -> bool:
-    """Return whether a request would miss its TTFT SLO by waiting, and would get its first token earlier by a merge.
+    """Return whether a request would miss its TTFT SLO by waiting, and get its first token earlier by a merge.
 
     If a time is unknown, the result is False.
 
     Args:
-        wait_s: seconds until the first token if the request waits for an existing instance. None: unknown.
-        merge_s: seconds until the first token if instances merge for the request. None: unknown.
-        slo_s: TTFT SLO of the request in seconds.
+        wait_s: seconds from now to the first token if the request waits for an existing instance. None: unknown.
+        merge_s: seconds from now to the first token if instances merge for the request. None: unknown.
+        slo_s: TTFT SLO of the request, in seconds after its arrival.
     """
     if wait_s is None or merge_s is None:
         return False
@@ -118,7 +118,7 @@ def run_s(view: ClusterView, degree: int, request: WaitingRequest) -> float | No
 def meets_own_slos(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, prompt_tokens_before: int
 ) -> bool:
-    """Return whether an instance with room would meet the latency limits that a request itself sets.
+    """Return whether an instance with room would meet the latency limits that the request itself sets.
 
     If the request sets no limit, or if a measurement is missing, the result is False.
 
@@ -138,7 +138,7 @@ def meets_own_slos(
 def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
     """Return whether recent steps of an instance took longer than the TPOT SLO of a request.
 
-    `default_s` is the TPOT SLO of requests that set none, in seconds. None: no limit.
+    `default_s` is the TPOT SLO in seconds of a request that sets none. None: no limit.
     """
     slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
     return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
@@ -149,13 +149,13 @@ def split_time_s(
 ) -> float:
     """Return the time at which merged instances should split for a short request that finds no room.
 
-    This is `wait_s` seconds after the request began to wait. If the request would then miss its TTFT SLO, it is the
-    latest time at which a split still meets the SLO. If the durations of splits or prompts were not measured, the SLO
-    is ignored.
+    This is `wait_s` seconds after the request began to wait, or earlier if the request would then miss its TTFT SLO. In
+    that case, it is the latest time at which a split still meets the SLO. If splits or prompts were not measured, the
+    SLO is ignored.
 
     Args:
         degree: tensor-parallel degree of the merged instances.
-        default_s: TTFT SLO of requests that set none, in seconds. None: no limit.
+        default_s: TTFT SLO in seconds of a request that sets none. None: no limit.
     """
     at_s, slo_s = request.since_s + wait_s, default_s if request.ttft_slo_s is None else request.ttft_slo_s
     split_s = view.timing.transformation_s(degree, view.base_degree)

@@ -21,12 +21,12 @@ class Outcome:
 class Executor(Protocol):
     """Interface to a cluster: the owner of the instances and the queue.
 
-    The methods run in one thread and never wait for a device. The next snapshot shows the effect of an accepted action.
-    A dispatched or rejected request has left the queue, and a preempted request is back in it. Instances that merge or
-    split have `transition_to` set, and an instance in a placement change has `changes_placement` set.
+    The methods run in one thread and never wait for a device. The next snapshot shows the effect of an accepted action:
+    a dispatched or rejected request has left the queue, and a preempted request is in the queue again. While an
+    instance merges or splits, its `transition_to` is set. During a placement change, its `changes_placement` is set.
 
-    A merge or split that ends without reaching its degree has failed. Its requests keep running or wait. A placement
-    change that ends without the layers on their new devices has failed. Some of the layers may have moved.
+    A merge or split has failed if it ends and the instances do not have the requested degree. Its requests keep running
+    or wait. A placement change has failed if it ends and some layers are not on their new devices.
     """
 
     def snapshot(self) -> ClusterView:
@@ -34,5 +34,5 @@ class Executor(Protocol):
         ...
 
     def apply(self, action: Action) -> Outcome:
-        """Accept an action, or refuse it without changes. An invalid action is refused, without an exception."""
+        """Start an action, or refuse it without changes. An invalid action is refused, without an exception."""
         ...

@@ -1,6 +1,6 @@
-"""Flying Serving's policy: instances merge under light load, and merged instances (groups) split under heavy load.
+"""Flying Serving's policy: instances merge under light load, and merged instances split under heavy load.
 
-Instances also merge to groups of a high tensor-parallel degree for urgent and long requests.
+Instances also merge for urgent requests and for long requests.
 """
 
 from serving.scheduler.actions import Action, Preempt, ScaleDown, ScaleUp
@@ -15,12 +15,15 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class FlyingPolicy:
-    """Policy `flying` (docs/scheduling.md).
+    """Policy `flying` (docs/scheduling.md): merges instances under light load, and splits them under heavy load.
 
-    It merges instances under light load and for urgent or long requests. It splits merged instances (groups) under
-    heavy load. Between decisions it remembers the average load, how long requests were paused on each device
-    (`PauseBudget`), which groups were merged for light load or for urgent requests, and when groups should split for
-    short requests.
+    It also merges instances for long requests, and for urgent requests (priority below 0). Between decisions, it
+    remembers:
+
+    - the average load
+    - how long requests were paused on each device (`PauseBudget`)
+    - which instances were merged because of light load, and which for urgent requests
+    - the time at which merged instances should split for short requests
     """
 
     name = "flying"
@@ -77,7 +80,7 @@ class FlyingPolicy:
         self.load.update(view, present + len(view.queue), late)
 
     def _forget_groups(self, room: Room) -> None:
-        """Remove groups that have split from `_for_load` and `_for_urgent`, which record why instances merged."""
+        """Remove merged instances that have split from `_for_load` and `_for_urgent`."""
         present = {instance.devices for instance in room.merged}
         self._for_load &= present
         changing = {device for instance in room.unsteady for device in instance.devices}
@@ -86,14 +89,14 @@ class FlyingPolicy:
     # Splits
 
     def _split(self, view: ClusterView, room: Room, instance: InstanceView, urgent: bool) -> list[Action]:
-        """Return the actions that split a group (merged instance). Return an empty list if the group stays merged.
+        """Return the actions that split a merged instance. The list is empty if the instance stays merged.
 
-        A group stays merged in three cases: it serves urgent requests (`_serves_urgent`), its requests do not fit
-        instances of a lower tensor-parallel degree, or the split was refused recently.
+        The instance stays merged if it serves urgent requests (`_serves_urgent`), if its requests do not fit the new
+        instances, or if the split was refused recently.
 
-        If no long request needs the group, the group splits to the base degree. The base degree is the degree of
-        instances before any merge. If a long request runs there or waits, the group splits to the lowest degree that
-        holds this request. A group with paused requests splits as `_resume` decides.
+        If no long request runs on the instance or waits for it, it splits to the base degree. If there is a long
+        request, it splits to the lowest degree that holds this request with all weights resident. If the instance has
+        paused requests, `_resume` decides instead.
 
         Args:
             urgent: whether urgent requests wait.
@@ -117,11 +120,11 @@ class FlyingPolicy:
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
-        """Return whether a group (merged instance) stays merged because urgent requests run on it or wait.
+        """Return whether a merged instance stays merged because urgent requests run on it or wait.
 
-        A group that was merged because of light load does not stay merged. A group that was merged for urgent requests
-        without pausing (`_for_urgent`) stays merged. Any other group stays merged if the load is not heavy, or if all
-        its running requests are urgent.
+        An instance that was merged because of light load does not stay merged. An instance that was merged for urgent
+        requests without pausing others (`_for_urgent`) stays merged. Any other instance stays merged if the load is not
+        heavy, or if all its running requests are urgent.
         """
         if instance.devices in self._for_load or not (urgent_waits or instance.runs_urgent):
             return False
@@ -129,14 +132,13 @@ class FlyingPolicy:
         return instance.devices in self._for_urgent or not (mixed and self.load.busy)
 
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
-        """Return the action that splits a group (merged instance), so that its paused requests resume.
+        """Return the actions that split a merged instance, so that its paused requests resume.
 
-        Return an empty list if the group stays merged. The group stays merged while requests run on it, while urgent
-        requests wait, or if the split was refused recently. If the pause has reached its time limit, the group splits
-        even if requests run or wait.
+        The list is empty if requests run on the instance, if urgent requests wait, or if the split was refused
+        recently. If the pause has reached its time limit, the instance splits even if requests run or wait.
 
-        If running requests would not fit beside the paused requests, return actions that preempt these running
-        requests. The group then splits in a later decision.
+        Running requests may not fit beside the paused requests. In this case, the actions preempt these running
+        requests, and a later decision splits the instance.
         """
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:
@@ -157,8 +159,8 @@ class FlyingPolicy:
     def _merge_all(self, view: ClusterView, round_: FlyingRound) -> list[Action]:
         """Return actions that merge all instances to the highest degree whose programs are compiled.
 
-        All weights stay resident. Instances do not merge if together they run more requests than the merged instance
-        has slots.
+        All weights stay resident. If the running requests of a group of instances exceed the slots of the merged
+        instance, this group does not merge.
         """
         actions: list[Action] = []
         degree = max((limits.degree for limits in view.degrees if limits.ready), default=view.base_degree)

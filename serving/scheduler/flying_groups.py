@@ -17,7 +17,8 @@ class FlyingGroups:
     """Groups of instances that may merge in one decision of the policy `flying`.
 
     Attributes:
-        coming: (free tokens, free slots) of each instance that a running or requested merge will create.
+        coming: `(free tokens, free slots)` of each merged instance that a merge in progress or a requested merge
+            creates.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -30,10 +31,10 @@ class FlyingGroups:
         self.coming = [(view.final_capacity(i), view.limits[to].max_requests) for (to, _), i in groups.items()]
 
     def members(self, devices: tuple[int, ...], degree: int) -> Members | None:
-        """Return the instances on `devices` if they may merge to `degree` in this decision. If not, return None.
+        """Return the instances on `devices` if they may merge to `degree` in this decision, or None if they may not.
 
         There must be at least two instances, and they must cover exactly these devices. Each instance must accept new
-        requests (`Room`) and have no paused requests. The merge must not have been refused recently.
+        requests (`Room.is_open`) and have no paused requests. The merge must not have been refused recently.
         """
         if (devices, degree) in self.view.refused:
             return None
@@ -43,10 +44,7 @@ class FlyingGroups:
         return members
 
     def mergeable(self, degree: int) -> list[tuple[tuple[int, ...], Members]]:
-        """Return `(devices, instances)` of each group of instances that may merge to `degree`.
-
-        The method `members` has the conditions.
-        """
+        """Return `(devices, instances)` of each group that may merge to `degree` by the conditions of `members`."""
         groups = ((devices, self.members(devices, degree)) for devices in self.view.groups(degree))
         return [(devices, members) for devices, members in groups if members is not None]
 
@@ -56,7 +54,7 @@ class FlyingGroups:
             self.room.close(instance)
 
     def reserve_coming(self, request: WaitingRequest) -> bool:
-        """Reserve room for a request on an instance that a merge will create (`coming`).
+        """Reserve room for a request on a merged instance that will exist soon (`coming`).
 
         Return False if none of these instances has enough room.
         """
@@ -70,15 +68,16 @@ class FlyingGroups:
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
         """Return `(degree, devices, members)` of the group of instances to merge for an urgent request.
 
-        Return None if no group is suitable. The degree is the highest degree that has compiled programs and a suitable
-        group, at most `FlyingConfig.urgent_degree`. Of several suitable groups, choose the group with the fewest
-        running requests, and then the group with the fewest used tokens. A group is not suitable if requests of one of
-        its devices have paused too long (`PauseBudget`).
+        The degree is the highest degree with a suitable group, at most `FlyingConfig.urgent_degree`. Among several
+        suitable groups, the group with the fewest running requests is chosen, and then the group with the fewest used
+        tokens. The result is None if no group is suitable.
+
+        In a suitable group, no device has used up its `PauseBudget`, and the programs of the degree are compiled.
 
         Args:
-            pause: whether the running requests of the group will pause. If True, the instances of a suitable group have
-                the same degree and run no urgent request. If False, a suitable group runs fewer requests than the
-                merged instance has slots.
+            pause: whether to pause the running requests of the group. If True, the instances of a suitable group have
+                equal degrees and run no urgent request. If False, the merged instance has slots for all running
+                requests and for the urgent request.
         """
         for limits in reversed(self.view.degrees):
             above = self.config.urgent_degree is not None and limits.degree > self.config.urgent_degree
@@ -99,17 +98,17 @@ class FlyingGroups:
     def merge(
         self, request: WaitingRequest, close: bool = False, pays: Callable[[float | None], bool] | None = None
     ) -> list[Action] | None:
-        """Return the action that merges a group of instances for a long request. Close the group to other requests.
+        """Return the action that merges a group of instances for a long request, or None if no group can merge.
 
-        Return None if no group can merge. The group has the lowest degree at which a merged instance can hold the
-        request (`_holding`), and at which a group has room and a free slot. Of several such groups, choose the group
-        with the fewest used tokens.
+        The degrees at which a merged instance can hold the request (`_holding`) are tried in order. At each degree,
+        groups with fewer used tokens are tried first. The first group with room and a free slot merges, and is closed
+        to other requests.
 
         Args:
-            close: whether to stop at the first degree that has groups but no group with room. If True, the group with
-                the fewest used tokens is then closed, so that it can merge later, and the result is an empty list.
-            pays: further condition for the merge. Its argument is the estimated time from now to the first token after
-                the merge, in seconds. None: the time is unknown.
+            close: whether to prepare a later merge. If True, and no group of a degree has room, the group with the
+                fewest used tokens is closed, so that it can merge later. The result is then an empty list.
+            pays: function that accepts or refuses a merge. Its argument is the estimated seconds from now to the first
+                token after the merge, or None if unknown.
         """
         view, room, size = self.view, self.room, request.max_total_tokens
         for limits, kept in self._holding(size):
@@ -137,11 +136,10 @@ class FlyingGroups:
         return None
 
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
-        """Yield each degree whose merged instances can hold a request of `size` tokens, as `(limits, kept)`.
+        """Yield `(limits, kept)` for each degree at which an instance can hold `size` tokens, lowest degree first.
 
-        The lowest degree comes first. `kept` tells whether the merged instance keeps all weights. If not, some weights
-        become KV cache. Degrees without all weights are yielded only if no degree can hold the request with all
-        weights.
+        If some degrees can hold the request with all weights resident, only these degrees are yielded, with `kept`
+        True. If no degree can, degrees are yielded at which some weights become KV cache, with `kept` False.
         """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
@@ -153,9 +151,9 @@ class FlyingGroups:
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
         """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-        The instance kept all its weights. The second merge can turn weights into KV cache, so that `request` fits. Of
-        several such instances, choose the one with the fewest used tokens, and close it to other requests. Return an
-        empty list if there is no such instance, or if the chosen instance cannot split now.
+        The instance kept all its weights. In the second merge, weights become KV cache, so that `request` fits. Among
+        several such instances, the one with the fewest used tokens is chosen, and closed to other requests. The list is
+        empty if there is no such instance, or if the chosen instance cannot split now.
         """
         view, room = self.view, self.room
         options = [

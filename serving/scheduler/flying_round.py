@@ -21,8 +21,8 @@ class FlyingRound:
 
     Attributes:
         groups: groups of instances that may merge.
-        settled: ids of requests that need no further action: dispatched requests, and urgent requests for which a merge
-            or a preemption makes room.
+        settled: ids of requests that need no further action in this decision. They are dispatched, or they are urgent,
+            and a merge or a preemption makes room for them.
         moved: devices of each group that merges for an urgent request without pausing the running requests.
         num_unplaced: number of requests that found no room.
         split_at_s: earliest time at which merged instances should split for a short request without room. None: every
@@ -44,8 +44,8 @@ class FlyingRound:
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
         """Return the actions that dispatch an urgent request or make room for it. The list may be empty.
 
-        Afterwards, the caller must call `place` for the request if its id is not in `settled`. The id of a long request
-        is never in `settled`.
+        If the request needs no further action, its id is added to `settled`. Otherwise, the caller must call `place`
+        too. For a long request, this method does nothing.
         """
         view, room = self.view, self.room
         if view.is_long(request.max_total_tokens):
@@ -113,11 +113,11 @@ class FlyingRound:
     def _place_short(self, request: WaitingRequest) -> list[Action]:
         """Return the action that starts a short request on an instance. The list is empty if the request must wait.
 
-        If several instances have room, choose one by these criteria, in this order: it runs no urgent request, its
-        steps meet the TPOT SLO, it runs no long request, and its load is the lowest.
+        If several instances have room, the best one is chosen by these criteria, in this order: it runs no urgent
+        request, its steps meet the TPOT SLO, it runs no long request, and its load is the lowest.
 
         If no instance has room, dispatch the request to an instance that is merging or splitting. If there is no such
-        instance, the request waits: reserve an instance for it, and update `split_at_s`.
+        instance, reserve an instance for the request, and update `split_at_s`.
         """
         config, room = self.config, self.room
         if options := room.by_load(room.with_room(request)):
@@ -137,11 +137,11 @@ class FlyingRound:
     def _place_long(self, request: WaitingRequest) -> list[Action]:
         """Return the actions for a long request.
 
-        If instances have room now, dispatch the request to the one with the lowest tensor-parallel degree. If an
-        instance is large enough but has no room now, the request waits for it. If the request would then miss its TTFT
-        SLO, merge a second group instead.
-
-        If no instance is large enough, merge a group, or split an instance that kept its weights.
+        - If instances have room now, dispatch the request to the one with the lowest tensor-parallel degree.
+        - If an instance is large enough but has no room now, let the request wait. If the request would then miss its
+          TTFT SLO, merge one more group of instances (`_second_merge`).
+        - If no instance is large enough, merge a group of instances. If no group can merge, split an instance that kept
+          its weights, so that it can merge again with more KV cache.
         """
         room, size = self.room, request.max_total_tokens
         if options := room.with_room(request):
@@ -164,8 +164,8 @@ class FlyingRound:
     def _second_merge(self, request: WaitingRequest, holding: list[InstanceView]) -> list[Action] | None:
         """Return the actions that merge one more group for a request, or None if the request must wait.
 
-        A merge is useful if the request would miss its TTFT SLO by waiting for the instances `holding`, and if the
-        merge gives the first token earlier. If a short request lacks room, there is no second merge.
+        The group merges if the request would miss its TTFT SLO by waiting for the instances `holding`, and if the merge
+        gives the first token earlier. If a short request lacks room, the group does not merge.
         """
         view = self.view
         slo_s = self.config.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s

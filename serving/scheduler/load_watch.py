@@ -7,20 +7,23 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Watch that decides by the load whether all instances should be merged or split.
+    """Decision whether all instances should be merged or split, from the load and from measured times.
 
     The load is the average number of requests per device. Instances merge when the load is at most `calm_requests`, but
     not sooner than `dwell_s` seconds after the last change. Merged instances split when the load is at least
     `burst_requests`, or when a short request has waited too long.
 
-    Measured times have precedence over these rules. If steps at the highest tensor-parallel degree are not shorter than
-    at the base degree, instances do not merge, and merged instances split after `dwell_s` seconds. If the highest
-    degree generates at least as many tokens per second as the base degree, instances do not split under heavy load.
+    Measured times have precedence:
+
+    - If steps are not shorter at the highest tensor-parallel degree than at the base degree, instances do not merge.
+      Merged instances split `dwell_s` seconds after the last change.
+    - If the highest degree generates at least as many tokens per second as the base degree, instances do not split
+      under heavy load.
 
     Attributes:
         bound: whether all instances should be merged to the highest degree.
-        busy: whether the load is at least `burst_requests`, or a short request has waited too long.
-        mean: average number of requests per device.
+        busy: whether the load is heavy: at least `burst_requests`, or a short request has waited too long.
+        mean: the load, an average over about `load_window_s` seconds.
     """
 
     def __init__(self, config: FlyingConfig):

@@ -43,19 +43,15 @@ class PauseBudget:
         self._paused = frozenset(paused)
 
     def used_up(self, devices: Iterable[int]) -> bool:
-        """Return whether requests of at least one of these devices must not pause now.
-
-        A device whose counter has reached `max_pause_s` must not pause requests until the counter is back at 0.
-        """
+        """Return whether the requests of at least one of these devices must not be paused now."""
         return not self._resting.isdisjoint(devices)
 
 
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
-    """Return the running requests that would find no room if this merged instance were split.
+    """Return the running requests of a merged instance that would find no room after a split to `paused_degree`.
 
-    The split is to `paused_degree`. The paused requests of the instance need room too, and there must be at least one.
-    Requests are distributed as in the engine:
-    the longest request first, each request to the new instance with the most free tokens.
+    The paused requests of the instance also need room, and there must be at least one. The running requests are
+    distributed as in the engine: the longest request first, each to the new instance with the most free tokens.
     """
     assert instance.paused_degree is not None, "some requests are paused"
     limits, parts = view.limits[instance.paused_degree], instance.paused
@@ -77,12 +73,11 @@ def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
 def paused_victims(
     view: ClusterView, instance: InstanceView, request: WaitingRequest, need: int
 ) -> list[RunningRequest]:
-    """Return the paused requests to preempt so that a waiting request finds `need` free tokens on the instance.
+    """Return the paused requests to preempt so that a waiting request finds `need` free tokens on a merged instance.
 
-    If preemption cannot free enough tokens, return an empty list. Only paused requests with a lower priority (a higher
-    `rank`) than the waiting request are preempted. Requests with the highest rank go first. Of requests with equal
-    rank, the latest arrival goes first. Each of the instances that merged to `instance` must free its share of the
-    tokens.
+    Only paused requests with a higher `rank` (a lower priority) than the waiting request are preempted. The request
+    with the highest rank goes first. Among equal ranks, the latest arrival goes first. Each of the instances before the
+    merge must free an equal share of the tokens. If this is impossible, the list is empty.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
@@ -103,10 +98,11 @@ def paused_victims(
 
 
 def resumptions(view: ClusterView) -> list[ScaleDown]:
-    """Return the actions that split merged instances so that paused requests resume.
+    """Return the actions that split merged instances so that their paused requests resume.
 
-    This is for policies that do not pause requests themselves. A merged instance does not split in three cases: it is
-    changing its degree, its running requests do not fit beside its paused requests, or the split was refused recently.
+    The scheduler calls this for a policy that does not pause requests itself. An instance does not split if it is
+    changing its degree, if its running requests do not fit beside its paused requests, or if the split was refused
+    recently.
     """
     return [
         ScaleDown(i.devices, i.paused_degree, "requests are paused there, and this policy does not pause requests")
@@ -119,7 +115,7 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Return a snapshot in which each instance with paused requests is draining, so that a policy does not use it."""
+    """Return a snapshot in which instances with paused requests are draining, so that a policy does not use them."""
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

@@ -20,7 +20,7 @@ from serving.scheduler.static import StaticPolicy
 
 
 class UnknownPolicyError(ValueError):
-    """There is no policy with this name."""
+    """Error for a policy name that is not known, or whose class cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def make_policy(
     Args:
         name: one of `POLICY_NAMES`.
         admission: order and limits of the queue.
-        config: settings of `amoeba` and `cocoserve`. Other policies use only some fields. `round_robin` and
-            `least_load_first` use the split settings and `reserved_growth`. `amoeba_paper` uses `reserve_memory_s` and
-            `reserved_growth`. `static` uses `reserved_growth`.
-        flying: settings of `flying`, which `cocoserve` can use too.
+        config: settings of `amoeba` and `cocoserve`. `round_robin` and `least_load_first` use only the split settings
+            and `reserved_growth`. `amoeba_paper` uses `reserve_memory_s` and `reserved_growth`. `static` uses
+            `reserved_growth`.
+        flying: settings of `flying`. `cocoserve` uses them too if its `request_policy` is "flying".
         cocoserve: further settings of `cocoserve`.
     """
     if name not in _MAKERS:

@@ -23,13 +23,12 @@ class Preemptions:
         """Rank, needed tokens and maximum length of each request for which the search found nothing."""
 
     def find(self, request: WaitingRequest) -> tuple[InstanceView, list[Preempt]] | None:
-        """Return `(instance, preemptions)`: the instance on which the fewest preemptions make room for a request.
+        """Return `(instance, preemptions)`: the instance on which the fewest preemptions make room for `request`.
 
-        Return None if no instance can make room, or if this decision has made too many searches.
+        Return None if no instance can make room, or if this decision has already made `_MOST_SEARCHES` searches.
 
-        A running request can be preempted if three conditions hold. It has a higher rank (a lower priority) than the
-        waiting request, it comes after the waiting request in the queue order, and it does not starve
-        (`QueueOrder.starves`).
+        A running request can be preempted if it has a higher rank (a lower priority) than the waiting request, comes
+        after it in the queue order, and does not starve (`QueueOrder.starves`).
         """
         rank, need, most = request.rank, self._room.need(request), request.max_total_tokens
         if rank >= self._highest_rank or self._num_searches >= _MOST_SEARCHES:
@@ -46,7 +45,6 @@ class Preemptions:
 
     @cached_property
     def _highest_rank(self) -> tuple[bool, int]:
-        """Return the highest rank of all running requests, or the lowest possible rank if no request runs."""
         return max((r.rank for i in self._view.instances for r in i.running), default=(False, -(2**31)))
 
     def _victims(self, instance: InstanceView, request: WaitingRequest, need: int) -> list[RunningRequest]:

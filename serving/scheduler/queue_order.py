@@ -17,14 +17,12 @@ Class 1: requests within their client's share. Class 2: requests beyond their cl
 class QueueOrder:
     """Order of the queue: the request with the earliest due time goes first.
 
-    The due time of a request is `patience_s` seconds after its arrival, or its deadline if that is earlier. For each
-    level of priority above 0, the due time is `level_s` seconds later. For each level below 0, it is `level_s` seconds
-    earlier. The due time does not change while a request waits, so the request eventually goes ahead of all later
-    arrivals.
+    The due time of a request is `patience_s` seconds after its arrival, or its deadline if that is earlier. Then
+    `priority * level_s` seconds are added, so that a request with a negative priority is due earlier. The due time
+    never changes, so the request eventually goes ahead of all later arrivals.
 
-    A request that has waited `starving_s` seconds goes ahead of all other requests, whatever their priority. Among
-    several such requests, the request that has waited longest goes first. Time in which a request runs is not waiting
-    time.
+    A request that has waited `starving_s` seconds goes ahead of all other requests, whatever its priority. Among
+    several such requests, the longest wait goes first. Time in which a request runs is not waiting time.
 
     Requests beyond their client's fair share (`WaitingRequest.beyond_share`) go last, ordered by due time.
     """
@@ -37,19 +35,16 @@ class QueueOrder:
     """Seconds of waiting after which a request goes ahead of all others. None: priority always matters."""
 
     def starves(self, request: WaitingRequest | RunningRequest, now_s: float) -> bool:
-        """Return whether a request has waited for `starving_s` seconds and is within its client's fair share."""
+        """Return whether a request starves (has waited `starving_s` seconds) and is within its client's fair share."""
         if self.starving_s is None or request.beyond_share:
             return False
         return request.waited_s(now_s) >= self.starving_s
 
     def due_key(self, request: WaitingRequest | RunningRequest) -> Key:
-        """Return the sort key of a request by its due time. The time that the request has waited does not matter.
+        """Return the sort key of a request by its due time. The request with the lowest key goes first.
 
-        The request with the lowest key goes first. Requests within their client's fair share go before requests beyond
-        it. In each of the two groups, the request with the earliest due time goes first. The key of a request never
-        changes.
-
-        The method `key` also takes the waiting time into account.
+        Requests within their client's fair share have lower keys than requests beyond it. The key of a request never
+        changes. It does not depend on the time that the request has waited, unlike the result of `key`.
         """
         due_s = request.arrival_s + self.patience_s
         if request.deadline_s is not None:

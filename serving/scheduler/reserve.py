@@ -31,8 +31,7 @@ class RecentLargest:
 class Reserve:
     """Room that a policy keeps free for a long request of `num_tokens` tokens.
 
-    The room is on a group of instances: one merged instance that can hold the request, or several instances that could
-    merge.
+    The room is on one merged instance that can hold the request, or on a group of instances that could merge for it.
 
     Args:
         num_tokens: size of the long request. 0: nothing is reserved.
@@ -47,8 +46,8 @@ class Reserve:
     def kept_from(self, num_tokens: int) -> frozenset[int]:
         """Return the devices that another request should not use, because the long request needs them.
 
-        `num_tokens` is the number of tokens that the other request needs. The result has the devices of a group if only
-        this group has room for the long request, and the other request would take this room. In all other cases the
+        `num_tokens` is the number of tokens that the other request needs. If only one group of instances has room for
+        the long request, and the other request would take this room, return the devices of the group. Otherwise, the
         result is empty.
         """
         if not self._groups:
@@ -61,8 +60,8 @@ class Reserve:
     def _candidates(self, view: ClusterView) -> list[tuple[InstanceView, ...]]:
         """Return the groups of instances that could hold the long request.
 
-        If there are merged instances that can hold the request, each of them is a group. If there are none, the groups
-        are instances that must merge first.
+        If merged instances can hold the request, each merged instance is a group. Otherwise, the groups are instances
+        that must merge first.
         """
         room = self._room
         holding = [i for i in room.merged if room.is_steady(i) and i.capacity_tokens >= self._num_tokens]
@@ -76,10 +75,10 @@ class Reserve:
         ]
 
     def _free(self, group: tuple[InstanceView, ...]) -> int:
-        """Return the number of free tokens that a group of instances will have for the long request.
+        """Return the number of tokens that a group of instances will have free for the long request.
 
-        A merged instance that can hold the request counts as if all its long requests had ended. Other groups count as
-        if they had merged.
+        If the group is a merged instance that can hold the request, its running long requests count as ended. All other
+        groups count as merged.
         """
         if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
             return self._room.free(group[0]) + self._room.freed_by_long(group[0])

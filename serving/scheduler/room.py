@@ -25,13 +25,13 @@ class MergeGroup(NamedTuple):
 class Room:
     """Free tokens and slots of each instance, reduced by the requests that the current decision has assigned.
 
-    An instance is open if it may get more requests in this decision. An instance is not open while it merges, splits or
-    drains, or after a call of `close`.
+    An instance is open if it may get more requests in this decision. It is not open while it merges, splits or drains
+    (accepts no new requests), or after a call of `close`.
 
     Args:
-        reserved_growth: part of the KV cache to keep free for running requests, as a share of the tokens that they may
-            still generate. 0: as in vLLM, at most one page is kept free for each request, and requests are preempted if
-            pages run out. 1: pages never run out.
+        reserved_growth: tokens to keep free for running requests, as a share of the tokens that they may still
+            generate. One page for each request is kept free in addition. 0: as in vLLM, requests are preempted if pages
+            run out. 1: pages never run out.
 
     Attributes:
         merged: instances whose degree is above the base degree.
@@ -56,7 +56,10 @@ class Room:
     # Sizes of requests
 
     def need(self, request: WaitingRequest) -> int:
-        """Return the number of free tokens that a request needs to start, in whole pages."""
+        """Return the number of free tokens that a request needs to start, in whole pages.
+
+        These are the tokens of its prompt, and the tokens to keep free for its growth (`growth`).
+        """
         left = max(request.max_total_tokens - request.prompt_tokens, 0)
         return self._view.whole_pages(
             request.prompt_tokens + min(left, self._view.page_size + int(self._growth * left))
@@ -66,7 +69,7 @@ class Room:
         """Return the number of tokens to keep free for the growth of running requests, in whole pages.
 
         For each request, this is one page plus a share (`reserved_growth`) of the tokens that the request may still
-        generate, but at most all of these tokens.
+        generate. It is never more than all tokens that the request may still generate.
         """
         share, page_size, num_pages = self._growth, self._view.page_size, 0
         for request in requests:
@@ -155,9 +158,9 @@ class Room:
         return tuple(found.values())
 
     def parts(self, devices: tuple[int, ...]) -> tuple[InstanceView, ...] | None:
-        """Return the instances that would merge on these devices.
+        """Return the instances that would merge on these devices, or None if a merge is impossible.
 
-        Return None if there is only one instance, or if the instances do not cover exactly these devices.
+        There must be at least two instances, and they must cover exactly these devices.
         """
         members = self.members(devices)
         whole = len(members) > 1 and sum(i.degree for i in members) == len(devices)
@@ -194,10 +197,10 @@ class Room:
         self._new_prompt_tokens[instance.id] += request.prompt_tokens
 
     def reserve_for(self, request: WaitingRequest) -> None:
-        """Close the instance for which a request should wait, so that no later request takes its free tokens.
+        """Close an instance to later requests, so that they do not take the free tokens for which `request` waits.
 
-        The instance is open, has a free slot, and is large enough for the request. Of several such instances, choose
-        the one with the most free tokens. If there is no such instance, do nothing.
+        Among the open instances with a free slot that are large enough for the request, the instance with the most free
+        tokens is closed. If there is no such instance, do nothing.
         """
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
@@ -207,12 +210,12 @@ class Room:
     def reserve_after(self, instance: InstanceView, request: WaitingRequest, freed_tokens: int) -> None:
         """Reserve tokens on an instance for a request that will start there when some running requests have ended.
 
-        The running requests will free `freed_tokens` tokens. If the new request needs more, reserve the difference.
+        The running requests will free `freed_tokens` tokens. If the waiting request needs more, reserve the difference.
         """
         self._free[instance.id] -= max(self.need(request) - freed_tokens, 0)
 
     def can_join(self, instance: InstanceView, request: WaitingRequest) -> bool:
-        """Return whether a short request can start on an instance while it merges or splits.
+        """Return whether a short request can start on an instance that is merging or splitting.
 
         The instance needs a free slot and enough `InstanceView.joinable_tokens`, and must not be closed or draining.
         """
@@ -221,9 +224,9 @@ class Room:
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return a merging or splitting instance on which a short request can start (`can_join`).
+        """Return the merging or splitting instance with the most `joinable_tokens` on which a short request can start.
 
-        Return None if there is no such instance. Of several instances, return the one with the most `joinable_tokens`.
+        Return None if there is no such instance (`can_join`).
         """
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
@@ -238,11 +241,10 @@ class Room:
         return f"it computes prompts as it becomes TP{instance.transition_to}"
 
     def reserve_in_transition(self, request: WaitingRequest) -> None:
-        """Reserve tokens for a request on an instance that is merging or splitting.
+        """Reserve tokens for a waiting request on an instance that is merging or splitting.
 
-        After the merge or split, the instance is large enough for the request. If there is no such instance, do
-        nothing. Of several instances, prefer an instance with enough free tokens, then the lowest degree, then the most
-        free tokens.
+        Only instances that will be large enough for the request count. Prefer an instance with enough free tokens, then
+        the lowest degree, then the most free tokens. If there is no such instance, do nothing.
         """
         need, view = self.need(request), self._view
         options = [

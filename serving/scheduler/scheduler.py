@@ -94,7 +94,7 @@ class Record(NamedTuple):
 
 
 class Scheduler:
-    """Loop between a policy and an executor. One thread calls all methods.
+    """Loop that asks a policy for actions and lets an executor carry them out. One thread calls all methods.
 
     A policy that pauses requests itself has an attribute `pauses = True`. For any other policy, the scheduler resumes
     paused requests as soon as they fit. Until then, the devices of these requests get no other requests.
@@ -129,8 +129,8 @@ class Scheduler:
     def _decide(self) -> tuple[list[Decision], bool]:
         """Ask the policy once, and execute its actions. Return `(tried actions, ask again)`.
 
-        `ask again` is True if an instance that merges or splits has accepted a request. Another decision may then
-        dispatch one more request to it.
+        `ask again` is True if an instance that merges or splits has accepted a request. Such an instance accepts one
+        request in each decision, so another decision may dispatch one more.
         """
         self.counters.ticks += 1
         view = self.executor.snapshot()

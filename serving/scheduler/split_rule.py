@@ -39,9 +39,9 @@ def split_to_release(
 ) -> ScaleDown | None:
     """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-    The instance kept all its weights. The second merge can turn weights into KV cache, so that `request` fits. Return
-    None if the running requests do not fit the new instances yet, or if the split was refused recently. In any case,
-    close the instance to other requests.
+    The instance kept all its weights. In the second merge, weights become KV cache, so that `request` fits. The
+    instance is closed to other requests. If its running requests do not fit the new instances yet, or if the split was
+    refused recently, return None.
     """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
@@ -87,20 +87,19 @@ class SplitRule:
         """
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
-        """Return the merged instances that should accept no more requests, because they will split.
+        """Return `(instance, degree)` for each merged instance that should get no more requests, because it will split.
 
-        The result has pairs `(instance, degree)`. `degree` is the lowest degree that can hold the long requests that
-        need the instance. Instances that are already merging, splitting or draining are never returned. Call this once
-        in each decision, because it also records which instances long requests need.
+        Call this once in each decision, because it also records which instances long requests need. `degree` is the
+        degree after the split: the lowest degree that can hold these long requests.
 
-        An instance with at least `free_share` of its KV cache free is returned after the linger time. The linger time
-        ends when no long request has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is
-        above the base degree, the running requests must also fit the new instances.
+        If at least `free_share` of the KV cache of an instance is free, the instance is returned after the linger time:
+        no long request has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is above the
+        base degree, the running requests must also fit the new instances.
 
-        An instance with less free KV cache is returned at once, but only for a split to the base degree.
+        If less of its KV cache is free, the instance is returned at once, but only for a split to the base degree.
 
         Args:
-            pressed: whether a short request found no room in the last decision. If True, the linger time is 0.
+            pressed: whether a short request found no room in the last decision. If True, there is no linger time.
         """
         before, self._needed_s = self._needed_s, {}
         leaving = []
@@ -123,7 +122,7 @@ class SplitRule:
     def _needed_degree(self, view: ClusterView, degree: int, size: int) -> int:
         """Return the lowest degree to which an instance of degree `degree` may split for a request of `size` tokens.
 
-        If the request needs the instance as it is, return `degree`.
+        If the request needs the whole instance, return `degree`.
         """
         if not view.is_long(size):
             return view.base_degree
@@ -145,15 +144,15 @@ class SplitRule:
     ) -> list[ScaleDown]:
         """Close the instances in `leaving` to new requests, and return the splits that can start now.
 
-        A split can start if `free_share` of the instance's KV cache is free, if the running requests fit the new
-        instances, and if the split was not refused recently. If `pressed` is True, `free_share` does not matter.
+        A split can start if the running requests fit the new instances, if the split was not refused recently, and if
+        `free_share` of the KV cache is free. If `pressed` is True, the last condition does not count.
 
-        There is one exception to the closing. If `pressed` is True and no other instance is open, an instance whose
-        requests do not fit the new instances stays open.
+        If `pressed` is True and all open instances are in `leaving`, instances whose requests do not fit yet stay open,
+        so that short requests can start there.
 
         Args:
             leaving: result of the method `leaving`.
-            pressed: see `leaving`.
+            pressed: whether a short request found no room in the last decision.
         """
         actions, numbers = [], {instance.id for instance, _ in leaving}
         for instance, degree in leaving:

@@ -9,8 +9,8 @@ from serving.scheduler.view import ClusterView
 class StaticPolicy:
     """Policy `static`: each request goes to the least-loaded instance with room, and instances never merge or split.
 
-    A request that is too large for every instance is rejected. If a request finds no room, an instance is closed to
-    later requests, so that they do not take its free tokens.
+    A request that is too large for every instance is rejected. If a request finds no room, one instance is closed to
+    later requests, so that they do not take the free tokens for which the request waits.
     """
 
     name = "static"

@@ -34,15 +34,14 @@ class Timing:
     """Highest measured throughput, by degree."""
 
     def step_s(self, degree: int) -> float | None:
-        """Return the seconds of a decode step at a tensor-parallel degree; None if none was measured."""
+        """Return the seconds of a decode step at a tensor-parallel degree, or None if none was measured."""
         return self.steps_s.get(degree)
 
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
         """Return whether degree `degree` was measured to generate at least as many tokens per second as degree `other`.
 
-        If a degree was not measured, the result is False. The result is also False if the measurement of `other` had
-        too few sequences for a comparison: clearly fewer than the measurement of `degree`, or clearly fewer than run
-        now. The reason is that few sequences generate few tokens at any degree.
+        If a degree was not measured, the result is False. Few sequences generate few tokens at any degree. Therefore,
+        the result is also False if `other` was measured with clearly fewer sequences than `degree`, or than run now.
 
         Args:
             sequences: number of sequences that run now.
@@ -54,10 +53,10 @@ class Timing:
         return one.tokens_per_s >= two.tokens_per_s and two.sequences >= enough
 
     def prompt_s(self, num_tokens: int, degree: int) -> float | None:
-        """Return the seconds to compute `num_tokens` prompt tokens at a degree; None if no prompt was measured."""
+        """Return the seconds to compute `num_tokens` prompt tokens at a degree, or None if no prompt was measured."""
         rate = self.prompt_tokens_per_s.get(degree)
         return num_tokens / rate if rate else None
 
     def transformation_s(self, before: int, after: int) -> float | None:
-        """Return the seconds of a merge or split from one degree to another; None if none was measured."""
+        """Return the seconds of a merge or split from degree `before` to `after`, or None if none was measured."""
         return self.transformations_s.get((before, after))

@@ -68,10 +68,9 @@ class WaitingRequest:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Rank for preemption. A request may preempt requests with a higher rank.
+        """Rank for preemption, `(beyond_share, priority)`. A request may preempt requests with a higher rank.
 
-        The rank is `(beyond_share, priority)`. A request beyond its client's fair share therefore has a higher rank
-        than every request within its client's share.
+        A request beyond its client's fair share has a higher rank than every request within its client's share.
         """
         return self.beyond_share, self.priority
 
@@ -116,9 +115,9 @@ class RunningRequest:
 
 @dataclass(frozen=True)
 class PlacementView:
-    """Devices that compute the attention and the FFN of each layer of an instance, as indices in ascending order.
+    """Devices that compute the attention and the FFN of each layer of an instance.
 
-    On real devices, the indices come from `sharding.placement.Placement`.
+    Devices are indices in ascending order. On real devices, they come from `sharding.placement.Placement`.
     """
 
     attention: tuple[tuple[int, ...], ...]
@@ -188,10 +187,10 @@ class InstanceView:
     """Present limit of the batch (`LimitBatch`). `free_slots` respects it. None: no limit."""
 
     def homes(self, layer: int, modules: Modules = "layer") -> tuple[tuple[int, ...], ...]:
-        """Return the devices that compute a layer of the instance, as a tuple of entries.
+        """Return the devices that compute a layer of the instance, as one tuple for each module (attention, FFN).
 
-        An entry is a tuple of devices. For "layer", there are two entries: the devices of the attention and of the FFN.
-        If the instance has no `placement`, there is one entry: all its devices.
+        For "layer", the result has two tuples. For any other value of `modules`, it has one. If the instance has no
+        `placement`, all its devices compute the layer, and the result has one tuple.
         """
         if self.placement is None:
             return (self.devices,)
@@ -209,7 +208,7 @@ class InstanceView:
 
     @cached_property
     def largest(self) -> int:
-        """Largest `max_total_tokens` of all running requests; 0 if no request runs."""
+        """Largest `max_total_tokens` of all running requests, or 0 if no request runs."""
         return max([request.max_total_tokens for request in self.running], default=0)
 
     @cached_property
@@ -250,7 +249,7 @@ class DegreeLimits:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of one layer of the model on one device, for the choice of placement changes."""
+    """Sizes of one layer of the model on one device, from which a policy chooses placement changes."""
 
     num_layers: int
     """Number of layers of the model."""
@@ -276,7 +275,7 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class DeviceView:
-    """Free resources of one device."""
+    """Memory and utilization of one device."""
 
     id: int
     """Index of the device."""
@@ -354,7 +353,7 @@ class ClusterView:
         return {instance.id: instance for instance in self.instances}
 
     def instance(self, instance_id: int) -> InstanceView | None:
-        """Return an instance by its id; None if there is none."""
+        """Return the instance with this id, or None if there is none."""
         return self._by_id.get(instance_id)
 
     def guests(self, device: int) -> tuple[InstanceView, ...]:
@@ -390,7 +389,7 @@ class ClusterView:
         return sorted([*[request.max_total_tokens for request in self.queue], *self.hidden_tokens])
 
     def largest_waiting(self, limit_tokens: int) -> int:
-        """Return the size of the largest waiting request of at most `limit_tokens` tokens; 0 if there is none."""
+        """Return the size of the largest waiting request with at most `limit_tokens` tokens, or 0 if there is none."""
         place = bisect_right(self._waiting_sizes, limit_tokens)
         return self._waiting_sizes[place - 1] if place else 0
 
@@ -402,15 +401,15 @@ class ClusterView:
     def keeps_weights(self, instance: InstanceView) -> bool:
         """Return whether a merged instance kept all its weights.
 
-        If so, its capacity can grow: after a split, a second merge can turn weights into KV cache.
+        If so, its devices can have more KV cache: after a split, a second merge can turn weights into KV cache.
         """
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose empty instances can hold a request, at least the base degree.
+        """Return the lowest degree whose empty instances can hold a request, or None if there is none.
 
-        Return None if there is no such degree. If the request does not fit the base degree, degrees below `merge_to`
-        are skipped. If all degrees that can hold the request are below `merge_to`, return the highest degree.
+        The result is at least the base degree. If the request does not fit the base degree, degrees below `merge_to`
+        are skipped. If only degrees below `merge_to` can hold the request, return the highest possible degree.
         """
         holding = [
             limits.degree

@@ -12,12 +12,12 @@ class Batching(Protocol):
     """
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Choose the prompt chunks of the next step. Return the size of each chunk in tokens.
+        """Return the sizes in tokens of the prompt chunks that the next step computes.
 
-        The sizes belong to the first prompts in `left`, in the same order. All other prompts wait.
+        Chunk `i` is a part of prompt `i`. Prompts without a chunk wait for a later step.
 
         Args:
-            left: number of tokens that are not computed yet, for each prompt.
+            left: for each prompt, the number of tokens that are not computed yet.
             decodes: number of decoding sequences in the same step.
             degree: tensor-parallel degree of the instance.
         """
@@ -35,9 +35,9 @@ class TokenBudget:
     max_num_batched_tokens: int = 2048
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Choose the prompt chunks of the next step (`Batching.chunks`).
+        """Return the sizes in tokens of the prompt chunks that the next step computes (`Batching.chunks`).
 
-        Only prompt tokens count towards `max_num_batched_tokens`.
+        Only prompt tokens count towards `max_num_batched_tokens`, so `decodes` has no effect.
         """
         budget, taken = self.max_num_batched_tokens, []
         for tokens in left:
@@ -53,9 +53,9 @@ _COARSE, _MIN_CHUNK = 4, 16
 
 @dataclass(frozen=True)
 class EngineBuckets:
-    """Rule of this project's engine, whose steps have compiled shapes (`amoeba_jax.programs.buckets`).
+    """Rule of this project's engine, which pads each step to a compiled shape (`amoeba_jax.programs.buckets`).
 
-    A step has room for 1 or 4 prompt chunks of equal size. The first prompt determines the size.
+    A compiled shape has 1 or 4 prompt chunks of equal size. The first waiting prompt determines the size.
 
     Attributes:
         max_num_seqs: maximum number of sequences in a step, for each device of the instance.
@@ -66,7 +66,7 @@ class EngineBuckets:
     max_num_batched_tokens: int = 512
 
     def chunks(self, left: Sequence[int], decodes: int, degree: int) -> list[int]:
-        """Choose the prompt chunks of the next step (`Batching.chunks`)."""
+        """Return the sizes in tokens of the prompt chunks that the next step computes (`Batching.chunks`)."""
         chunk = self.chunk_size(left[0])
         taken = self.most_prompts(decodes, len(left), chunk, degree)
         return [min(tokens, chunk) for tokens in left[:taken]]
@@ -85,19 +85,19 @@ class EngineBuckets:
     def chunk_size(self, length: int) -> int:
         """Return the chunk size in tokens for a prompt of which `length` tokens are not computed yet.
 
-        The normal size is the smallest size that holds all `length` tokens. If no size is large enough, it is the
-        largest size. If the tokens would fill at most half of the normal size, the result is the next smaller size, if
-        there is one.
+        The result is the smallest of the `chunk_sizes` that holds all tokens, or else the largest size. But if at least
+        half of this chunk would be padding, the result is the next smaller size. For the sizes 32, 128 and 512: 100
+        tokens give 128, 60 tokens give 32, and 600 tokens give 512.
         """
         sizes = self.chunk_sizes
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, decodes: int, waiting: int, chunk: int, degree: int) -> int:
-        """Return the number of prompts in the next step.
+        """Return the number of prompts from which the next step computes a chunk.
 
-        The result is 3 or 4 if at least 3 prompts wait, and `max_num_seqs` and `max_num_batched_tokens` allow 4
-        prompts. In all other cases, the result is 1.
+        The result is 1 if fewer than 3 prompts wait, or if the limits of the class do not allow 4 chunks. Otherwise the
+        step uses the compiled shape with 4 chunks, and the result is 3 or 4.
 
         Args:
             decodes: number of decoding sequences in the step.

@@ -15,9 +15,9 @@ class Block:
         steps: number of steps.
         first_s: seconds of the first step.
         slope_s: seconds by which each step is longer than the step before, because contexts grow.
-        plain_s: seconds of the first step without the time for prompts and layer switches.
+        plain_s: seconds that the first step would take without prompts and layer switches.
         chunks: pair (request, number of tokens) for each prompt chunk of the first step.
-        switches: number of layers that a transformation switches before the first step.
+        switches: number of layers that a merge or split switches before the first step.
         interference_s: seconds that prompts add to the first step; 0 if no request decodes.
         switch_s: seconds that layer switches add to the first step.
     """
@@ -65,11 +65,10 @@ class Block:
         return True
 
     def rest(self, now_s: float) -> "Block | None":
-        """Split off the running step. Drop the steps that have not begun at `now_s`.
+        """Return the step that is running at `now_s` as a new block, or None if no step is running.
 
-        Return a new block with only the running step, or None if no step is running. This block still counts the
-        running step in `steps`. If a block is returned, the caller must therefore subtract 1 from `steps` of this
-        block.
+        Drop the steps that have not begun. The running step is now in both blocks. If a block is returned, the caller
+        must therefore subtract 1 from `self.steps`.
         """
         self.cut(now_s)
         if self.steps == 0:
@@ -86,7 +85,7 @@ class Block:
         return step
 
     def _position(self, elapsed_s: float) -> float:
-        """Return the number of steps done after `elapsed_s` seconds. The running step counts as a fraction."""
+        """Return the number of steps done after `elapsed_s` seconds, such as 2.5 in the middle of the third step."""
         if self.first_s <= 0:
             return float(self.steps)
         if self.slope_s <= 0 or self.steps == 1:

@@ -1,7 +1,6 @@
 """Cost models of other serving systems, according to their papers.
 
-The models give the costs of transformations, the costs of steps, and the capacities of instances. A transformation
-changes the tensor-parallel degree of instances.
+They give the costs of steps, the costs of merges and splits, and the capacities of instances.
 """
 
 from collections.abc import Sequence
@@ -31,9 +30,9 @@ class HostMemoryCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Return the cost of a change of degree (`TransformationCost.change`). `kept` has no effect.
+        """Return the cost of a change of the tensor-parallel degree. All devices transfer at the same time.
 
-        All devices transfer at the same time.
+        Arguments are as in `TransformationCost.change`. `kept` has no effect.
         """
         devices = max(from_degree, to_degree)
         kv_device = self.model.kv_token_bytes() * tokens / devices
@@ -58,7 +57,7 @@ class LayerExchangeCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Return the cost of a merge or split (`TransformationCost.change`)."""
+        """Return the cost of a merge or split. Arguments are as in `TransformationCost.change`."""
         stages = max(from_degree, to_degree) // min(from_degree, to_degree)
         kv_device = self.model.kv_token_bytes() * tokens / stages * (stages - 1) / stages
         weights_device = 0.0
@@ -71,18 +70,18 @@ class LayerExchangeCost:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Cost of steps in KunServe.
+    """Cost of steps in KunServe, whose instances use pipeline parallelism.
 
-    Each device of an instance is a stage of a pipeline, and computes some of the layers. A step divides its tokens into
-    one part (micro-batch) for each stage, so that all stages are busy.
+    Each device is a stage of the pipeline, and computes some of the layers. A step divides its tokens into as many
+    micro-batches as there are stages, so that all stages are busy.
     """
 
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`).
+        """Return the seconds of a step with the contents `shape`, without the attention operator.
 
-        The result is the time that one micro-batch takes in all stages, with its transfers between stages.
+        The result is the time of one micro-batch: its computation in all stages, and its transfers between stages.
         """
         if degree == 1:
             return self.base.fixed_s(1, shape)
@@ -93,7 +92,7 @@ class PipelineCost:
         return self.base.fixed_s(1, part) + degree * hop_s
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each cached token (`StepCost.context_s`).
+        """Return the seconds of decode attention for one cached token of a decoding sequence.
 
         All stages read the cache of their layers at the same time.
         """
@@ -119,11 +118,11 @@ class SequenceParallelCost:
     """Number of parts that are masters. None: all parts."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`).
+        """Return the seconds of a step with the contents `shape`, without the attention operator.
 
-        The result is the time of one part, plus the transfers between parts. In each layer, keys and values of prompts
-        pass through all parts. A master sends the queries of its decoding sequences to the other parts, and receives
-        partial results.
+        The result is the time that one part computes, plus the time of transfers between parts. In each layer, keys and
+        values of prompts pass through all parts. A part that is a master sends the queries of its decoding sequences to
+        the other parts, and receives partial results.
         """
         tensor = self.tensor_degree
         if degree == 1:
@@ -155,7 +154,7 @@ class UlyssesCost:
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`)."""
+        """Return the seconds of a step with the contents `shape`, without the attention operator."""
         if degree == 1:
             return self.base.fixed_s(1, shape)
         model, device = self.base.model, self.base.device
@@ -183,7 +182,7 @@ class ShiftCost:
     base: ModelStepCost
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention (`StepCost.fixed_s`)."""
+        """Return the seconds of a step with the contents `shape`, without the attention operator."""
         return min(self.base.fixed_s(degree, shape), UlyssesCost(self.base).fixed_s(degree, shape))
 
     def context_s(self, degree: int) -> float:
@@ -194,9 +193,9 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """Return the share of a step that each of `degree` devices computes.
+    """Return the contents of a step for one of the `degree` devices that divide its tokens and decoding sequences.
 
-    Tokens and decoding sequences are divided by `degree` and rounded up. Every device computes a part of every prompt.
+    Numbers are rounded up. The number of prompts stays the same, because every device computes a part of each prompt.
     """
     return StepShape(
         -(-shape.decodes // degree), shape.prompts, -(-shape.prompt_tokens // degree), -(-shape.longest_chunk // degree)
@@ -204,16 +203,16 @@ def _part(shape: StepShape, degree: int) -> StepShape:
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return the limits of KunServe's instances for each degree at which the model fits.
+    """Return capacity and request limit of a KunServe instance, for each degree at which the model fits.
 
-    Each layer is stored on one device of an instance. Raises `DoesNotFitError` if the model fits at no degree.
+    Each layer is stored on one device of the instance. Raises `DoesNotFitError` if the model fits at no degree.
     """
     weights = memory.model.weight_bytes
     return memory.limits(degrees, max_num_seqs, lambda degree: memory.tokens_beside(weights / degree, degree))
 
 
 def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return the limits of LoongServe's instances for each degree. Each device stores all weights.
+    """Return capacity and request limit of a LoongServe instance, for each degree. Each device stores all weights.
 
     Raises `DoesNotFitError` if the model does not fit on one device.
     """
@@ -222,9 +221,9 @@ def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: in
 
 
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return the limits of Shift Parallelism's instances for each degree at which the model fits.
+    """Return capacity and request limit of an instance with Shift Parallelism, for each degree at which the model fits.
 
-    Each device stores all weights. At a degree above 1, each device also stores a copy of its tensor-parallel shard.
+    Each device stores all weights. At a degree above 1, each device also stores its tensor-parallel shard separately.
     Raises `DoesNotFitError` if the model fits at no degree.
     """
     weights = memory.model.weight_bytes

@@ -41,12 +41,12 @@ class DeviceSpec:
     kernel_s: float
     """Seconds that each operator adds to the time of its work in a captured program, such as a step."""
     all_reduce_latency_s: dict[int, float]
-    """Seconds of the smallest all-reduce, by number of ranks. It must not fall. For a missing number, the value of the
-    next larger number is used, or the largest value."""
+    """Seconds of the smallest all-reduce, by number of ranks. They must not fall as the number grows. For a missing
+    number, the value of the next larger number is used, or the largest value."""
     link_efficiency: float
     """Share of `link_bandwidth` that transfers between devices reach."""
     host_s: float
-    """Seconds of host work in each step, while the device computes. A step is not shorter."""
+    """Seconds of host work in each step, while the device computes. No step is shorter than this."""
     step_overhead_s: float = 0.0
     """Seconds of host work in each step, while the device waits. 0 for an engine that launches steps ahead."""
     sources: dict[str, str] = field(default_factory=dict)

@@ -38,9 +38,10 @@ class DisaggregatedPolicy:
 
 @dataclass
 class _Handover:
-    """Request on its way from a prefill instance to a decode instance.
+    """Request on its way from the prefill instance `source` to the decode instance `target`.
 
-    `steps` is the number of decode steps that the prefill instance had run when the prompt was computed.
+    `steps` is the number of decode steps that `source` had run when the prompt was computed. The prompt was computed at
+    `since_s`, and the transfer ends at `due_s`. `target` is None until a decode instance has room.
     """
 
     run: Run
@@ -64,10 +65,10 @@ class Handovers:
         """Times at which `proceed` must be called. The event loop empties this list."""
 
     def take(self, instance: SimInstance) -> None:
-        """Remove the requests with computed prompts from a prefill instance.
+        """Take the requests whose prompts are computed from a prefill instance, and transfer them to decode instances.
 
-        The transfer of a request to a decode instance starts at once if there is room, and otherwise in a later
-        `proceed`. Call this method between two steps of the instance. For a decode instance, it does nothing.
+        If no decode instance has room for a request, a later call of `proceed` starts its transfer. Call this method
+        between two steps of the instance. It does nothing for a decode instance.
         """
         if instance not in self._host.instances[: self._config.num_prefill]:
             return
@@ -79,7 +80,7 @@ class Handovers:
         self.proceed()
 
     def proceed(self) -> None:
-        """End the transfers that are complete, and start the transfers for which a decode instance has room."""
+        """End the transfers that are complete. Start each waiting transfer for which a decode instance has room."""
         now_s = self._host.now_s
         for handover in [h for h in self._pending if h.target is not None and h.due_s <= now_s]:
             self._pending.remove(handover)

@@ -156,10 +156,10 @@ class Cluster:
     # The loop
 
     def run(self, config: LoopConfig | None = None, progress: Progress | None = None) -> None:
-        """Serve requests until all have ended, or until a limit of `config` is reached.
+        """Simulate until all requests have ended, or until a limit of `config` is reached. Call this method only once.
 
-        Call this method only once. Results are in `records` and `tally`. `overloaded` is true if `queue_limit` stopped
-        the run.
+        Results are in `records` and `tally`. `progress` is a function that receives the virtual time in seconds and the
+        share of requests that have arrived.
         """
         config = config or LoopConfig()
         arrivals, total = array("d", self.requests.arrival_s), len(self.requests)
@@ -290,10 +290,9 @@ class Cluster:
                 self._plan_tick(host, now_s + wait_s)
 
     def _count_limit(self, host: Host, now_s: float) -> None:
-        """Add the time since the last call to `Tally.limited_s`.
+        """Add the time since the last call to `Tally.limited_s`, for the resource that waiting requests lacked then.
 
-        The time counts for the resource that waiting requests lacked at the last call. Also record the resource that
-        waiting requests lack now, for the next call.
+        After that, record the resource that waiting requests lack now. The next call adds the time for this resource.
         """
         limited_s = self.tally.limited_s
         if host.limit is not None:
@@ -305,9 +304,9 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """Add unfinished work to `tally` and `records` at the end of the simulation.
+        """Add what is not counted yet to `tally` and `records`, at the end of the simulation.
 
-        Unfinished work is the ended steps of blocks that have not ended, and the waiting times of requests in queues.
+        These are the steps that have ended within a running block, and the waiting times of requests in queues.
         """
         for host in self.hosts:
             self._count_limit(host, self.now_s)

@@ -24,18 +24,17 @@ _WORTH_TELLING = 0.02
 
 
 _ALL = 0.99
-"""Share of requests within the objectives from which the speed of steps is no limit."""
+"""If at least this share of the requests is within the objectives, the speed of steps is no limit."""
 _SAME_SHARE, _SAME_TTFT = 0.001, 0.02
 """Differences that count as none: of the share of requests within the objectives, and of the mean TTFT (a ratio)."""
 
 
 def compare(one: PolicyResult, two: PolicyResult) -> int:
-    """Return -1 if the first result is better, 1 if the second result is better, and 0 if they are equal.
+    """Return -1 if result `one` is better, 1 if result `two` is better, and 0 if they are equal.
 
-    The result with the larger share of requests within the latency limits is better. If the shares are equal, the
-    result with fewer refused requests is better. If these numbers are also equal, the result with the shorter mean time
-    to first token (TTFT) is better. Small differences of shares and of TTFT do not count. Both results must be for the
-    same requests.
+    The results are compared by the share of requests within the latency limits. If the shares are equal, they are
+    compared by the number of refused requests, and then by the mean time to first token (TTFT). Shares count as equal
+    up to a difference of 0.1 percentage points, and TTFT up to 2%. Both results must be for the same requests.
     """
     if abs(difference := two.kept_share - one.kept_share) > _SAME_SHARE:
         return 1 if difference > 0 else -1

@@ -7,11 +7,10 @@ from serving.simulator.errors import SimulationError
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Failure of a device at the time `at_s`.
+    """Failure of a device at the time `at_s`, in seconds. `device` is its index among the devices of all hosts.
 
-    The instance on the device loses its KV cache, and accepts no requests for `down_s` seconds. The requests of the
-    instance return to the queue and are computed again, as in the engine. `device` is the number of the device among
-    the devices of all hosts.
+    Every instance that uses the device loses its KV cache, and accepts no requests for `down_s` seconds. Its requests
+    return to the queue and are computed again, as in the engine.
     """
 
     device: int

@@ -16,8 +16,8 @@ class GroupChanges:
     """Merges and splits of a simulated host, from start to end.
 
     Attributes:
-        failing: pair (end in seconds, members) for each running merge or split that will end without effect.
-        waiting: pair (merge, members) for each merge that has not started because requests run on its members.
+        failing: pair (end in seconds, instances) for each running merge or split that will fail (`Faults`).
+        waiting: pair (merge, instances) for each merge that starts once these instances run no requests.
     """
 
     def __init__(self, executor: Host):
@@ -40,10 +40,10 @@ class GroupChanges:
         return members
 
     def scale_up(self, action: ScaleUp) -> None:
-        """Start a merge.
+        """Start a merge. Raises `Refusal` with the reason if the merge is not possible now.
 
-        If `action.running` is "wait" and requests run on the instances, `proceed` starts the merge later. Raises
-        `Refusal` with the reason if the merge is not possible now.
+        `action.running` says what happens to running requests. With "pause", they pause until the split. With "wait",
+        `proceed` starts the merge after they have ended. Otherwise they continue during the merge.
         """
         devices, degree, host = action.devices, action.degree, self._executor
         aligned = tuple(range(devices[0], devices[0] + degree)) if devices else ()
@@ -94,7 +94,7 @@ class GroupChanges:
         self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
     def scale_down(self, action: ScaleDown) -> None:
-        """Start a split. If the instance has only paused requests, the split is immediate, and the requests continue.
+        """Start a split of an instance. If all requests on its devices are paused, resume them at once.
 
         Raises `Refusal` with the reason if the split is not possible now.
         """
@@ -151,9 +151,9 @@ class GroupChanges:
         self._executor.begin(instance)
 
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
-        """Start a merge or split that will fail.
+        """Start a merge or split of instances that will fail. `lower` is the lower of its two degrees.
 
-        Its instances accept no requests until the merge or split ends. The instances then continue unchanged.
+        The instances accept no requests until the merge or split ends. They then continue unchanged.
         """
         cost = self._executor.config.transformation
         price = cost.change(lower, action.degree, sum(i.used_tokens() for i in members))
@@ -171,9 +171,9 @@ class GroupChanges:
         return bool(due)
 
     def end(self, instance: SimInstance) -> None:
-        """End a merge or split whose layers have all switched.
+        """End the merge or split of an instance, whose layers have all switched.
 
-        After a split, the new instances replace the instance.
+        After a split, instances of the lower degree replace the instance.
         """
         change, instance.change = instance.change, None
         assert change is not None, "a change must be running"
@@ -189,10 +189,10 @@ class GroupChanges:
             self._executor.begin(part)
 
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
-        """Replace an instance by instances of a lower degree. Return the new instances.
+        """Replace an instance by instances of a lower degree, and return them.
 
-        If the instance had replaced paused instances, these paused instances are the new instances. The new instances
-        receive the running requests and the cached prompts. A request that fits on no new instance is preempted.
+        If paused instances are on its devices, they replace it. Otherwise new instances replace it. They receive the
+        running requests and the cached prompts. A request that fits on none of them is preempted.
         """
         host = self._executor
         if instance.paused:

@@ -11,7 +11,7 @@ from serving.simulator.tally import Ending, Tally
 
 
 class Host(Protocol):
-    """Parts of a simulated host that the modules for changes of instances use.
+    """Simulated host, as the modules that merge, split, pause and spread instances use it.
 
     `SimExecutor` implements and documents the methods.
     """
@@ -42,20 +42,20 @@ class Host(Protocol):
 
 
 def drained_s(host: Host, instance: SimInstance) -> float:
-    """Drop the planned steps of an instance that have not begun. Return the time at which the instance is free.
+    """Return the virtual time in seconds at which the running step of an instance ends.
 
-    This is the virtual time in seconds at which the running step ends. If no step is running, this is the present time.
-    The caller must call `take_in` next.
+    If no step is running, return the present time. All steps that have not begun are dropped. The caller must call
+    `take_in` next.
     """
     instance.cut(host.now_s)
     return host.now_s if instance.block is None else max(instance.block.end_s, host.now_s)
 
 
 def take_in(host: Host, instance: SimInstance) -> None:
-    """Process the planned steps of an instance as if they had ended. Record finished requests.
+    """Process all remaining steps of an instance as if they had ended. Record finished requests.
 
-    The last of these steps may still be running. Afterwards, the instance has no planned steps. The event for the end
-    of the steps becomes obsolete.
+    The last of these steps may be running. The instance has no steps afterwards, and the event for their end becomes
+    obsolete.
     """
     if instance.block is not None:
         for run in instance.end_block(instance.block.end_s):

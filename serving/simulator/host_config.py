@@ -86,8 +86,8 @@ class Waiting:
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
         last_token_s: time of the latest token before a preemption; None if the request has generated no token.
-        offloaded: pair (request, decode steps that the request's instance had run), saved when the KV pages were copied
-            to host memory. None if the pages are not in host memory.
+        offloaded: pair (running request, steps) if the KV pages are in host memory, otherwise None. `steps` is the
+            number of decode steps that the instance had run when the request was offloaded.
     """
 
     request: WaitingRequest

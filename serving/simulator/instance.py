@@ -19,19 +19,19 @@ from serving.simulator.tally import Records, Tally
 
 @dataclass(eq=False)
 class Change:
-    """Running merge or split. Between steps, some layers switch to the new tensor-parallel degree.
+    """Merge or split that is in progress. Before each step, some layers switch to the new tensor-parallel degree.
 
     Attributes:
         action: requested merge or split.
         start_s: start of the merge or split.
         left: number of layers that have not switched.
         total: number of layers.
-        lower: lower of the old and the new degree. For a merge, it is the lowest degree of the members.
+        lower: lower of the old and the new degree. For a merge, it is the lowest degree of the merged instances.
         layer_s: seconds to switch one layer.
         pause_s: seconds without steps before the first switch.
         layers_per_step: number of layers that switch before each step.
         fails: whether the merge or split ends without effect.
-        from_degree: old degree. If the members of a merge have different degrees, the lowest of these degrees.
+        from_degree: old degree. For a merge, it is the same as `lower`.
         lane_tokens: capacity in tokens of an instance of the lower degree.
     """
 
@@ -48,13 +48,14 @@ class Change:
     lane_tokens: int = 0
 
     def joinable_tokens(self, instance: "SimInstance", used_tokens: int) -> int:
-        """Return the maximum length in tokens of a prompt that starts on the instance now.
+        """Return the maximum length in tokens of a prompt that can start on the instance now.
 
-        The result is a multiple of the page size. It is 0 if `fails` is set.
+        The prompt must fit in the free memory of one instance of the lower degree. The result is a multiple of the page
+        size. It is 0 if `fails` is set.
 
         Args:
             instance: instance that merges or splits.
-            used_tokens: tokens of the running requests of the instance. They are assumed to be spread evenly over
+            used_tokens: tokens of its running requests. The calculation assumes that they are spread evenly over the
                 instances of the lower degree.
         """
         if self.fails:
@@ -88,9 +89,10 @@ class Change:
         return block
 
     def _step_s(self, instance: "SimInstance", low_share: float, chunk: int, pairs: float) -> float:
-        """Return the seconds of a step if the share `low_share` of its layers runs at the lower degree.
+        """Return the seconds of a step in which the share `low_share` of the layers runs at the lower degree.
 
-        `chunk` is the number of prompt tokens of the step. `pairs` is the number of attention pairs (`StepCost`).
+        `chunk` is the number of prompt tokens of the step. `pairs` is the number of attention pairs. A pair is one of
+        these prompt tokens and a token that it attends to.
         """
         pricing, count, degree = instance.pricing, instance.num_decoding, instance.degree
         seconds = []
@@ -107,7 +109,7 @@ class SimInstance:
 
     Attributes:
         runs: running requests by id.
-        joining: requests that are not part of a step yet.
+        joining: added requests that the next steps do not include yet.
         prompts: requests whose prompts the next steps compute, in the order of `Run.order`.
         num_decoding: number of decoding requests.
         steps: number of decode steps that have ended.
@@ -123,11 +125,11 @@ class SimInstance:
         step_s: seconds of the latest decode step without a prompt; None before the first such step.
         step_rows: number of sequences in the step that `step_s` measures.
         prompt_tokens_per_s: prompt tokens per second of the latest step with prompts; None before the first such step.
-        waits_for: merge that will start when no request runs on the devices of the merge. None: no merge.
+        waits_for: merge that starts as soon as no request runs on its devices, or None.
         slowdown: factor by which steps take longer because other instances are busy (`Pricing.slowdown`).
         prompt_slowdown: like `slowdown`, for steps with a prompt.
         down_until_s: time until which the instance accepts no requests after a failure; below 0: no failure.
-        prefixes: cached prompt blocks.
+        prefixes: prefix cache.
         step_began_s: start of the latest step that has ended.
         spread: devices that compute the layers of the instance. None: only the instance's own devices compute them, and
             these devices compute no layers of other instances.
@@ -196,25 +198,22 @@ class SimInstance:
     def count_room(self) -> None:
         """Update `room_tokens`, the number of tokens that running requests may use.
 
-        Without paused instances, this is the capacity. With paused instances, this is the number of free tokens of the
-        fullest paused instance, times the number of paused instances.
+        Without paused instances, this is the capacity. Otherwise the fullest paused instance is the limit, because each
+        page of the merged instance has a piece on every device. Paused instances with 100 and 40 free tokens give 80.
         """
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
 
     def used_tokens(self, steps: int | None = None) -> int:
-        """Return how many tokens fit into the KV pages that running requests have after `steps` decode steps.
+        """Return the size in tokens of the KV pages that running requests use. A page in use counts as full.
 
-        By default, `steps` is the number of decode steps that have ended.
+        `steps` is the number of decode steps that the instance has run at the time in question. None: `self.steps`.
         """
         steps, size = self.steps if steps is None else steps, self.page_size
         return sum(-(-run.num_tokens(steps) // size) for run in self.runs.values()) * size
 
     def steps_at(self, now_s: float) -> int:
-        """Return the number of decode steps that have ended at `now_s`.
-
-        Planned steps also count if they end by `now_s`.
-        """
+        """Return the number of decode steps that have ended at `now_s`, including ended steps of the present block."""
         return self.steps if self.block is None or self.num_decoding == 0 else self.steps + self.block.done(now_s)
 
     # Requests
@@ -303,8 +302,8 @@ class SimInstance:
     def _take_joining(self) -> None:
         """Move added requests from `joining` to `prompts`, so that the next step can compute their prompts.
 
-        Normally, all requests move. With `launches_ahead`, a busy instance has launched the next step already when the
-        latest ended step began. A request that was added after this launch stays in `joining`.
+        With `launches_ahead`, a busy instance launches each step when the step before it begins. A request that is
+        added during step 1 is then too late for step 2. It stays in `joining` until step 3 is planned.
         """
         came = self.joining
         if self.launches_ahead and (self.prompts or self.num_decoding):
@@ -316,7 +315,7 @@ class SimInstance:
     def _step_s(self, shape: StepShape, pairs: float = 0.0) -> float:
         """Return the seconds of a step, before the factor `slowdown` is applied.
 
-        `pairs` is the number of attention pairs (`StepCost`).
+        `pairs` is the number of attention pairs. A pair is a prompt token of the step and a token that it attends to.
         """
         pricing, degree = self.pricing, self.degree
         if self.spread is not None:
@@ -349,10 +348,9 @@ class SimInstance:
         return Block(now_s, max(steps, 1), self._step_s(StepShape(count)) * self.slowdown, slope_s * self.slowdown)
 
     def end_block(self, now_s: float) -> list[Run]:
-        """Process all planned steps, the last of which ends at `now_s`. The instance is idle afterwards.
+        """Process all planned steps. The last step ends at `now_s`. The instance is idle afterwards.
 
-        Return the finished requests, which are removed with their KV pages. If no steps were planned, return an empty
-        list.
+        Return the finished requests. They and their KV pages are removed from the instance.
         """
         block, self.block = self.block, None
         if block is None or block.steps == 0:
@@ -410,7 +408,7 @@ class SimInstance:
             self._decode(run)
 
     def take_busy_s(self, now_s: float) -> float:
-        """Return for how many seconds steps have run since the last call."""
+        """Return the seconds in which steps have run since the last call."""
         total_s, before_s = self._busy_s, self._taken_busy_s
         if self.block is not None:
             total_s += min(max(now_s - self.block.start_s, 0.0), self.block.time_s(self.block.steps))
@@ -467,7 +465,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
 
 
 def steps_with_pages(instance: SimInstance) -> int:
-    """Return how many decode steps can certainly run with the KV pages of an instance; at least 1."""
+    """Return the number of decode steps for which the free KV pages suffice: a lower bound, but at least 1."""
     count, size = instance.num_decoding, instance.page_size
     most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
     if (room := instance.room_tokens - most) >= 64 * count:
@@ -477,7 +475,10 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Return whether the next step needs more KV pages than there are, and a preemption can free some."""
+    """Return whether a request must be preempted because the next step needs more KV pages than the instance has.
+
+    If the instance has only one request, return False, because its preemption would help no other request.
+    """
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:
         return False

@@ -17,9 +17,9 @@ _MAX_PARTS = 16
 
 
 def is_static(name: str) -> bool:
-    """Return whether a policy is static.
+    """Return whether a policy is static: it never merges or splits instances.
 
-    A static policy never merges or splits instances. All weights of an instance are divided over its devices.
+    With a static policy, all weights of an instance are divided over its devices.
     """
     return name in STATIC or name == "disaggregated" or read_parts(name) is not None
 
@@ -81,11 +81,10 @@ def degrees_at_start(name: str, devices: int, limits: Sequence[DegreeLimits]) ->
 
 
 def num_prefill(name: str, degrees: Sequence[int]) -> int:
-    """Return how many instances compute prompts only. These instances come first in `degrees`.
+    """Return how many instances compute prompts only. 0 for all policies except `disaggregated`.
 
-    The result is 0 for all policies except `disaggregated`. If the name of `disaggregated` has parts, the result is the
-    number of instances in the first part. Otherwise, the result is half of the instances. `degrees` has the degree of
-    each instance at the start.
+    For `disaggregated:tp2x1+tp1x6`, it is the number of instances in the first part, here 1. For `disaggregated`, it is
+    half of the instances. `degrees` has the degree of each instance at the start, and instances for prompts come first.
     """
     if not name.startswith("disaggregated"):
         return 0

@@ -1,6 +1,6 @@
-"""Capacity of instances in tokens.
+"""Capacity of instances: the number of tokens whose keys and values fit into memory.
 
-The keys and values of these tokens fit into memory beside the weights and the temporaries of a step.
+Weights and the temporaries of a step use the rest of the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from serving.simulator.errors import DoesNotFitError, SimulationError
 from serving.simulator.model_shape import ModelShape
 
 SLOT_TOKENS, MIN_SLOTS, MAX_SLOTS = 1024, 8, 256
-"""Tokens of a request, and bounds of the running requests of a device, for the default number of running requests."""
+"""Default maximum of running requests on a device: cache tokens for each request, lower bound and upper bound."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class MemoryPlan:
         Args:
             degrees: possible tensor-parallel degrees.
             max_num_seqs: maximum number of running requests for each device. None: the largest power of two for which
-                the cache holds `SLOT_TOKENS` tokens of each request, but at least `MIN_SLOTS` and at most `MAX_SLOTS`.
-            capacity: function that receives a degree and returns the capacity of an instance in tokens. None:
+                the cache holds `SLOT_TOKENS` tokens of each request, from `MIN_SLOTS` to `MAX_SLOTS`.
+            capacity: function that returns the capacity in tokens of an instance of a given degree. None:
                 `capacity_tokens`.
         """
         found = {degree: (capacity or self.capacity_tokens)(degree) for degree in degrees}
@@ -88,9 +88,9 @@ class MemoryPlan:
         return tuple(DegreeLimits(degree, tokens, slots * degree) for degree, tokens in fitting.items())
 
     def tokens_beside(self, weight_bytes: float, degree: int) -> int:
-        """Return the capacity of an instance in tokens if each device stores `weight_bytes` bytes of weights.
+        """Return the capacity in tokens of `degree` devices, each of which stores `weight_bytes` bytes of weights.
 
-        No keys or values are stored twice in an instance. The result is rounded down to whole pages.
+        The KV cache is divided evenly over the devices. The result is rounded down to whole pages.
         """
         free = self.device.memory_bytes * self.utilization - self.activations - weight_bytes
         return int(free * degree / self.model.kv_token_bytes()) // self.page_size * self.page_size

@@ -274,10 +274,10 @@ class ModelShape:
         return 4 * self.num_heads * self.head_dim
 
     def kv_token_bytes(self, degree: int = 1) -> float:
-        """Return the bytes that one device stores for a token: keys and values of the device's KV heads in all layers.
+        """Return the bytes of KV cache of one token, in all layers, on one of `degree` devices.
 
-        If there are fewer KV heads than devices, each device stores one head. With latent attention, each device stores
-        the compressed vector. As in the engine, layers with a sliding window store all tokens.
+        KV heads are divided over the devices, but each device stores at least one head. With latent attention, each
+        device stores the compressed vector. As in the engine, layers with a sliding window store all tokens.
         """
         if self.latent is not None:
             return self.num_layers * (self.latent.rank + self.latent.rope) * self.item_bytes
@@ -311,7 +311,6 @@ class _Fields:
 
 
 def _dense_layers(fields: _Fields, layers: int) -> int:
-    """Return the number of layers without experts."""
     first = fields.get("first_k_dense_replace") or 0
     step = fields.get("decoder_sparse_step") or fields.get("moe_layer_freq") or 1
     listed = set(fields.get("mlp_only_layers") or ())

@@ -1,7 +1,7 @@
 """Pauses of requests while a merged instance uses their devices.
 
-Paused requests keep their KV pages and make no progress. The merged instance is called the group. The paused instances
-are the members of the group.
+Paused requests keep their KV pages and make no progress. The merged instance is the group, and the instances of the
+paused requests are its members.
 """
 
 from serving.simulator.host import Host, drained_s, take_in
@@ -30,9 +30,9 @@ def pause(host: Host, members: list[SimInstance], devices: tuple[int, ...]) -> N
 
 
 def resume(host: Host, group: SimInstance) -> None:
-    """Replace a merged instance (group) by its paused members, whose requests continue.
+    """Replace a merged instance (`group`) by the paused instances on its devices, whose requests continue.
 
-    The group must run no requests.
+    The merged instance must run no requests.
     """
     ready_s = drained_s(host, group)
     take_in(host, group)
@@ -45,9 +45,9 @@ def resume(host: Host, group: SimInstance) -> None:
 
 
 def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
-    """Detach the paused members from a merged instance (group), and return these members.
+    """Detach the paused instances from a merged instance (`group`), and return them.
 
-    Also record how long the requests of the members were paused.
+    Also record how long their requests were paused.
     """
     members, group.paused = list(group.paused), ()
     for member in members:
@@ -58,12 +58,12 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 
 
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
-    """Choose the request to preempt if an instance lacks KV pages.
+    """Choose the request to preempt if an instance lacks KV pages. Return `(owner, request)`.
 
-    Return `(owner, request)`. The owner is the instance or a paused instance: the one whose KV pages the request uses.
-    One candidate is the running request that is last in the order `Run.order`. If requests are paused, the other
-    candidate is the last request of the fullest paused instance. The paused request is chosen, except if it has a
-    higher priority than the running request.
+    `owner` is the instance of the request: `instance`, or a paused instance on the same devices. If no request is
+    paused, the choice is the last running request in the order `Run.order`. Otherwise this request is compared with the
+    last request of the fullest paused instance. The request with the lower priority is chosen. If both priorities are
+    equal, the paused request is chosen.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -76,10 +76,9 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Update how many tokens running requests may use (`room_tokens`) on instances that replace paused instances.
+    """Update `room_tokens`, the number of tokens that running requests may use, of instances with paused requests.
 
-    Call this function after a request was removed. If the removed request was paused, running requests may use its
-    room.
+    Call this function after a request was removed. If that request was paused, running requests may use its memory.
     """
     for instance in instances:
         if instance.paused:
@@ -98,8 +97,7 @@ def deal(runs: list[Run], steps: int, parts: list[SimInstance], page_size: int) 
         page_size: tokens of a page.
 
     Returns:
-        Pair (request, new instance) for each request. None replaces the instance if the request fits on no new
-            instance.
+        Pair (request, new instance) for each request. The new instance is None if the request fits on none of them.
     """
     free = [part.capacity_tokens - part.used_tokens() for part in parts]
     slots = [part.limits.max_requests - len(part.runs) for part in parts]

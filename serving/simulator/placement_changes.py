@@ -42,8 +42,8 @@ class _Progress:
 class PlacementChanges:
     """Placement changes of a simulated host from start to end, and the memory of the host's devices.
 
-    An instance has a `Spread` if other devices compute some of its layers, or if its own device computes layers of
-    other instances.
+    `SimInstance.spread` is the placement of the layers of an instance. It is None if the instance's own devices compute
+    all its layers, and compute no layers of other instances.
     """
 
     def __init__(self, host: Host):
@@ -63,10 +63,10 @@ class PlacementChanges:
     # Checks
 
     def check_group(self, members: Iterable[SimInstance]) -> None:
-        """Raise `Refusal` if the placement of layers prevents a merge or split of instances.
+        """Raise `Refusal` if the placement of layers prevents a merge or split of the instances `members`.
 
-        This is the case during a placement change, if layers of these instances are on other devices, or if layers of
-        other instances are on the devices of these instances.
+        There are three reasons: a placement change of a member is in progress, another device computes layers of a
+        member, or a device of a member computes layers of another instance.
         """
         for member in members:
             name = member.devices[0]
@@ -80,7 +80,7 @@ class PlacementChanges:
                 )
 
     def _guests(self, devices: Sequence[int]) -> list[SimInstance]:
-        """Return the instances that compute layers on these devices, although the devices are not their own."""
+        """Return the instances that compute layers on these devices, but do not own these devices."""
         return [
             i
             for i in self._host.instances
@@ -131,7 +131,7 @@ class PlacementChanges:
     # Memory
 
     def _pool_bytes(self, device: int) -> float:
-        """Return the bytes for KV cache on a device: the device's memory less the weights of all instances there."""
+        """Return the bytes of a device that KV cache may use: its memory without the weights of all instances there."""
         if (known := self._pools.get(device)) is not None:
             return known
         sizes, attention, ffn, other = self._cost.sizes, set[int](), set[int](), 0.0
@@ -167,9 +167,9 @@ class PlacementChanges:
         return self._pool_bytes(device) - self._used_bytes()[device]
 
     def count_rooms(self) -> None:
-        """Update how many tokens running requests may use, for all instances that have a `Spread`.
+        """Update the number of tokens that running requests may use (`room_tokens`), from the free device memory.
 
-        The numbers follow from the free memory of the devices.
+        This is necessary only for instances with a `spread`, because other instances may use the same memory.
         """
         if self._host.config.layers is None:
             return
@@ -182,10 +182,9 @@ class PlacementChanges:
             instance.room_tokens = own + math.floor(free / size) * size
 
     def count_capacities(self) -> None:
-        """Update the capacity and the `Spread` of all instances, after placements or instances have changed.
+        """Update `spread` and capacity of all instances. Call this method after a change of placements or instances.
 
-        An instance has no `Spread` if only its own device computes its layers, and this device computes no layers of
-        other instances.
+        `spread` becomes None if the instance's own device computes all its layers, and computes no other layers.
         """
         if self._host.config.layers is None:
             return
@@ -215,7 +214,7 @@ class PlacementChanges:
         )
 
     def _sample(self) -> None:
-        """Measure the utilization of each device: in which share of the time since the last sample the device computed.
+        """Measure the utilization of each device: the share of the time since the last sample in which it computed.
 
         Do nothing if the last sample is less than `_SAMPLE_S` seconds old.
         """
@@ -232,7 +231,7 @@ class PlacementChanges:
         self._utilization = {device: min(value, 1.0) for device, value in busy.items()}
 
     def crowd(self, instance: SimInstance) -> None:
-        """Set how much slower an instance is on each device, because other busy instances compute there."""
+        """Update `device_crowding`: the factor by which other busy instances slow down an instance on each device."""
         assert instance.spread is not None, "other instances share no device"
         busy = [i for i in self._host.instances if i is not instance and i.block is not None and i.spread is not None]
         instance.device_crowding = {
@@ -244,7 +243,7 @@ class PlacementChanges:
     def start(self, action: PlacementChange, at_once: bool = False) -> None:
         """Start a placement change. Raises `Refusal` with the reason if it is not possible now.
 
-        `at_once` says whether all layers switch now at no cost, for placements at the start of a simulation.
+        If `at_once` is set, all layers switch now at no cost. This is for placements at the start of a simulation.
         """
         instance = self._find(action.instance_id)
         spread = instance.spread or Spread.at_home(instance.devices[0], self._cost)
@@ -304,7 +303,7 @@ class PlacementChanges:
             raise Refusal(f"device {device} has {free / 1e9:.2f} GB free, but the layers need {needed / 1e9:.2f} GB")
 
     def _copied_bytes(self, action: PlacementChange, spread: Spread, layer: int) -> float:
-        """Return the bytes of one layer's weights that the target device of a change lacks."""
+        """Return the bytes of weights to copy for one layer: the weights that its new device does not have yet."""
         if isinstance(action, Evict | ScaleIn):
             return 0.0
         sizes, device, modules = self._cost.sizes, action.device, getattr(action, "modules", "layer")
@@ -319,7 +318,7 @@ class PlacementChanges:
         return copied + (sizes.ffn_bytes if modules in ("layer", "ffn") and not ffn else 0.0)
 
     def take_new_times(self) -> list[float]:
-        """Return the times at which `proceed` must be called. Times that an earlier call returned are left out."""
+        """Return the virtual times at which `proceed` must be called, without the times that earlier calls returned."""
         times, self._new_times = self._new_times, []
         return times
 
@@ -328,7 +327,7 @@ class PlacementChanges:
         return change.left if isinstance(change.action, ScaleIn) else change.left[:count]
 
     def _schedule(self, change: _Progress) -> None:
-        """Plan when the next group of layers switches: after the copy of its weights."""
+        """Determine when the next group of layers switches: at the end of the copy of its weights."""
         cost, group = self._cost, self._group(change)
         spread = change.instance.spread or Spread.at_home(change.instance.devices[0], cost)
         num_bytes = sum(self._copied_bytes(change.action, spread, layer) for layer in group)
@@ -337,7 +336,7 @@ class PlacementChanges:
         self._new_times.append(change.due_s)
 
     def proceed(self) -> None:
-        """Switch the layers whose time has come, and end the changes that are complete."""
+        """Switch the groups of layers whose weights have been copied. End the placement changes that are complete."""
         for change in [c for c in self._running if c.due_s <= self._host.now_s]:
             group = self._group(change)
             if not isinstance(change.action, ScaleIn):

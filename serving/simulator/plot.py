@@ -89,8 +89,8 @@ def draw_sweep(points: Sequence[SweepPoint]) -> Any:
 def degree_steps(result: PolicyResult) -> tuple[list[float], dict[int, list[int]]]:
     """Return `(times, counts)`: the number of devices at each tensor-parallel degree, over time.
 
-    `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until the next time. `times`
-    has the seconds at which degrees change, and the end of the run.
+    `counts[degree][i]` is the number of devices in instances of `degree`, from `times[i]` until `times[i + 1]`. `times`
+    has each time in seconds at which degrees change, and the end of the run.
     """
     degrees = sorted({degree for _, degree, _ in result.tally.degrees})
     now = dict.fromkeys(degrees, 0)

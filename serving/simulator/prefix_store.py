@@ -1,8 +1,8 @@
 """Prefix cache of a simulated instance.
 
-In this module, a block is a series of consecutive prompt tokens with an id. The class `block.Block` is something else.
-Requests hold blocks while they run. A block that no request holds is idle. An idle block stays in the cache until its
-room is needed.
+In this module, a block is a series of consecutive prompt tokens with an id (not the class `block.Block`). A running
+request holds the blocks of its prompt. A block that no request holds is idle. An idle block stays in the cache until
+its memory is needed.
 """
 
 from collections import Counter, OrderedDict
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 class PromptBlocks:
     """Blocks of a prompt, as in Mooncake's traces. A block is a series of consecutive prompt tokens.
 
-    If two prompts are equal up to the end of a block, they have the same id for this block.
+    Two prompts have the same id for a block if they are equal up to the end of this block.
 
     Attributes:
         ids: ids of the blocks in order.
         tokens: number of tokens in each block.
-        num_held: number of leading blocks that the request holds on its instance.
+        num_held: number of blocks, from the first one on, that the request holds in the cache of its instance.
     """
 
     ids: tuple[int, ...]
@@ -33,10 +33,10 @@ class PromptBlocks:
 
 
 class PrefixStore:
-    """Cache of computed prompt blocks on a simulated instance.
+    """Prefix cache of a simulated instance. It consists of prompt blocks: series of prompt tokens with an id.
 
-    A block that no running request holds is idle. Idle blocks use only capacity that no request needs. The least
-    recently used idle block is evicted first. Blocks at the end of a prompt are evicted before blocks at its beginning.
+    A running request holds its blocks. A block that no request holds is idle, and uses only memory that no request
+    needs. The least recently used idle block is evicted first. Of one prompt, the last idle block is evicted first.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class PrefixStore:
         return self._idle_tokens
 
     def find(self, prompt: PromptBlocks, prompt_tokens: int) -> int:
-        """Find the longest cached prefix of a prompt, and return the number of tokens in this prefix.
+        """Return the number of tokens in the longest cached prefix of a prompt.
 
         The request of the prompt then holds the blocks of this prefix. The result is at most `prompt_tokens - 1`,
         because the last prompt token must be computed.
@@ -96,16 +96,16 @@ class PrefixStore:
         self._idle_tokens += tokens
 
     def shrink(self, free_tokens: int) -> None:
-        """Evict idle blocks while they have more than `free_tokens` tokens in total."""
+        """Evict idle blocks until all idle blocks together have at most `free_tokens` tokens."""
         while self._idle and self._idle_tokens > free_tokens:
             block, tokens = self._idle.popitem(last=False)
             self._idle_tokens -= tokens
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """Hold the blocks that a request held on its previous instance.
+        """Add the blocks that a request held on its previous instance. The request then holds them here.
 
-        The request moves to the instance of this store with its KV pages.
+        Call this method if a request moves to the instance of this store with its KV pages.
         """
         before = None
         for block in prompt.held:
@@ -114,10 +114,10 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Copy idle blocks from `other`, the store of an instance that is being replaced.
+        """Copy idle blocks from `other`, the store of an instance that the instance of this store replaces.
 
-        Skip blocks that are already in this store. The caller must first call `take_held` for each request that moves
-        here. `blocks` has the ids of the blocks to copy. By default, all idle blocks are copied.
+        `blocks` has the ids of the blocks to copy. None: all idle blocks. Blocks that are already in this store are
+        skipped. The caller must first call `take_held` for each request that moves here.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:
@@ -125,10 +125,10 @@ class PrefixStore:
                 self._put(block, other._idle[block])
 
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
-        """Distribute the idle blocks over the stores of the new instances, when the instance of this store splits.
+        """Copy the idle blocks to `parts`, the stores of the new instances, when the instance of this store splits.
 
-        All idle blocks of prompts with the same first block go to the same store. This is the store that already has
-        the first block. If no store has this block, it is the store with the fewest idle tokens.
+        Each block goes to one store. Blocks of prompts with the same first block go to the same store: the store that
+        already has the first block, or else the store with the fewest idle tokens.
         """
         groups: dict[int, list[int]] = {}
         for block in self._idle:

@@ -1,4 +1,4 @@
-"""Cost of the steps of an instance, from a cost model and the slowdown by other busy instances."""
+"""Time of the steps of an instance, from a cost model and the slowdown by other busy instances."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,9 @@ from serving.simulator.step_cost import StepCost, StepShape, prompt_pairs
 
 
 class Pricing:
-    """Cost of steps on a host: the results of a `StepCost`, and the slowdown by other busy instances.
+    """Time of steps on a host: cached results of a cost model (`StepCost`), and the slowdown by other busy instances.
 
-    Results of the `StepCost` are cached.
+    The caller multiplies the time of a step by `slowdown`.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Pricing:
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """Return how many times longer a step takes while `busy` instances are busy, compared with one busy instance.
+        """Return the time of a step while `busy` instances run steps, divided by its time while only one runs steps.
 
-        If nothing was measured, the result is 1. If `busy` instances were not measured, use the measurement with the
-        next smaller number of busy instances.
+        If this factor was not measured for `busy` instances, return the factor for the next smaller measured number.
+        If nothing was measured, return 1.
 
         Args:
-            busy: number of busy instances, including the instance that runs the step.
+            busy: number of instances that run steps, including the instance of this step.
             prompts: whether the step has prompts.
         """
         table = self.prompt_crowding if prompts else self.crowding
@@ -50,14 +50,14 @@ class Pricing:
         return table[max(measured)] if measured else 1.0
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step without attention (`StepCost.fixed_s`)."""
+        """Return the seconds of a step with the contents `shape`, without the attention operator."""
         key = (degree, shape)
         if (seconds := self._fixed.get(key)) is None:
             seconds = self._fixed[key] = self.cost.fixed_s(degree, shape)
         return seconds
 
     def attention_s(self, degree: int, sequences: float, context: float) -> float:
-        """Return the seconds of decode attention in a step.
+        """Return the seconds that a step spends in the attention operator for its decoding sequences.
 
         Args:
             degree: tensor-parallel degree of the instance.
@@ -78,10 +78,10 @@ class Pricing:
         return self.context_s(degree) * share * sequences
 
     def pairs(self, start: int, length: int) -> float:
-        """Return the number of attention pairs of a prompt chunk, as a mean over the layers.
+        """Return the number of attention pairs of a prompt chunk. If layers differ, it is the mean over the layers.
 
-        The chunk has `length` tokens, after `start` computed tokens. A pair is a token of the chunk and a token that
-        this token attends to.
+        A pair is a token of the chunk and a token that this token attends to. The chunk has `length` tokens, and
+        `start` tokens of the prompt were computed before.
         """
         full = prompt_pairs(start, length)
         if (window := self.window) is None:
@@ -89,13 +89,13 @@ class Pricing:
         return (1 - window.share) * full + window.share * prompt_pairs(start, length, window.tokens)
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each cached token (`StepCost.context_s`)."""
+        """Return the seconds of decode attention for one cached token of a decoding sequence."""
         if (seconds := self._context.get(degree)) is None:
             seconds = self._context[degree] = self.cost.context_s(degree)
         return seconds
 
     def pair_s(self, degree: int) -> float:
-        """Return the seconds of prompt attention for each pair of tokens (`StepCost.pair_s`)."""
+        """Return the seconds of prompt attention for one pair of a prompt token and a token that it attends to."""
         if (seconds := self._pair.get(degree)) is None:
             seconds = self._pair[degree] = self.cost.pair_s(degree)
         return seconds

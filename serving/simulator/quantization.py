@@ -16,16 +16,16 @@ _MAX_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bytes of one weight in attention and in FFNs, with its share of the scales. None: not quantized."""
+    """Bytes of one quantized weight in attention and in FFNs, with its share of the scales. None: not quantized."""
 
     attention_bytes: float | None = None
     ffn_bytes: float | None = None
 
     @classmethod
     def from_hf(cls, name: str, config: Any, has_experts: bool) -> "Quantization":
-        """Return the bytes of weights for a `quantization_config`.
+        """Return the bytes of one weight for a `quantization_config`.
 
-        Embeddings, routers and the output projection are not quantized. Raises `SimulationError` for a method that
+        Embeddings, routers and the output projection count as not quantized. Raises `SimulationError` if the method
         cannot be simulated.
 
         Args:

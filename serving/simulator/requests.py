@@ -1,4 +1,4 @@
-"""Requests of a simulation, as a table with columns. A table for a day of traffic takes only tens of megabytes."""
+"""Requests of a simulation, as a table with one array for each column."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class RequestTable:
 
     @property
     def too_long(self) -> np.ndarray:
-        """Bool for each request: whether prompt and output exceed the context of the model (`max_model_len`)."""
+        """Bool for each request: whether prompt and output together exceed `max_model_len`."""
         lengths = self.input_len + self.output_len
         return np.zeros(len(self), bool) if self.max_model_len is None else lengths > self.max_model_len
 
@@ -73,14 +73,14 @@ class RequestTable:
         return f"r{index}" if self.names is None else self.names[index]
 
     def prompt_blocks(self, index: int) -> PromptBlocks | None:
-        """Return the prompt blocks of the request in row `index`, for the prefix cache; None if they are unknown."""
+        """Return the blocks by which the prefix cache finds the prompt of the request in row `index`. None: unknown."""
         if (ids := self.prefix_blocks.get(index)) is None:
             return None
         size = self.prefix_block_tokens
         return PromptBlocks(ids[: math.ceil(int(self.input_len[index]) / size)], size)
 
     def waiting(self, index: int) -> WaitingRequest:
-        """Return the request in row `index` in the form in which the scheduler sees it at arrival."""
+        """Return the request in row `index` as the scheduler sees it at arrival."""
         prompt, arrival_s = int(self.input_len[index]), float(self.arrival_s[index])
         limit_s = _number(self.deadline_s, index)
         deadline_s = None if limit_s is None else arrival_s + limit_s
@@ -97,6 +97,6 @@ class RequestTable:
 
 
 def _number(column: np.ndarray | None, index: int) -> float | None:
-    """Return the element `index` of a column, or None if the element is NaN or there is no column."""
+    """Return element `index` of a column. Return None if the element is NaN, or if the column is None."""
     value = math.nan if column is None else float(column[index])
     return None if math.isnan(value) else value

@@ -91,11 +91,11 @@ class PolicyResult:
         return self.num_devices * self.price_per_hour / 3600 / self.output_throughput * 1e6
 
     def limits(self) -> dict[str, Any]:
-        """Return the resources of the policy, and for how long requests lacked each resource.
+        """Return the resources of the policy, and the time that requests waited for them, as a dict for JSON.
 
-        The result is a dict that JSON can represent. The resources are tensor-parallel degrees, instances at the start,
-        tokens of the KV cache, and the maximum number of running requests (slots). `waited_s` has the waiting times in
-        seconds.
+        The keys are `degrees`, `instances_at_start` (number by degree), `cache_tokens` (capacity of the KV cache),
+        `slots` (maximum number of running requests) and `waited_s` (seconds by the resource that waiting requests
+        lacked).
         """
         cache = slots = 0
         start: dict[int, int] = {}
@@ -185,10 +185,10 @@ class PolicyResult:
         return float(self.kept[rows & self.judged].mean()) if (rows & self.judged).any() else None
 
     def parts(self) -> dict[str, float]:
-        """Return the mean latency divided by cause, and totals of all merges and splits.
+        """Return the causes of the mean latency, and totals of all merges and splits.
 
-        A key `ttft_*` is a mean over completed requests in seconds. A key `token_*` is a mean over generated tokens in
-        seconds. All other values are totals.
+        The values of the keys `ttft_*` are seconds of the mean TTFT of completed requests. The values of the keys
+        `token_*` are seconds of the mean time of a generated token. All other values are totals.
         """
         done = self.completed & ~np.isnan(self.ttft_s)
         tally, tokens = self.tally, max(self.tally.generated_tokens, 1)
@@ -246,7 +246,7 @@ def collect(
 
 
 def _judged(cluster: Cluster, slo: Slo, ttft_s: np.ndarray, ending: np.ndarray) -> np.ndarray:
-    """Return for each request whether it counts in `PolicyResult.kept_share` (see `PolicyResult.judged`)."""
+    """Return a bool for each request: whether it counts in `PolicyResult.kept_share` (see `PolicyResult.judged`)."""
     requests, is_open = cluster.requests, ending == Ending.OPEN
     if not is_open.any() or not slo.limits_s:
         return np.ones(len(requests), bool)

@@ -1,7 +1,7 @@
 """Running request of a simulated instance.
 
-While a request decodes, its number of tokens follows from the number of decode steps of its instance. A step therefore
-need not update each request. The argument `steps` of the methods is this number of decode steps.
+A step does not update its decoding requests. Instead, the number of tokens of a request is computed from `steps`, an
+argument of many methods: the number of decode steps that the instance has run.
 """
 
 from dataclasses import replace
@@ -16,13 +16,13 @@ class Run:
     Attributes:
         request: request as the scheduler saw it in the queue.
         index: row of the request in `tally.Records`.
-        output_left: number of tokens left to generate. This number stays constant while the request decodes (see
-            `left`).
+        output_left: number of tokens left to generate when the request started to decode on its instance, or now if it
+            has not started. `left` returns the present number.
         prompt_left: number of prompt tokens left to compute.
         base: number of tokens of the request when it started to decode on its instance; 0 if it has not started.
         joined: number of decode steps that the instance had run when the request started to decode there.
         last_token_s: time of the latest token before a preemption; None if there is no such token.
-        added_s: time at which the request was dispatched.
+        added_s: time at which the policy sent the request to the instance.
         queued_s: seconds in the queue, including waits after preemptions.
         blocks: blocks of the prompt for the prefix cache; None if unknown.
     """
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key of requests. The request with the smallest key is served first and preempted last."""
+        """Sort key `(priority, arrival, row)`. The request with the smallest key is served first and preempted last."""
         return (self.request.priority, self.request.arrival_s, self.index)
 
     @property
@@ -95,9 +95,9 @@ class Run:
         )
 
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
-        """Return the request as a queue entry after its preemption.
+        """Return the preempted request as it waits in the queue again.
 
-        The generated tokens become part of the prompt. Earlier time in the queue counts as waiting time.
+        Its generated tokens become part of its prompt. Its waiting time includes its earlier time in the queue.
         """
         since_s = now_s - self.queued_s
         return replace(self.request, prompt_tokens=self.num_tokens(steps), started=True, waiting_since_s=since_s)

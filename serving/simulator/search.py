@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def note(self) -> str:
-        """Remark about the answer, such as the reason why the nearest value failed. It may be empty."""
+        """Remark for the user, such as why the trial closest to the answer failed. It may be empty."""
         failed = [trial for trial in self.trials if not trial.passed]
         if self.at_limit:
             return "the search ended at its limit" + (f": {failed[-1].lacks}" if failed else "")
@@ -137,9 +137,9 @@ def _best(trials: list[Trial]) -> float | None:
 def find_min_devices(config: SimulationConfig, policy: str, on_trial: OnTrial = lambda trial: None) -> Answer:
     """Find the smallest number of devices with which a policy meets the latency limits of `config.slo`.
 
-    The candidates are powers of two below the number of devices of one scheduler, and multiples of the number of
-    devices of one scheduler up to `num_devices`. The search is a bisection. It assumes that every number above a
-    passing number also passes. `on_trial` is called after each trial.
+    With 8 devices for each scheduler, the candidates are 1, 2, 4, 8, 16, 24, 32 and so on, up to `num_devices`. The
+    search is a bisection: it assumes that every number above a passing number also passes. `on_trial` is called after
+    each trial.
 
     Raises `SimulationError` if there is no latency limit.
     """
@@ -182,9 +182,9 @@ def _try(config: SimulationConfig, policy: str) -> Trial:
 
 
 def _lack(result: PolicyResult) -> str:
-    """Return a text about the reason why requests missed the latency limits.
+    """Return a text that says why requests missed the latency limits.
 
-    The reason is the resource for which requests waited most, or the speed of steps.
+    The reason is the resource for which requests waited longest. If they hardly waited, it is the speed of steps.
     """
     text = "overloaded" if result.overloaded else f"{result.kept_share:.1%} within the objectives"
     if refused := int(result.refused.sum()):

@@ -49,9 +49,9 @@ class Conclusion:
 
 
 def changed_devices(device: DeviceSpec) -> dict[str, DeviceSpec]:
-    """Return copies of a device, each with one constant changed, by the name of the change.
+    """Return copies of a device by the name of a change, such as `kernel_s +20%`. Each copy has one changed constant.
 
-    Each constant in `CONSTANTS` is made larger and smaller by the share `CHANGE`. Efficiencies stay at most 1.
+    Each name in `CONSTANTS` gives two copies: with a larger and with a smaller value. Efficiencies stay at most 1.
     """
     found = {}
     for name in CONSTANTS:
@@ -71,10 +71,10 @@ def sensitivity(
     requests: RequestTable,
     on_change: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Conclusion], int]:
-    """Repeat a comparison of policies for each change of one constant of the device.
+    """Repeat a comparison of policies with changed constants of the device, one constant at a time.
 
-    Return `(conclusions, number of changes)`. Raises `SimulationError` if the configuration has several kinds of
-    devices, or a calibration.
+    Return `(conclusions, number of changes)`: each conclusion lists the changes under which it is false. Raises
+    `SimulationError` if the configuration has several kinds of devices, or a calibration.
 
     Args:
         results: results of the comparison, by policy.

@@ -78,8 +78,7 @@ def check_policies(names: Sequence[str]) -> None:
 def make_setups(config: SimulationConfig, name: str) -> list[Setup]:
     """Return the setup (configuration and policy) of each host for a policy name.
 
-    Raises the errors of `make_setup`. Also raises `SimulationError` if a failure of a device is configured for the
-    policy `disaggregated`.
+    Raises the errors of `make_setup`. Raises `SimulationError` if devices fail in a simulation of `disaggregated`.
     """
     setups = []
     for part in config.parts():
@@ -159,9 +158,9 @@ def _handover(count: int, base: ModelStepCost) -> HandoverConfig | None:
 
 
 def layer_cost(memory: MemoryPlan, cost: StepCost) -> LayerCost:
-    """Return the costs of placement changes for a model on a device.
+    """Return the sizes and rates that determine the cost of placement changes, for a model on a device.
 
-    The cost of moving hidden states between devices is computed for 32 tokens.
+    Policies see a cost of moving hidden states between devices. It is computed for a step of 32 tokens.
     """
     model, device, rows = memory.model, memory.device, 32
     attention, ffn = model.attention_bytes, model.ffn_bytes / model.num_layers

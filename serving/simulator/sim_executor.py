@@ -45,12 +45,12 @@ Reschedule = Callable[[SimInstance, float], None]
 class SimExecutor:
     """Simulated host: an `Executor` with simulated instances and a queue.
 
-    The event loop sets `now_s`. It calls `end_block` at the end of each block, which is a series of steps
-    (`block.Block`).
+    Steps are planned in blocks. A block is a series of similar steps of an instance (`block.Block`). The event loop
+    sets `now_s`, and calls `end_block` at the end of each block.
 
     Args:
-        reschedule: function that is called for a new or changed block, with the instance and the end of the block in
-            seconds.
+        reschedule: function that tells the event loop when a new or changed block ends: it receives the instance and
+            the time in seconds.
 
     Attributes:
         queue: waiting requests by id.
@@ -59,9 +59,9 @@ class SimExecutor:
         changes: running and waiting merges and splits.
         placements: running placement changes.
         handovers: requests on their way from prefill to decode instances; None if all instances do both.
-        timings: measured times of steps and transformations.
-        prompt_blocks: function that receives the row of a request, and returns the blocks of its prompt for the prefix
-            cache, or None if they are unknown.
+        timings: measured times of steps, merges and splits.
+        prompt_blocks: function that receives the row of a request, and returns the blocks of its prompt
+            (`RequestTable.prompt_blocks`).
         on_end: function that receives the row of each request that ends.
     """
 
@@ -97,7 +97,7 @@ class SimExecutor:
 
         Args:
             devices: devices of the instance. Their number is the tensor-parallel degree.
-            capacity_tokens: upper limit of the capacity. None: only the limit of the degree applies.
+            capacity_tokens: maximum capacity in tokens. The limit of the degree also applies. None: only that limit.
         """
         c, limits = self.config, self.limits[len(devices)]
         if capacity_tokens is not None:
@@ -195,9 +195,10 @@ class SimExecutor:
         self.disturb(instance)
 
     def disturb(self, instance: SimInstance) -> None:
-        """Drop the planned steps of an instance except the running step, so that the next steps are planned anew.
+        """Plan the next steps of an instance anew, after a change such as a new request.
 
-        If the instance is idle, plan its next steps now.
+        If a step is running, drop all steps after it. The next steps are then planned at its end. If the instance is
+        idle, plan them now.
         """
         if instance.block is None:
             self.begin(instance)
@@ -207,9 +208,9 @@ class SimExecutor:
     # Steps
 
     def begin(self, instance: SimInstance) -> None:
-        """Plan the next steps of an idle instance, as a block. If KV pages are missing, first preempt requests.
+        """Plan the next steps of an idle instance. If KV pages are missing, first preempt requests.
 
-        If the instance may start no step before `ready_s`, plan the steps at that time instead.
+        If the time `instance.ready_s` has not come yet, plan the steps at that time instead.
         """
         if self.now_s < instance.ready_s:
             self._reschedule(instance, instance.ready_s)
@@ -226,10 +227,10 @@ class SimExecutor:
             self._reschedule(instance, block.end_s)
 
     def end_block(self, instance: SimInstance) -> bool:
-        """Process the planned steps of an instance after they have ended, and plan the next steps.
+        """Process the steps of an instance that have just ended, and plan the next steps.
 
-        Return whether the scheduler must decide now, because a request or a transformation has ended, or a merge has
-        started.
+        Return whether the scheduler must decide now. This is the case if a request, merge or split has ended, or if a
+        merge has started.
         """
         finished = instance.end_block(self.now_s)
         for run in finished:
@@ -245,7 +246,7 @@ class SimExecutor:
         return self.changes.proceed() or changed
 
     def forget(self, run: Run) -> None:
-        """Record that a request runs on no instance any longer."""
+        """Record that a request is no longer on an instance."""
         self._home.pop(run.request.request_id, None)
 
     def finish(self, run: Run, ending: Ending) -> None:
@@ -287,9 +288,10 @@ class SimExecutor:
     # Preemption
 
     def _take_off(self, request_id: str) -> tuple[SimInstance, Run | None]:
-        """Process the ended steps of a request's instance, so that the request can be removed.
+        """Prepare the removal of a request: process the ended steps of its instance.
 
-        Return `(instance, request)`. The request is None if it has just finished.
+        Raises `Refusal` if there is no such request, or if its instance merges or splits. Return `(instance, request)`.
+        The request is None if it finished in the ended steps.
         """
         instance = self._home.get(request_id)
         if instance is None:
@@ -306,9 +308,9 @@ class SimExecutor:
         self.changes.proceed()
 
     def _between_steps(self, instance: SimInstance) -> None:
-        """Process the ended steps of an instance, so that requests can be removed. The running step continues.
+        """Process the ended steps of an instance, and finish requests whose last step has ended.
 
-        Requests whose last step has ended are finished.
+        Requests can be removed afterwards. The running step continues.
         """
         block = instance.block
         if block is None:
@@ -417,7 +419,7 @@ class SimExecutor:
         self.placements.count_capacities()
 
     def rehome(self, instance: SimInstance) -> None:
-        """Record for each running request of an instance that the request is on this instance."""
+        """Record that the running requests of an instance are on this instance. Call it after requests have moved."""
         for name in instance.runs:
             self._home[name] = instance
 
@@ -451,7 +453,7 @@ def _check_room(instance: SimInstance, request: WaitingRequest, now_s: float) ->
 
 
 def _crowd(instance: SimInstance, instances: list[SimInstance]) -> None:
-    """Set how much slower an instance is because other instances are busy. Without measurements, change nothing."""
+    """Update `slowdown` and `prompt_slowdown` of an instance. Without measurements of the slowdown, change nothing."""
     pricing = instance.pricing
     if pricing.crowding:
         busy = sum(other.block is not None for other in instances if other is not instance) + 1

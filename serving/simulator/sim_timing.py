@@ -10,9 +10,9 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class SimTimings:
-    """Measured times of one simulated host by tensor-parallel degree.
+    """Times of steps by tensor-parallel degree, and of merges and splits, as measured on one simulated host.
 
-    The times of a degree are kept even while no instance has this degree.
+    The times of a degree are kept while no instance has this degree.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,10 @@ class SimTimings:
         )
 
     def _take_throughput(self, degree: int, instances: Collection[SimInstance]) -> None:
-        """Record the total throughput of all instances if it is the highest so far at their tensor-parallel degree.
+        """Record the total throughput of all instances, which have the same tensor-parallel degree.
 
-        Record nothing if an instance does not decode, or if an instance merges or splits.
+        Only the highest throughput of each degree is kept. Nothing is recorded if an instance does not decode, or if
+        an instance merges or splits.
         """
         if any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return
@@ -56,7 +57,7 @@ class SimTimings:
     def add_transformation(self, before: int, after: int, seconds: float) -> None:
         """Record the seconds of a merge or split from degree `before` to degree `after`.
 
-        `take` then returns the median of the latest eight transformations with the same two degrees.
+        `take` then returns the median of the latest eight merges or splits from `before` to `after`.
         """
         known = self._latest.setdefault((before, after), deque(maxlen=_NUM_TRANSFORMATIONS))
         known.append(seconds)

@@ -65,13 +65,13 @@ class Slo:
         return cls(**limits, share=share, classes=classes)
 
     def own(self, name: str, kinds: np.ndarray, kind_names: Sequence[str], others_s: np.ndarray) -> np.ndarray:
-        """Return for each request the limit that replaces the general limit; NaN if the general limit applies.
+        """Return each request's own limit of a latency in seconds. NaN: it has none, so that the general limit applies.
 
         Args:
-            name: `ttft` or `tpot`.
+            name: latency: `ttft` or `tpot`.
             kinds: class of each request, as an index into `kind_names`.
-            kind_names: names of the classes.
-            others_s: limits that requests set themselves, which replace limits of classes; NaN: none.
+            kind_names: names of the classes. A limit of the class applies to its requests.
+            others_s: limits that requests set themselves. They replace limits of classes. NaN: the request sets none.
         """
         by_kind = np.array([self.classes.get(kind, {}).get(name, math.nan) for kind in kind_names])
         return np.where(np.isnan(others_s), by_kind[kinds], others_s)
@@ -89,15 +89,14 @@ class Slo:
         own_ttft_s: np.ndarray | None = None,
         own_tpot_s: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return for each request whether it meets all limits.
+        """Return a bool for each request: whether it meets all limits. Arrays have one element for each request.
 
         Args:
-            ttft_s: time to first token of each request.
-            tpot_s: mean time of each further token, for each request. NaN if there is no further token. NaN meets any
-                limit.
-            e2el_s: seconds from arrival to the end of each request.
-            own_ttft_s: TTFT limit of each request, which replaces the limit of all requests; NaN: not replaced.
-            own_tpot_s: TPOT limit of each request, which replaces the limit of all requests; NaN: not replaced.
+            ttft_s: time to first token.
+            tpot_s: mean time of each further token. NaN: the request has only one token, which meets any limit.
+            e2el_s: seconds from arrival to end.
+            own_ttft_s: TTFT limit of the request itself, in place of `self.ttft_s`. NaN: `self.ttft_s` applies.
+            own_tpot_s: TPOT limit of the request itself, in place of `self.tpot_s`. NaN: `self.tpot_s` applies.
         """
         tpot_kept = np.isnan(tpot_s) | (tpot_s <= own_limit(own_tpot_s, self.tpot_s))
         return (ttft_s <= own_limit(own_ttft_s, self.ttft_s)) & tpot_kept & (e2el_s <= self.e2el_s)
@@ -105,12 +104,12 @@ class Slo:
     def latest_s(
         self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return how many seconds each request may take from arrival to end without missing a limit.
+        """Return for each request the maximum seconds from arrival to end with which it can meet all limits.
 
         The result is infinite for a request that may take any time.
 
         Args:
-            output_len: output tokens of each request.
+            output_len: number of output tokens of each request.
             own_ttft_s: TTFT limit of each request, as in `kept`.
             own_tpot_s: TPOT limit of each request, as in `kept`.
         """
@@ -121,8 +120,8 @@ class Slo:
 
 
 def own_limit(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
-    """Return the limit of each request in seconds: `limits_s`, with `default_s` in place of NaN.
+    """Return the limit of each request in seconds: its own limit in `limits_s`, or `default_s` if that is NaN.
 
-    If `limits_s` is None, the limit of all requests is `default_s`.
+    If `limits_s` is None, return `default_s`, the limit of all requests.
     """
     return default_s if limits_s is None else np.where(np.isnan(limits_s), default_s, limits_s)

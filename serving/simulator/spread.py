@@ -1,8 +1,8 @@
 """Spread of an instance: the devices that compute its layers, and the cost of its steps there.
 
 A module is a part of a layer: the attention with its KV cache, or the FFN. The homes of a module are the devices that
-compute it. They compute at the same time, each an equal share of the batch. Hidden states move between devices where
-two consecutive modules have different homes.
+compute it. Each home computes an equal share of the batch at the same time. If two consecutive modules have different
+homes, hidden states move between devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from serving.simulator.step_cost import StepShape
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Costs of placement changes, and of steps of instances whose layers are on several devices."""
+    """Sizes and rates for two costs: of placement changes, and of steps of instances with layers on several devices."""
 
     sizes: LayerSizes
     device_bytes: float
@@ -45,7 +45,7 @@ class Spread:
         attention: devices that compute the attention of each layer.
         ffn: devices that compute the FFN of each layer.
         cost: costs of transfers, and sizes of a layer.
-        kept: layers whose attention weights stay on `own` although their attention is elsewhere.
+        kept: layers whose attention weights stay on `own`, although other devices compute their attention.
     """
 
     own: int
@@ -56,7 +56,7 @@ class Spread:
 
     @classmethod
     def at_home(cls, device: int, cost: LayerCost) -> "Spread":
-        """Return the spread of an instance whose layers are all on its own device."""
+        """Return the spread of an instance whose own device computes all its layers."""
         homes = ((device,),) * cost.sizes.num_layers
         return cls(device, homes, homes, cost)
 
@@ -80,11 +80,10 @@ class Spread:
 
     @cached_property
     def _groups(self) -> tuple[tuple[Homes, float, float], ...]:
-        """Shares of the work of a step, for each set of devices that computes modules together.
+        """Work of a step by set of devices: `(devices, fixed, attention)` for each set that computes modules together.
 
-        Each entry is (devices, share of the work except the attention operator, share of the attention operator). The
-        time of a layer without the attention operator is divided between the two modules of the layer in proportion to
-        their weights.
+        `attention` is the share (0 to 1) of the attention operators of all layers. `fixed` is the share of all other
+        work. The other work of a layer counts for its two modules in proportion to the bytes of their weights.
         """
         sizes, shares = self.cost.sizes, {}
         attention_share = sizes.attention_bytes / sizes.weight_bytes / sizes.num_layers
@@ -104,12 +103,12 @@ class Spread:
 
     @cached_property
     def time_shares(self) -> Mapping[int, float]:
-        """Share of a step's time in which each device computes, if it never waits for another instance."""
+        """For each device, the share of a step's time in which it computes, if no other instance delays the step."""
         return {d: sum(fixed for homes, fixed, _ in self._groups if d in homes) for d in self.devices}
 
     @cached_property
     def cache_shares(self) -> Mapping[int, float]:
-        """Bytes of KV cache that each device stores for each token of the instance."""
+        """For each device, the bytes of KV cache that it stores for one token of the instance, as a mean."""
         kv_bytes = self.cost.sizes.kv_token_bytes
         return {d: kv_bytes * sum(1 / len(home) for home in self.attention if d in home) for d in self.devices}
 
@@ -127,7 +126,9 @@ class Spread:
         pairs: float,
         crowding: Mapping[int, float],
     ) -> float:
-        """Return the seconds of a step. If several devices compute a module, one of them computes all prompt chunks.
+        """Return the seconds of a step.
+
+        The homes of a module divide the decoding sequences, but one of them computes all prompt chunks.
 
         Args:
             pricing: costs of a step on one device.
@@ -146,7 +147,10 @@ class Spread:
         return seconds
 
     def slope_s(self, pricing: Pricing, decodes: int, context: float, crowding: Mapping[int, float]) -> float:
-        """Return by how many seconds each decode step is longer than the step before. Arguments are as in `step_s`."""
+        """Return the seconds by which each step with `decodes` decoding sequences is longer than the step before.
+
+        The other arguments are as in `step_s`.
+        """
         return sum(
             attention
             * pricing.attention_slope_s(1, decodes, context)
@@ -161,7 +165,7 @@ class Spread:
         Args:
             layers: layers to move.
             modules: parts of these layers that move, as in `Migrate.modules`.
-            homes: new devices for each of the layers.
+            homes: for each of these layers, the devices that compute the parts from now on.
         """
         new = dict(zip(layers, homes, strict=True))
         attention, ffn, kept = self.attention, self.ffn, set(self.kept) - set(layers)

@@ -12,8 +12,8 @@ PROMPT_ATTENTION_SHARE = 0.53
 """Operations per second of prompt attention, relative to matrix products. Measured on an H100: 362 TFLOP/s
 (docs/kernels.md)."""
 PROMPT_EXTRA_KEYS = 875
-"""Keys whose time each prompt token adds in each layer, because tiles of queries start and end. Measured on an H100:
-176 us for 2,048 tokens without a context (docs/kernels.md)."""
+"""Extra keys that each prompt token attends to in each layer: an estimate of the time in which tiles of queries start
+and end. Measured on an H100: 176 us for 2,048 tokens without a context (docs/kernels.md)."""
 
 
 class StepShape(NamedTuple):
@@ -32,24 +32,24 @@ class StepShape(NamedTuple):
 class StepCost(Protocol):
     """Cost model of the steps of an instance.
 
-    The time of a step is the sum of three parts. The first part is `fixed_s`. The second part is `context_s` times the
-    number of cached tokens of all decoding sequences. The third part is `pair_s` times the number of pairs. A pair is a
-    prompt token of the step and a token that this prompt token attends to.
+    The time of a step is `fixed_s + context_s * tokens + pair_s * pairs`. Here, `tokens` is the number of cached tokens
+    of all decoding sequences, and `pairs` is the number of attention pairs of all prompt chunks. A pair is a token of a
+    chunk and a token that this token attends to.
     """
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention.
+        """Return the seconds of a step with the contents `shape`, without the attention operator.
 
-        Attention means the attention operator. The projections before and after this operator are included.
+        The projections before and after this operator are included.
         """
         ...
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each cached token of the decoding sequences."""
+        """Return the seconds of decode attention for one cached token of a decoding sequence."""
         ...
 
     def pair_s(self, degree: int) -> float:
-        """Return the seconds of prompt attention for each pair of tokens (see the class)."""
+        """Return the seconds of prompt attention for one pair of a prompt token and a token that it attends to."""
         ...
 
 
@@ -70,10 +70,10 @@ def prompt_pairs(start: int, length: int, window: int | None = None) -> float:
 class ModelStepCost:
     """Cost of a step as the sum of the times of its operators, for a model on a device.
 
-    The host prepares a step while the device computes. The longer of both times counts. An operator takes
-    `DeviceSpec.kernel_s` plus the time of its work. For a matrix product, this time comes from `profile` if the matrix
-    was measured, and from `roofline_s` if not. Tokens are spread evenly over experts. Quantized weights make reading
-    faster, but not computing: all matrix products run at the rate of bf16.
+    The host prepares a step while the device computes, and the longer of both times counts. An operator takes
+    `DeviceSpec.kernel_s` plus the time of its work. For matrix products, the time of the work was measured (`profile`),
+    or is computed by `roofline_s`. Tokens are spread evenly over experts. Quantized weights are read faster, but all
+    matrix products run at the rate of bf16.
     """
 
     model: ModelShape
@@ -96,13 +96,13 @@ class ModelStepCost:
 
     @cached_property
     def _layers_s(self) -> dict[tuple[int, int], float]:
-        """Results of `layer_s`."""
+        """Cached results of `layer_s`, by degree and tokens."""
         return {}
 
     def layer_s(self, degree: int, tokens: int) -> float:
-        """Return the seconds of the matrix products, norms and all-reduces of a layer.
+        """Return the seconds of a layer without its attention operator: matrix products, norms and all-reduces.
 
-        The attention operator is not included. If layers differ, the result is the mean over all layers.
+        If layers differ, the result is the mean over all layers.
         """
         if (seconds := self._layers_s.get((degree, tokens))) is None:
             seconds = self._layers_s[degree, tokens] = self._layer_s(degree, tokens)
@@ -143,7 +143,7 @@ class ModelStepCost:
         return seconds
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention."""
+        """Return the seconds of a step with the contents `shape`, without the attention operator."""
         model, device = self.model, self.device
         tokens, rows = max(shape.decodes + shape.prompt_tokens, 1), max(shape.decodes + shape.prompts, 1)
         device_s = model.num_layers * self.layer_s(degree, tokens) + self.product_s(model.head_matrix, degree, rows)
@@ -151,11 +151,11 @@ class ModelStepCost:
         return max(device_s + extra_s, device.host_s) + device.step_overhead_s
 
     def context_s(self, degree: int) -> float:
-        """Return the seconds of decode attention for each cached token of the decoding sequences.
+        """Return the seconds of decode attention for one cached token of a decoding sequence.
 
-        This is the time to read the keys and values of one token from device memory. With latent attention, it may take
-        longer to compute the products of all heads with the compressed vector. The result is then the time of these
-        products.
+        This is the time to read the keys and values of the token from device memory. With latent attention, the result
+        is the longer of two times: the time to read the compressed vector, and the time to compute its products with
+        all heads.
         """
         model, device = self.model, self.device
         read_s = model.kv_token_bytes(degree) / (device.memory_bandwidth * device.attention_efficiency)
@@ -165,7 +165,7 @@ class ModelStepCost:
         return max(read_s, operations / (device.flops * device.flops_efficiency * PROMPT_ATTENTION_SHARE))
 
     def pair_s(self, degree: int) -> float:
-        """Return the seconds of prompt attention for each pair of tokens (`StepCost.pair_s`).
+        """Return the seconds of prompt attention for one pair of a prompt token and a token that it attends to.
 
         For a pair, each query head computes one product with a key and one product with a value.
         """
@@ -220,10 +220,10 @@ class TableStepCost:
     """Value of `StepCost.pair_s` by degree; 0 for a missing degree. Empty if `prompt_s` includes prompt attention."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape, without attention.
+        """Return the seconds of a step with the contents `shape`, without the attention operator.
 
-        Steps with one chunk were measured with `few_rows` rows. If such a step has more sequences, the result includes
-        the additional time for the maximum number of rows.
+        Steps with one chunk were measured with `few_rows` rows. If a step has more rows, the difference between two
+        decode steps is added: with the maximum number of rows, and with `few_rows` rows.
         """
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)
@@ -244,9 +244,9 @@ class TableStepCost:
 
 
 def at_least(table: dict[int, float], wanted: int) -> float:
-    """Return the value of the smallest key that is at least `wanted`.
+    """Return the value of the smallest key in `table` that is at least `wanted`.
 
-    If all keys are smaller, scale the value of the largest key in proportion.
+    If all keys are smaller, return the value of the largest key, multiplied by `wanted / key`.
     """
     larger = [key for key in table if key >= wanted]
     if larger:
@@ -271,7 +271,7 @@ class RateStepCost:
     """Maximum tokens per second that one request generates."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
-        """Return the seconds of a step of this shape. Attention is part of the given rates."""
+        """Return the seconds of a step with the contents `shape`. Attention is part of the given rates."""
         decode_s = max(1 / self.decode_each[degree], shape.decodes / self.decode[degree]) if shape.decodes else 0.0
         return decode_s + shape.prompt_tokens / self.prefill[degree]
 

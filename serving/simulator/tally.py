@@ -34,7 +34,7 @@ class Limit(StrEnum):
     CACHE = "cache"
     """Room in the KV cache of an instance."""
     SLOTS = "slots"
-    """A further running request: all instances run as many as they may."""
+    """Slot for a further request: all instances run their maximum number of requests."""
     DEGREE = "degree"
     """An instance that can hold the request at all: a merge is needed."""
 
@@ -59,13 +59,13 @@ class Records:
 class Tally:
     """Sums over all requests, and lists of events.
 
-    The first three attributes divide the time of decode steps by cause. They are in seconds. The time of a step counts
-    once for each token that the step generates.
+    The first three attributes divide the seconds of decode steps by cause. The time of a step counts once for each
+    decoding request: a step of 0.02 s with 8 decoding requests adds 0.16 s.
 
     Attributes:
-        decode_s: time that the steps would have taken without prompts and transformations.
+        decode_s: time that the steps would have taken without prompts, merges and splits.
         interference_s: time that prompts in the same steps added.
-        switch_s: time that transformations added.
+        switch_s: time that merges and splits added.
         bin_s: width of the bins of `tokens_per_bin`, in seconds.
         tokens_per_bin: number of generated tokens in each bin of time.
         prefix_tokens: prompt tokens found in the prefix cache.
@@ -105,9 +105,9 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Count the decode steps of a block, a series of steps that ends at `now_s`.
+        """Count the decode steps of a block. A block is a series of similar steps, and this block ends at `now_s`.
 
-        `count` is the number of decoding requests.
+        `count` is the number of requests that decode in each step.
         """
         steps = block.steps
         tokens = count * steps

@@ -32,7 +32,7 @@ _LARGEST_PLAN = 512
 
 
 class MoveCount(NamedTuple):
-    """How many page pieces move in a merge or split, and in how many phases, according to the engine's planner."""
+    """Amount of page pieces that move in a merge or split, and number of phases, according to the engine's planner."""
 
     share: float
     """Largest share of a device's pieces that the device sends to other devices."""
@@ -53,10 +53,7 @@ class Change(NamedTuple):
     """Bytes of weights that the devices send or load, in total."""
 
     def seconds(self, layers: int) -> float:
-        """Return the seconds of the merge or split for a model with `layers` layers.
-
-        The time of steps in between is not included.
-        """
+        """Return the seconds of the merge or split for `layers` layers, without the steps between the switches."""
         return self.pause_s + layers * self.layer_s
 
 
@@ -75,18 +72,19 @@ class TransformationCost(Protocol):
             from_degree: tensor-parallel degree before the change.
             to_degree: tensor-parallel degree after the change.
             tokens: total number of tokens in the KV cache of the affected devices.
-            kept: whether the devices of the merged instance keep all weights. If so, a split copies no weights.
+            kept: whether all devices keep the weights of the lower degree while they are merged. If so, a split copies
+                no weights.
         """
         ...
 
 
 @lru_cache(maxsize=64)
 def count_moves(lower: int, higher: int, pages_each: int, phase_pages: int = PHASE_PAGES) -> MoveCount:
-    """Count the moves of page pieces in a merge of `higher / lower` instances of degree `lower`.
+    """Count the page pieces that move, and the phases, if instances of degree `lower` merge to degree `higher`.
 
-    Each instance has `pages_each` pages. A device sends at most `phase_pages` pages in one phase (exchange). The counts
-    come from the engine's planner (`kvcache.relayout`, `kvcache.migration`). A split back to `lower` has the same
-    counts.
+    A split back to `lower` has the same counts. Each of the `higher / lower` instances has `pages_each` pages. A device
+    sends at most `phase_pages` pages in one phase. The counts come from the engine's planner (`kvcache.relayout`,
+    `kvcache.migration`).
     """
     geometry = PageGeometry(kv_heads=higher, page_size=16, head_dim=2, max_tp=higher)
     instances = higher // lower
@@ -107,11 +105,11 @@ def count_moves(lower: int, higher: int, pages_each: int, phase_pages: int = PHA
 
 @dataclass(frozen=True)
 class InPlaceCost:
-    """Cost of merges and splits in this project's engine (`in_place_overlapped`; AMOEBA 3.1 and 3.2).
+    """Cost of merges and splits in this project's engine, with the variant `in_place_overlapped`.
 
-    KV pages move between devices in phases. Each phase gathers the pieces to send, exchanges them between two devices,
-    and scatters the received pieces. A merge frees weights on each device. Their memory becomes KV cache without a
-    copy. A split copies these weights back from other devices. See docs/transformation.md.
+    KV pages move between devices in phases. In each phase, a device gathers pieces, exchanges them with another device,
+    and scatters the received pieces. A merge turns the memory of weights on each device into KV cache without a copy. A
+    split copies these weights back from other devices. See docs/transformation.md and AMOEBA, sections 3.1 and 3.2.
     """
 
     model: ModelShape
@@ -127,7 +125,7 @@ class InPlaceCost:
         return self.model.num_layers
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Return the cost of a merge or split (`TransformationCost.change`)."""
+        """Return the cost of a merge or split. Arguments are as in `TransformationCost.change`."""
         lower, higher = sorted((from_degree, to_degree))
         instances = higher // lower
         pages_each = -(-tokens // self.page_size // instances)
@@ -183,12 +181,12 @@ class MeasuredTransformation:
     page_size: int = 16
 
     def change(self, from_degree: int, to_degree: int, tokens: int, kept: bool = False) -> Change:
-        """Return the cost of a merge or split (`TransformationCost.change`)."""
+        """Return the cost of a merge or split. Arguments are as in `TransformationCost.change`."""
         base = self.up_layer_s if to_degree > from_degree else self.down_layer_s
         return Change(base + self.page_layer_s * -(-tokens // self.page_size), 0.0, 0.0, 0.0)
 
 
 def _two_digits(number: int) -> int:
-    """Round up to two significant digits, so that cached results of `count_moves` can be reused."""
+    """Round up to two significant digits, so that a result of `count_moves` is more often in its cache."""
     scale = 10 ** max(len(str(number)) - 2, 0)
     return -(-number // scale) * scale

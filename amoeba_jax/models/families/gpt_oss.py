@@ -25,10 +25,10 @@ def _fields(hf: HfConfig) -> Fields:
 
 
 def _split(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
-    """Divide a stored tensor of experts into the tensors of each expert, and rename tensors of the router.
+    """Split a stored tensor of experts into tensors of each expert, and rename tensors of the router.
 
-    Return None for any other tensor. Stored matrices are `[E, in, out]`, and gate and up features alternate. MXFP4
-    matrices are `[out, in]`, one for each expert. Names of MXFP4 matrices end in `_rows` (`Mxfp4Checkpoint`).
+    Return None for any other tensor. Stored matrices are `[E, in, out]`. Expanded MXFP4 matrices are `[out, in]`, one
+    for each expert, and their names end in `_rows` (`Mxfp4Checkpoint`). Gate and up features alternate in both.
     """
     if ".mlp.router." in name:
         return {name.replace(".mlp.router.", ".mlp.gate."): tensor}

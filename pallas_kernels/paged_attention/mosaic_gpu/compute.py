@@ -49,8 +49,8 @@ def compute_item(
 ) -> None:
     """Compute one warpgroup's part of an item (a tile of query rows with a part of its keys), and write its result.
 
-    `worker` is the index of the warpgroup among the computing warpgroups. `step` is the number of stages (buffers of
-    shared memory) that the thread block has used before this item.
+    `worker` is the index of the warpgroup among the computing warpgroups. `step` is the number of blocks of keys in the
+    earlier items of this thread block. Block i of this item is therefore in stage `(step + i) % v.stages`.
     """
     part = jnp.int32(0) if v.split_keys else worker
     plgpu.barrier_wait(scratch["queries_ready"])
@@ -109,7 +109,7 @@ def _first_state(v: Variant, scratch: dict[str, Any], part: jax.Array, item: Ite
 
 
 def _unit_starts(v: Variant, refs: Refs, item: Item, extent: Any, block: jax.Array) -> list[jax.Array]:
-    """Return the position of the first token of each unit in a block of keys. For a missing unit, it is `_FAR`.
+    """Return the position of the first token of each unit in a block of keys. The position of a missing unit is `_FAR`.
 
     A unit is a page, or a part of a large page (see `kernel`).
     """
@@ -136,7 +136,7 @@ def _compute_block(
     starts: list[jax.Array],
     state: _State,
 ) -> _State:
-    """Add one block of keys and values to the softmax state. `slot` is the index of the block's stage (buffer)."""
+    """Add one block of keys and values to the softmax state. `slot` is the index of the stage that holds the block."""
     shape = (ROWS, v.block_tokens)
     first, last = starts[0], starts[0]
     for start in starts[1:]:
@@ -232,10 +232,9 @@ def _convert(v: Variant, source: Any, target: Any) -> None:
 def _product(v: Variant, a: Any, b: Any, transpose: bool = False) -> jax.Array:
     """Compute `a @ b` (or `a @ b.T`) in f32 with tensor cores.
 
-    `b` is in shared memory. `a` is in shared memory or in registers. Before JAX 0.12, the GPU interpreter supports
-    neither `wgmma` with registers nor transposed operands.
+    `b` is in shared memory. `a` is in shared memory or in registers.
     """
-    if v.interpret:
+    if v.interpret:  # before JAX 0.12, the interpreter supports neither `wgmma` with registers nor transposed operands
         a, b = a[...], b[...]
         return jnp.dot(a, b.T if transpose else b, preferred_element_type=jnp.float32)
     b = b.T if transpose else b

@@ -96,7 +96,7 @@ def _copy_extent(
 def drain(v: Variant, scratch: dict[str, Any], steps: jax.Array) -> None:
     """Wait until the computing warpgroups have read all `steps` blocks that were copied.
 
-    Each phase of a barrier needs a wait before the kernel ends.
+    Each completion of a barrier needs a wait before the kernel ends.
     """
     plgpu.barrier_wait(scratch["queries_free"])
     for slot in range(v.stages):

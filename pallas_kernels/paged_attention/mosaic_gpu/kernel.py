@@ -6,15 +6,14 @@ thread block, one or two warpgroups compute, and one warpgroup issues copies (TM
 
 A *stage* is a buffer in shared memory. It holds a *block*: `block_tokens` keys and values. One copy into a stage is a
 *unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one KV buffer (extent), so the
-last block of an extent may be only partly full. Apart from that, several extents cost nothing: the computing warpgroups
-need the position of the first token of each unit, but not its extent.
+last block of an extent may be only partly full. This is the only cost of several extents.
 
     computing    wait K -> Q K^T -> free K -> scale, cap, mask, softmax -> wait V -> P V -> free V
     copying      wait free -> look up pages -> copy K, V           (runs ahead, into the next item)
 
-There are two ways to divide work between two computing warpgroups. For prefill, each has 64 query rows of its own, and
-both use every stage. For decode (`split_keys`), both have the same 64 rows and take stages in turn, because one
-warpgroup cannot keep up with memory.
+There are two ways to divide work between two computing warpgroups. For prefill, each warpgroup has its own 64 query
+rows, and both use every stage. For decode (`split_keys`), both warpgroups have the same 64 rows and take stages in
+turn, because one warpgroup computes more slowly than memory delivers the keys.
 
 Keys that no query of the tile sees may be NaN, because their pages were used by other sequences before. Their scores
 become -inf and their weights zero, but zero times a NaN value is still NaN. In the few stages with such keys, the rows
@@ -36,7 +35,7 @@ from pallas_kernels.paged_attention.mosaic_gpu.variant import Item, Refs, Varian
 
 
 def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
-    """Run one thread of the kernel. The grid axis is `block`, and the thread axis is `wg` (warpgroup)."""
+    """Run the kernel in one warpgroup. The grid axis is `block`, and the thread axis is `wg` (warpgroup)."""
     worker = lax.axis_index("wg")
     # Three warpgroups start with 168 registers per thread. The copying one needs few and passes them to the others.
     share_registers = v.warpgroups == 2
@@ -58,8 +57,8 @@ def attend(v: Variant, refs: Refs, scratch: dict[str, Any]) -> None:
 def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array], None]) -> jax.Array:
     """Call `run(number, item, step)` for each item (piece of work) of this thread block.
 
-    `number` counts the items of this thread block. `step` is the number of blocks of keys in all earlier items. Return
-    the number of blocks of keys in all items.
+    `number` is the index of the item in this thread block. `step` is the number of blocks of keys in the earlier items
+    of this thread block. Return the number of blocks of keys in all its items.
     """
     block = lax.axis_index("block")
 

@@ -153,10 +153,10 @@ def mosaic_gpu_paged_attention(
 def _visible_blocks(
     v: Variant, page_positions: jax.Array, num_pages: jax.Array, tile_positions: jax.Array
 ) -> Int32[Array, "B tiles extents 2"]:
-    """Return the range of key blocks that the queries of each tile attend to, for each KV buffer (extent).
+    """Return the range of key blocks that a tile of queries needs, for each tile and each KV buffer (extent).
 
-    A range is a pair (first block, number of blocks). If the queries of a tile attend to no block, the pair is (0, 0).
-    A range may contain blocks to which no query attends. `kernel` defines blocks and tiles. `Refs` has the shapes of
+    A range is a pair (first block, number of blocks), or (0, 0) if the tile needs no block. The range goes from the
+    first block that a query attends to, to the last one. `kernel` defines blocks and tiles. `Refs` has the shapes of
     the arguments.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens

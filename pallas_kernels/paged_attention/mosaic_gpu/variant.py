@@ -202,8 +202,8 @@ class Refs(NamedTuple):
 class Item:
     """Work of a thread block: one tile of query rows, with one part (split) of its keys.
 
-    The split has the blocks `range(first, last)`, counted over the visible blocks of the tile in all KV buffers
-    (extents).
+    The blocks of keys that the tile needs are numbered through all KV buffers (extents). The split has the blocks
+    `range(first, last)`.
     """
 
     batch: jax.Array
@@ -215,10 +215,10 @@ class Item:
 
 
 def extent_range(refs: Refs, item: Item, extent: Any, before: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `(begin, start, stop, count)`: the blocks of one KV buffer (extent) that an item computes.
+    """Return `(begin, start, stop, count)`, which say what blocks of one KV buffer (extent) an item computes.
 
-    The item's tile attends to `count` blocks of the extent, beginning with block `begin`. The item computes the blocks
-    `range(begin + start, begin + stop)`. `before` is the sum of `count` over all earlier extents.
+    The tile of the item needs the blocks `range(begin, begin + count)` of the extent. Of these blocks, the item
+    computes `range(begin + start, begin + stop)`. `before` is the sum of `count` over all earlier extents.
     """
     begin, count = (refs.blocks[item.batch, item.tile, extent, field] for field in range(2))
     start = jnp.minimum(jnp.maximum(item.first - before, 0), count)

@@ -75,8 +75,9 @@ class AmoebaPaperPolicy:
     def _place(self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest) -> list[Action]:
         """Return the actions for a waiting request.
 
-        If an instance has room, dispatch the request. If not, merge instances for a long request, or reserve an
-        instance for a short request. With `scale_up_under_load`, also merge instances for a short request.
+        If an instance has room, dispatch the request. If no instance has room, merge instances for the request. There
+        is one exception: if the request is short and `scale_up_under_load` is off, reserve an instance and do not
+        merge.
         """
         if (chosen := self._candidate(view, room, reserve, request)) is not None:
             self._scaling.pop(request.request_id, None)
@@ -103,13 +104,14 @@ class AmoebaPaperPolicy:
         return min(options, key=lambda i: (-i.degree if long else 0, room.load(i), i.id), default=None)
 
     def _scale_up(self, view: ClusterView, room: Room, request: WaitingRequest) -> list[ScaleUp]:
-        """Return the next actions that merge the group of instances that will serve a request.
+        """Return the next actions that merge a group of instances for a request.
 
         The group becomes one instance in several decisions. Each decision doubles the lowest tensor-parallel degree in
-        the group. The result is an empty list if no group can merge, or if the merged group would have no room for the
-        request yet.
+        the group: four TP1 instances become two TP2 instances, and then one TP4 instance.
 
-        The group is closed to new requests even without an action, so that its requests end and free tokens.
+        The list is empty if no group can merge, if a merge of the group is in progress, or if the merged group would
+        have no room for the request yet. Even then, the group is closed to new requests, so that its running requests
+        end and free tokens.
         """
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := _whole_group(room, devices)) is None:
@@ -140,9 +142,9 @@ class AmoebaPaperPolicy:
     def _best_group(self, view: ClusterView, room: Room, request: WaitingRequest) -> tuple[int, ...] | None:
         """Return the devices of the best group to merge for a request, or None if no group can merge.
 
-        The best group has room for the request, at the lowest tensor-parallel degree. If no group has room, the best
-        group lacks the fewest tokens. Of equal groups, choose the group with the best expected speed after the merge,
-        and then the group with the lowest load.
+        The best group has room for the request, at the lowest possible tensor-parallel degree. If no group has room,
+        the best group lacks the fewest tokens. Among equal groups, the group with the highest expected speed after the
+        merge is best, and then the group with the lowest load.
         """
         taken = {device for devices in self._scaling.values() for device in devices}
         need = room.need(request)
@@ -177,7 +179,7 @@ def _whole_group(room: Room, devices: tuple[int, ...]) -> tuple[InstanceView, ..
 
 
 def _relative_performance(view: ClusterView, members: tuple[InstanceView, ...], degree: int) -> float:
-    """Estimate the tokens per second of a group after a merge to `degree`, divided by its present tokens per second.
+    """Estimate the factor by which the tokens per second of a group change if it merges to `degree`.
 
     If no request runs, the result is 1. The estimate uses measured decode steps. For degrees that were not measured, it
     uses Table 1 of the Gyges paper (section 5).

@@ -7,9 +7,9 @@ from serving.scheduler.view import InstanceView
 
 
 class LeastLoadFirstPolicy(BindingPolicy):
-    """Policy `least_load_first`: each request goes to the instance with the smallest load.
+    """Policy `least_load_first`: each request goes to the instance with the lowest load.
 
-    This instance may be too small for the request. Requests that wait for an instance count in its load.
+    The instance may be too small for the request. The load of an instance includes the requests that wait for it.
     """
 
     name = "least_load_first"

@@ -1,6 +1,7 @@
 """Algorithms 1 and 2 of the CoCoServe paper as pure functions.
 
-Algorithm 1 chooses layers to replicate. Algorithm 2 chooses reductions that end violations of latency limits (SLOs).
+Algorithm 1 chooses layers to replicate. Algorithm 2 reduces the work of an instance whose requests violate their
+latency limits (SLOs).
 """
 
 import itertools
@@ -40,7 +41,10 @@ Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
 def placement_speedup(homes: Sequence[Homes], head: Homes, transition_cost: float) -> float:
     """Return how many times faster an instance is with replicated layers (Equation 4).
 
-    Arguments are as in `scale_up`.
+    Args:
+        homes: devices that compute each layer.
+        head: devices of the embedding and the output projection.
+        transition_cost: constant of Equation 4 (`speedup.transition_cost`).
     """
     return even_speedup([len(layer) for layer in homes], count_transitions(homes, head), transition_cost)
 
@@ -50,7 +54,7 @@ def max_replicas(free_bytes: float, replica_bytes: float, num_layers: int) -> in
 
     Args:
         free_bytes: free bytes of the device.
-        replica_bytes: bytes of one copied layer: its KV cache, and its weights if the device lacks them.
+        replica_bytes: bytes of one copied layer. This is its KV cache, plus its weights if the device lacks them.
         num_layers: number of layers of the model.
     """
     return max(min(int(free_bytes // replica_bytes), num_layers), 0)
@@ -65,22 +69,19 @@ def scale_up(
 ) -> dict[int, tuple[int, ...]]:
     """Choose the layers to replicate on each device (Algorithm 1). Return the new layers of each device, ascending.
 
-    Devices without new layers are left out. Present replicas stay. The homes of a layer are the devices that compute
-    it. A transition is a move of hidden states between devices, from one layer to the next.
+    The result has only devices that get new layers. Existing replicas stay. The chosen placement has the highest
+    speed-up (Equation 4). Among equal placements, it has the fewest replicas and transitions. A transition is a move of
+    hidden states between devices, from one layer to the next.
 
-    This function finds the placement with the highest speed-up (Equation 4). Among equal placements, it prefers fewer
-    replicas and transitions, and then the first layers.
-
-    The paper visits one device after another, and adds a layer to a device if the speed-up grows. This has two faults.
-    A single layer may not pay for its two transitions although a run of layers does. And a device may take layers that
-    would be more useful on a device that is visited later. Therefore, this function uses a dynamic program over the
-    layers instead.
+    A dynamic program over the layers finds the placement. The paper instead visits one device after another, and adds
+    single layers while the speed-up grows. It can miss a run of layers: the run may be worth its two transitions
+    although a single layer is not.
 
     Args:
-        homes: homes of each layer.
+        homes: devices that compute each layer.
         head: devices of the embedding and the output projection.
         room: maximum number of new replicas on each device (`max_replicas`). Time and memory grow with the product of
-            these numbers. Therefore only the `MAX_DEVICES` devices with most room are considered, and fewer if the
+            these numbers. Therefore, at most `MAX_DEVICES` devices with the most room are considered, and fewer if the
             product exceeds `MAX_STATES`.
         transition_cost: constant of Equation 4 (`speedup.transition_cost`).
         max_degree: maximum number of devices of a layer. None: no maximum.
@@ -104,17 +105,15 @@ def _best_placement(
     transition_cost: float,
     max_degree: int | None,
 ) -> tuple[Homes, ...]:
-    """Return the placement with the lowest cost: for each layer, the devices that compute it.
+    """Return the devices that compute each layer in the placement with the lowest cost. Results are cached.
 
-    The cost of a layer is 1 divided by the number of its devices. Each transition adds `transition_cost`. Costs are
-    integers, so that equal placements have equal costs.
+    A layer on `n` devices costs `1 / n`. Each transition adds `transition_cost`. Costs are scaled to integers, so that
+    equal placements have equal costs.
 
-    A dynamic program visits the layers from the last to the first. `costs[home]` is for the case that the devices
-    `home` compute the layer visited last. It is an array with one axis for each device. The index on an axis is the
-    number of new replicas on this device, and the entry is the lowest cost of the visited layers. If a device has room
-    for every layer, its axis has length 1.
-
-    The results are cached, because a policy asks repeatedly while nothing changes.
+    A dynamic program visits the layers from the last to the first. The table `costs[home]` has the lowest costs of the
+    visited layers if the devices `home` compute the layer visited last. It has one axis for each device in `rooms`. The
+    index on an axis is the number of new replicas on the device. The axis has length 1 if the device has room for every
+    layer.
     """
     import numpy as np  # imported here, because the package imports only the standard library
 
@@ -171,18 +170,17 @@ def scale_down(
 ) -> Iterator[Reduction]:
     """Yield changes that reduce the work of an instance that violates its latency limits (Algorithm 2).
 
-    There are three phases: migration of layers, eviction of replicas, and reduction of the batch. The caller must carry
-    out each change before it asks for the next. The iteration ends as soon as `violated` returns False. Changes that
-    were refused recently (`ClusterView.refused_changes`) are left out.
+    The changes come in three phases: layers migrate, replicas are evicted, and the batch is reduced. The caller must
+    carry out each change before it asks for the next. The iteration ends as soon as `violated` returns False. Changes
+    that were refused recently are left out.
 
     Args:
         view: state before the first change.
         instance: instance that violates its SLOs.
         config: settings.
-        slow: whether the decode steps of the instance exceed the TPOT SLO. If True, the batch may be reduced, but no
-            layers migrate to gain memory. If False, requests violate their SLOs while they wait. The batch is then not
-            reduced, because a smaller batch would make requests wait longer. The paper does not distinguish the two
-            cases.
+        slow: reason of the violation. True: decode steps exceed the TPOT SLO. Then layers do not migrate to gain
+            memory. False: requests wait too long. Then the batch is not reduced, because a smaller batch would make
+            requests wait longer. The paper does not distinguish the two cases.
         violated: function that returns whether the violation persists.
     """
     state = _Reductions(view, instance, config, slow)
@@ -197,7 +195,7 @@ def scale_down(
 
 
 class _Reductions:
-    """State of `scale_down` after the changes so far. Each method yields the changes of one phase.
+    """State of `scale_down` after the changes so far. Each public method yields the changes of one phase.
 
     Attributes:
         free: free bytes by device.
@@ -220,12 +218,13 @@ class _Reductions:
     def migrations(self) -> Iterator[Reduction]:
         """Yield actions that migrate layers from the instance's own device, beginning with the last layers.
 
-        Only layers that no other device computes migrate. There are two reasons to migrate. If requests wait because
-        the device is short of memory, layers migrate until the device has enough. If the device is busy with layers of
-        several instances, only one migration is yielded.
+        Layers migrate for two reasons:
 
-        A device that is busy with layers of one instance is no reason to migrate: on two devices, these layers would
-        only wait for each other.
+        - Requests wait because the device is short of memory. Then layers migrate until it has enough.
+        - The device is busy with layers of several instances. Then only one migration is yielded. If the device is busy
+          with layers of one instance, a migration would not help: the two devices would wait for each other.
+
+        Only layers that no other device computes migrate.
         """
         if self._instance.degree > 1:
             return
@@ -260,11 +259,11 @@ class _Reductions:
                 return  # The present utilization says nothing about the next migration.
 
     def _targets(self, source: int, layers: Sequence[int], short: bool) -> list[tuple[int, Modules, float]]:
-        """Return the devices to which layers can migrate, best first.
+        """Return `(device, modules, bytes)` for each device to which layers can migrate, best first.
 
-        An entry is (target device, modules to move, bytes that they take on the target). The modules follow section 3.3
-        of the CoCoServe paper. Whole layers move if possible. If the target has too little memory for them, only the
-        FFN moves. If the target has memory but no computing time, only the KV cache moves.
+        `modules` are the modules to move, and `bytes` is the memory that they need on the device. Whole layers move if
+        the device has enough memory. Otherwise, only the FFNs move. If the device has memory but no computing time,
+        only the KV cache moves (section 3.3 of the CoCoServe paper).
 
         Args:
             source: device that computes the layers now.
@@ -293,11 +292,11 @@ class _Reductions:
     # Phase 2
 
     def evictions(self) -> Iterator[Reduction]:
-        """Yield actions that evict replicated layers from devices with layers of several instances.
+        """Yield actions that evict replicated layers from devices that compute layers of several instances.
 
-        There are two kinds: replicas of other instances on the devices of this instance, and replicas of this instance
-        on devices of other instances. The replicas whose loss lowers the speed-up least go first. Each action evicts a
-        run of consecutive layers.
+        These are replicas of other instances on the devices of this instance, and replicas of this instance on devices
+        of other instances. The replicas that raise the speed-up least go first. Each action evicts a run of consecutive
+        layers.
         """
         while True:
             options = []
@@ -326,9 +325,10 @@ class _Reductions:
     # Phase 3
 
     def batch_reductions(self) -> Iterator[Reduction]:
-        """Yield actions that limit the batch, and that offload the least urgent requests beyond the limit.
+        """Yield reductions of the batch. Each limit is `batch_step` requests lower than the limit before.
 
-        The KV pages of these requests move to host memory. Each limit is `batch_step` requests lower than the last.
+        The actions of a reduction are the limit, and offloads of the least urgent requests beyond the limit. The KV
+        pages of these requests move to host memory.
         """
         step = self._config.batch_step
         running = sorted(self._instance.running, key=lambda r: (r.rank, r.arrival_s, r.request_id))
@@ -351,7 +351,7 @@ def layer_homes(instance: InstanceView, num_layers: int) -> list[Homes]:
 def replica_runs(instance: InstanceView, homes: Sequence[Homes]) -> list[tuple[int, tuple[int, int]]]:
     """Return the runs of consecutive layers that are replicated on devices other than the instance's own.
 
-    Each run is (device, (first layer, layer after the last)). `homes` is the result of `layer_homes`.
+    A run is `(device, (first layer, layer after the last))`. `homes` is the result of `layer_homes`.
     """
     found = []
     for device in sorted({device for layer in homes for device in layer} - set(instance.devices)):
@@ -382,6 +382,6 @@ def holds_weights(view: ClusterView, device: int) -> bool:
 
 
 def _last_run(layers: Sequence[int]) -> Sequence[int]:
-    """Return the last run of consecutive numbers in an ascending sequence."""
+    """Return the last run of consecutive numbers in an ascending sequence: `[1, 2, 5, 6]` gives `[5, 6]`."""
     first = next((k for k in range(len(layers) - 1, 0, -1) if layers[k] != layers[k - 1] + 1), 0)
     return layers[first:]

@@ -7,7 +7,7 @@ REQUEST_POLICIES = ("amoeba", "flying")
 
 @dataclass(frozen=True)
 class CocoServeConfig:
-    """Settings of the policy `cocoserve`. The policy also uses the settings of `amoeba`, such as the latency limits."""
+    """Settings of the policy `cocoserve`. The latency limits (SLOs) are settings of the policy `amoeba`."""
 
     request_policy: str = "amoeba"
     """Policy that dispatches requests, and that merges and splits instances: one of `REQUEST_POLICIES`."""

@@ -9,7 +9,7 @@ from serving.scheduler.view import ClusterView, InstanceView
 
 
 class Monitor:
-    """Averages over the last `CocoServeConfig.window_s` seconds, and the decision whether SLOs are violated.
+    """Averages over about the last `CocoServeConfig.window_s` seconds, and the decision whether SLOs are violated.
 
     A waiting request violates its SLO if its first token is late. A running request violates its SLO if its first token
     is late, or if the recent steps of its instance exceed the TPOT SLO.
@@ -19,12 +19,12 @@ class Monitor:
         slos: settings with the latency limits `ttft_slo_s` and `tpot_slo_s`.
 
     Attributes:
-        vacancy: average vacancy rate (free share) by device.
+        vacancy: average vacancy rate of each device (`DeviceView.vacancy`), by device.
         sequences: average number of running requests by instance id.
         load: average number of running and waiting requests.
         violations: average share of requests that violate their SLOs.
         violated: whether too many requests violate their SLOs. It becomes True when `violations` reaches
-            `violation_threshold`, and False when `violations` has fallen to half of this threshold.
+            `violation_threshold`, and False when `violations` has fallen below half of this threshold.
     """
 
     def __init__(self, config: CocoServeConfig, slos: AmoebaConfig):
@@ -80,10 +80,9 @@ class Monitor:
 
 
 def _nearer(means: Mapping[int, float], values: Mapping[int, float], key: int, share: float) -> float:
-    """Return a new average: the old average, moved towards the new value by the share `share` of the difference.
+    """Return the average `means[key]`, moved toward the value `values[key]` by the fraction `share` of the difference.
 
-    `means` has old averages and `values` has new values, by `key`. An old average that is missing is 0. If the new
-    value is missing, the average does not change.
+    If `means` lacks the key, the average starts at 0. If `values` lacks the key, the average does not change.
     """
     mean = means.get(key, 0.0)
     return mean + (values.get(key, mean) - mean) * share

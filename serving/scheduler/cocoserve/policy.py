@@ -1,4 +1,4 @@
-"""CoCoServe's policy. Another policy decides where requests run. This policy replicates and migrates layers."""
+"""CoCoServe's policy: replicates and migrates layers. Another policy decides where requests run."""
 
 import itertools
 import math
@@ -48,17 +48,17 @@ _HELPED = 0.98
 
 
 class CocoServePolicy:
-    """Policy `cocoserve`: replicates layers on vacant devices, and relieves an instance that violates its SLOs.
+    """Policy `cocoserve`: replicates layers on vacant devices, and relieves instances that violate their SLOs.
 
-    Another policy dispatches requests, and merges and splits instances: `amoeba` or `flying`
-    (`CocoServeConfig.request_policy`). In addition, this policy changes placements, one change at a time. While devices
-    are vacant, it replicates layers (Algorithm 1). While SLOs are violated, it reduces the work of an instance
-    (Algorithm 2). Before instances merge, their layers return to their own devices. docs/scheduling.md has the details.
+    Another policy, `amoeba` or `flying`, dispatches requests, and merges and splits instances. In addition, this policy
+    changes placements, one change at a time. While SLOs are met, it replicates layers on vacant devices (Algorithm 1).
+    While SLOs are violated, it reduces the work of an instance (Algorithm 2). Before instances merge, it returns their
+    layers to their own devices. docs/scheduling.md has the details.
 
-    If `ClusterView.layer` is None, the actions are those of the other policy alone.
+    If the executor refuses placement changes (`ClusterView.layer` is None), only the other policy acts.
 
     Args:
-        amoeba: settings of `amoeba`. Its latency limits are the SLOs of the monitor.
+        amoeba: settings of `amoeba`. Its latency limits are the SLOs.
         flying: settings of `flying`.
 
     Attributes:
@@ -112,11 +112,11 @@ class CocoServePolicy:
     # Merges
 
     def _prepared(self, view: ClusterView, action: Action) -> list[Action]:
-        """Return an action of the other policy, or the changes of placement that must precede this action.
+        """Return an action of the other policy, or the placement changes that must precede it.
 
-        Only a merge needs such changes. First, the layers of the merging instances must return to the devices of their
-        own instance. Layers of other instances must leave these devices. While such a change is in progress, return an
-        empty list. If the changes were refused, return the merge itself. The executor then refuses the merge with the
+        Only a merge needs such changes: the layers of the merging instances must return to the devices of their own
+        instance, and layers of other instances must leave these devices. While such a change is in progress, the list
+        is empty. If the changes were refused, return the merge itself. The executor then refuses it and gives the
         reason.
         """
         if not isinstance(action, ScaleUp):
@@ -178,8 +178,9 @@ class CocoServePolicy:
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
         """Return the next actions while SLOs are met.
 
-        The first possible of these is chosen: raise the limits of batches, replicate layers (`_growth`), or end an
-        instance (`_scale_in`). If the load is still close to the load at the latest violation, return an empty list.
+        If the load is still close to the load at the latest violation, return an empty list. Otherwise, return the
+        first possible of these: raise the limits of batches, replicate layers (`_growth`), or end an instance
+        (`_scale_in`).
         """
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
@@ -196,10 +197,9 @@ class CocoServePolicy:
         return LimitBatch(instance.id, size if size < most else None, "SLOs are met under a lower load")
 
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
-        """Return the action by which Algorithm 1 replicates layers or a whole instance.
+        """Return the action that replicates layers or a whole instance by Algorithm 1, or an empty list.
 
-        The list has one action or none. The instance with the highest load is tried first, then the next, until
-        Algorithm 1 finds an action.
+        The instance with the most running requests is tried first, then the next, until Algorithm 1 finds an action.
 
         Args:
             merging: devices that merge.
@@ -218,10 +218,13 @@ class CocoServePolicy:
         return []
 
     def _addition(self, view: ClusterView, instance: InstanceView, hosts: set[int]) -> PlacementChange | None:
-        """Return the action that replicates layers on one device: the device that gets the most layers by Algorithm 1.
+        """Return the action that replicates layers on the device to which Algorithm 1 gives the most layers.
 
-        If this device is empty and gets all layers, the action can be a `ScaleOut`. Return None if Algorithm 1
-        replicates no layers.
+        If this device is empty and gets all layers, the action is a `ScaleOut`, provided that
+        `CocoServeConfig.scale_out` is set. Return None if Algorithm 1 replicates no layers.
+
+        Args:
+            hosts: devices that may get layers.
         """
         layer = view.layer
         assert layer is not None, "the sizes of a layer are known"
@@ -249,10 +252,10 @@ class CocoServePolicy:
         return Replicate(instance.id, run, device, f"{share}, and has room for {room[device]} layers")
 
     def _scale_in(self, view: ClusterView, merging: set[int]) -> list[Action]:
-        """Return the action that ends an instance if few requests are left. The list has one action or none.
+        """Return the action that ends an instance if few requests are left, or an empty list.
 
-        Only an instance that this policy started can end. Few requests are left if no request waits, and if the
-        remaining instances would run fewer than half of `split_batch` requests each.
+        Few requests are left if no request waits, and if the remaining instances would run fewer than half of
+        `split_batch` requests each. Only an instance that this policy started can end.
         """
         plain = [i for i in view.instances if i.degree == 1 and i.placement is None and not i.draining]
         plain = [i for i in plain if i.id not in merging and not view.guests(i.id)]
@@ -276,7 +279,7 @@ def _is_empty(view: ClusterView, device: int) -> bool:
 def _undo(
     view: ClusterView, instance: InstanceView, only: Collection[int] | None, why: str
 ) -> Iterator[PlacementChange]:
-    """Yield actions that bring all layers of an instance back to its own devices.
+    """Yield actions that bring the layers of an instance back to its own devices.
 
     Args:
         only: devices that the layers must leave. None: all devices except the instance's own.
@@ -295,9 +298,10 @@ def _undo(
 
 
 def _moved_modules(instance: InstanceView, layer: int) -> list[tuple[Modules, int]]:
-    """Return the parts of a layer (attention, FFN) that have migrated, each with its device.
+    """Return `(modules, device)` for each part of a layer that has migrated. The parts are attention and FFN.
 
-    A part has migrated if only one device computes it, and the device is not the instance's own.
+    A part has migrated if only one device computes it, and the device is not the instance's own. If both parts are on
+    the same device, `modules` is "layer".
     """
     attention, ffn = (instance.homes(layer, modules)[0] for modules in ("attention", "ffn"))
     if attention == ffn:

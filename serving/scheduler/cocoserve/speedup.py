@@ -1,8 +1,8 @@
 """Speed-up of an instance with replicated layers: Equations 1 to 4 of the CoCoServe paper.
 
-The homes of a layer are the devices that compute it. Each home computes a share of the batch. A *transition* is a place
-in the model where homes change: between two layers, after the embedding, or before the output projection. Hidden states
-move between devices there.
+The homes of a layer are the devices that compute it. Each home computes a share of the batch. If consecutive layers
+have different homes, hidden states move between devices. This move is a *transition*. It also occurs after the
+embedding and before the output projection.
 """
 
 import itertools
@@ -13,10 +13,10 @@ Homes = tuple[int, ...]
 
 
 def computation_s(loads: Iterable[Sequence[float]], speeds: Iterable[Sequence[float]]) -> float:
-    """Return the seconds of computation of one step with replicated layers (Equation 1).
+    """Return the seconds of computation in one step with replicated layers (Equation 1).
 
-    The homes of a layer are the devices that compute it. A layer takes as long as its slowest home. The time of a home
-    is its load divided by its speed.
+    A layer takes as long as the slowest of the devices that compute it (its homes). The time of a home is its load
+    divided by its speed.
 
     Args:
         loads: operations (FLOP) of each layer at each of its homes. They grow with the home's share of the batch.
@@ -40,11 +40,11 @@ def count_transitions(homes: Sequence[Homes], head: Homes) -> int:
 
 
 def communication_s(num_bytes: float, transitions: int, bandwidth: float) -> float:
-    """Return the seconds of communication of one step (Equation 2).
+    """Return the seconds in which hidden states move between devices in one step (Equation 2).
 
     Args:
-        num_bytes: bytes of hidden states that one transition moves.
-        transitions: how often the hidden states move in a step (`count_transitions`).
+        num_bytes: bytes of hidden states in one move.
+        transitions: number of moves in a step (`count_transitions`).
         bandwidth: bytes per second between two devices.
     """
     return num_bytes * transitions / bandwidth
@@ -68,9 +68,9 @@ def even_speedup(parallelism: Sequence[int], transitions: int, transition_cost: 
     transition_cost * transitions)`.
 
     Args:
-        parallelism: number of devices `p_i` that compute each layer (the vector P).
-        transitions: result of `count_transitions`.
-        transition_cost: constant of Equation 4, the result of the function `transition_cost`.
+        parallelism: number of devices `p_i` that compute layer `i` (the vector P of the paper).
+        transitions: number of moves of hidden states between devices in a step (`count_transitions`).
+        transition_cost: time of one move divided by the time of one layer, from the function `transition_cost`.
     """
     return len(parallelism) / (sum(1 / p for p in parallelism) + transition_cost * transitions)
 
@@ -81,9 +81,9 @@ def transition_cost(num_bytes: float, bandwidth: float, latency_s: float, layer_
     In a transition, hidden states move between devices.
 
     Args:
-        num_bytes: bytes of hidden states that one transition moves.
+        num_bytes: bytes of hidden states in one transition.
         bandwidth: bytes per second between two devices.
-        latency_s: seconds of the shortest transfer.
+        latency_s: seconds of a transfer without the time for its bytes.
         layer_s: seconds of one layer with the whole batch on one device.
     """
     return (latency_s + num_bytes / bandwidth) / layer_s
