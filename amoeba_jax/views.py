@@ -61,7 +61,7 @@ class InstanceStatus:
 
 
 class TransformState(StrEnum):
-    """State of a transformation (merge or split of instances).
+    """State of a change of degrees or of a placement.
 
     `TRANSITIONS` lists the states that may follow each state.
     """
@@ -76,15 +76,16 @@ class TransformState(StrEnum):
     SWITCHING = "switching"
     """Layers switch between steps."""
     SETTLING = "settling"
-    """All layers have switched. The last step of a merge, or copies or restored weights, are still in flight."""
+    """All layers have switched. The last step of a merge, copies, or restored weights are still in flight."""
     DONE = "done"
     ABORTED = "aborted"
-    """The transformation was refused, or failed before the first layer switched. Nothing has changed."""
+    """The change was refused, or failed before the first layer switched. Nothing has changed."""
     RECOVERED = "recovered"
-    """The transformation failed after the first layer had switched. Device groups that had changed completely stay so.
+    """The change failed after the first layer had switched. No request is lost.
 
-    The failed group serves at the higher degree with an empty cache, and its requests are computed again. If its
-    restored weights were lost, the group serves at the lower degree instead.
+    In a merge or split, the failed group serves at the higher degree with an empty cache, and its requests are computed
+    again. If its restored weights were lost, the group serves at the lower degree. Groups that had already changed stay
+    so. In a change of a placement, layers that have switched stay at their new homes.
     """
 
 

@@ -82,14 +82,12 @@ class Change:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a waiting change should try to continue now.
-
-        If the change waits for running requests: always True. If the change waits for steps in flight: True when all of
-        these steps have run. In all other states: False.
-        """
+        """Whether the requests or steps for which the change waits have ended. False in all other states."""
+        if self.state is TransformState.AWAITING_REQUESTS:
+            return not any(instance.running for instance in self.held)
         if self.state is TransformState.DRAINING:
             return not any(instance.pending for instance in self.held if instance.phase is Phase.DRAINING)
-        return self.state is TransformState.AWAITING_REQUESTS
+        return False
 
     @property
     def status(self) -> TransformStatus | PlacementStatus:

@@ -192,14 +192,15 @@ class Changes:
         If so, the change enters the state for this kind of wait: for requests, programs or steps in flight.
         """
         old = [instance for plan in plans for instance in plan.old]
-        count = sum(len(instance.running) for instance in old)
-        if count and one.options.running == "wait":
-            one.hold(old)
-            one.await_requests(count)
-            return True
         executables, specs = self._cluster.executables, [s for plan in plans for s in plan.programs(self._cluster)]
         executables.check(specs)
         missing = 0 if executables.request(specs) else executables.num_missing(specs)
+        count = sum(len(instance.running) for instance in old)
+        if one.options.running == "wait" and (count or missing):
+            one.hold(old)  # a request that starts now would have to end first too
+            if count:
+                one.await_requests(count)
+                return True
         one.update_programs(missing, executables.estimate_compile_s(missing))
         if missing:
             return True
@@ -333,7 +334,7 @@ class Changes:
         one = self._owner(transition)
         if transition.last_result is None:
             self._end_transition(transition)
-        elif all(t.last_result is not None for t in one.transitions):
+        if one.transitions and all(t.last_result is not None for t in one.transitions):
             one.enter(TransformState.SETTLING)
 
     def wait(self) -> None:

@@ -336,6 +336,31 @@ def test_a_transformation_says_what_it_waits_for(
         check_idle(llm)
 
 
+def test_no_request_starts_on_devices_that_wait_for_requests_and_then_for_programs(one_layer: Path):
+    with LLM(one_layer, num_devices=2, **SETTINGS) as llm, ThreadPoolExecutor(1) as pool:
+        llm.generate([[1, 2, 3]], greedy(4))
+        gate = CompileGate(llm)
+        load = Background(llm, [[4, 5, 6]], greedy(100))
+        wait_until_decoding(llm, 1)
+        waiting = pool.submit(llm.transform, 2, running="wait")
+        states: list[str] = []
+
+        def has_state(wanted: str) -> bool:
+            states.extend(it.state for it in llm.stats.transformations)
+            return states[-1:] == [wanted]
+
+        wait_until(lambda: has_state(TransformState.AWAITING_REQUESTS))
+        load.result()
+        wait_until(lambda: has_state(TransformState.AWAITING_PROGRAMS))
+        later = Background(llm, [[7, 8, 9]], greedy(4))
+        wait_until(lambda: any(it.waiting for it in llm.instances))
+        assert not any(it.running for it in llm.instances)
+        gate.open.set()
+        assert waiting.result(TIMEOUT_S).tensor_parallel_size == 2
+        assert len(later.result()[0].outputs[0].token_ids) == 4
+        check_idle(llm)
+
+
 def test_a_warmup_in_the_background_that_finds_everything(cold: LLM):
     cold.warmup()
     assert cold.warmup(background=True) == 0
