@@ -10,8 +10,8 @@ from amoeba_jax.request import Delivery, Request
 class OutputAccumulator:
     """Builder of the full outputs of one request from its deltas.
 
-    A full output repeats all earlier tokens, so a long output takes long to build. The caller's thread builds the
-    full output, so that the output thread is free for other requests.
+    A full output contains all tokens so far, so a long output is slow to build. The caller's thread builds the full
+    outputs. The output thread stays free for other requests.
     """
 
     def __init__(self, request: Request):
@@ -75,15 +75,14 @@ def _with_delta(output: CompletionOutput, delta: CompletionDelta | None) -> Comp
 def wait_for(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> RequestOutput:
     """Wait until a request with `every_token=False` has ended, and return its complete output.
 
-    Such a request puts one item into the queue `deliveries`: its complete output. If the request fails, raise its
-    error.
+    The request puts its complete output into the queue `deliveries` as one item. If the request fails, raise its error.
     """
     (output,) = wait_for_all(request, deliveries)
     return output
 
 
 def wait_for_all(request: Request, deliveries: "queue.SimpleQueue[Delivery]") -> Iterator[RequestOutput]:
-    """Yield the output so far, whenever a sample has grown or ended. Stop when all samples have ended.
+    """Yield the output so far each time a sample has grown or ended. Stop when all samples have ended.
 
     The request puts its deltas into the queue `deliveries`. If the request fails, raise its error.
     """

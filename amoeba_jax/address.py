@@ -106,7 +106,7 @@ def grpc_target(text: str, default_port: int) -> tuple[str, str]:
 
 
 def is_local(host: str) -> bool:
-    """Return whether a host means the local machine everywhere: `localhost`, a loopback address, `0.0.0.0` or `::`."""
+    """Return whether a host always means the local machine: `localhost`, a loopback address, `0.0.0.0` or `::`."""
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True

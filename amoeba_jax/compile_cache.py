@@ -1,9 +1,10 @@
 """Directory of compiled programs, shared by processes through JAX's persistent compilation cache.
 
-JAX locks the directory for reads and writes. If it exceeds its size limit, JAX removes the least recently used files.
+JAX locks the directory for reads and writes. If the directory exceeds its size limit, JAX removes the least recently
+used files.
 
-`enable_compile_cache` repairs the directory. It removes truncated files (after a crash or on a full disk), because JAX
-would neither use nor replace them. It adds missing time stamps, because JAX stops writing if one is missing.
+A crash or a full disk can leave truncated files or missing time stamps in the directory. JAX would neither use nor
+replace a truncated file. JAX writes nothing if a time stamp is missing. `enable_compile_cache` repairs the directory.
 """
 
 import contextlib
@@ -42,12 +43,12 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
 
     Args:
         directory: directory to use. "": change nothing and return None. None: keep the directory that the user has set
-            in JAX, with a warning if it is unsafe. If none is set, use `executables` in the project's cache directory.
+            in JAX. If the user has set no directory, use `executables` in the project's cache directory.
         max_size: size limit, in bytes or as text such as "8GiB".
 
     Raises:
-        ConfigError: `max_size` is invalid, or the directory cannot be created or is unsafe. A directory is unsafe if
-            another user owns it or can write to it, because loading a program runs its code.
+        ConfigError: `max_size` is invalid, or the directory cannot be created or is unsafe (`may_hold_programs`). An
+            unsafe directory that the user has set in JAX causes a warning instead.
     """
     try:
         size = parse_bytes(max_size)
@@ -85,7 +86,7 @@ def enable_compile_cache(directory: str | None, max_size: str | int) -> Path | N
 
 @contextlib.contextmanager
 def reading_only() -> Iterator[None]:
-    """Disable writes of this process to the compilation cache inside this context."""
+    """Stop this process from writing to the compilation cache, inside this context."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, _NEVER_S)
@@ -112,8 +113,8 @@ def _problem(status: os.stat_result) -> str | None:
 def may_hold_programs(directory: str) -> bool:
     """Return whether it is safe to load programs from a directory. Loading a program runs its code.
 
-    If another user owns the directory or can write to it, log a warning and return False. If the directory does not
-    exist, return False. For the URL of a storage bucket, return True.
+    A directory is unsafe if another user owns it or can write to it. For an unsafe directory, log a warning and return
+    False. If the directory does not exist, return False. For the URL of a storage bucket, return True.
     """
     if "://" in directory:
         return True  # a storage bucket, whose owner controls access
@@ -141,8 +142,8 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 def tidy(path: Path) -> list[str]:
     """Repair a cache directory: remove truncated files and add missing time stamps. Return the names of removed files.
 
-    A file is skipped if its size and time stamp have not changed since the last check. If another process holds the
-    lock of the directory for 10 seconds, or if the directory cannot be changed, log a warning and return an empty list.
+    A file is not read again if its size and modification time are the same as at the last check. If another process
+    locks the directory for 10 seconds, or if the directory cannot be changed, log a warning and return an empty list.
     """
     try:
         with FileLock(path / _LOCK, timeout=_LOCK_TIMEOUT_S):
@@ -183,9 +184,9 @@ def _tidy(path: Path) -> list[str]:
 
 
 def _read_checked(path: Path) -> dict[str, list[int]]:
-    """Return the files that were complete at the last check, as a dict from file name to `[bytes, mtime_ns]`.
+    """Return the size and modification time of each file that was complete at the last check.
 
-    The two numbers are size and time stamp at that check. The dict is empty if there was no check yet.
+    The result maps file names to `[bytes, mtime_ns]`. The result is empty if there was no check yet.
     """
     try:
         checked = json.loads((path / _CHECKED).read_text())

@@ -32,7 +32,7 @@ class EngineConfig:
     load_threads: int | None = None
     """Number of threads that read weights, from 1 to 64. Default: one per core, at most 8.
 
-    Each thread holds one parameter in host memory. If that would take more than 4 GiB, fewer threads read.
+    Each thread holds one parameter in host memory. If all threads would hold more than 4 GiB, fewer threads read.
     """
     num_devices: int = 1
     """Number of devices to serve on, a power of two. On CPU these are virtual devices of one process."""
@@ -105,9 +105,9 @@ class EngineConfig:
     Transfers then overlap with computation. This option needs more compiled programs.
     """
     expert_loads: str | None = None
-    """JSON file with measured loads of experts (`ExpertLoadReport.save`), by which ranks get experts of equal load.
+    """JSON file with measured loads of experts (`ExpertLoadReport.save`). All ranks then get about equal loads.
 
-    Default: ranks get experts in the order of their index.
+    Default: experts are distributed in the order of their index.
     """
     offload_memory: str | int = "4GiB"
     """Host memory for the KV cache of offloaded requests (policy `cocoserve`). 0: no request is offloaded."""

@@ -112,9 +112,9 @@ class EngineHandle:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        The room of an instance is the number of tokens that the instance can hold after the prompt. The result is the
-        smallest room of at least 512 tokens, for example 900 if the instances have room for 300, 900 and 4,000 tokens.
-        If no instance has that much room, the result is the largest room.
+        The output fills the smallest instance that can hold at least 512 tokens after the prompt. If no instance can
+        hold that many, the output fills the largest instance. For example, if three instances can hold 300, 900 and
+        4,000 tokens after the prompt, the result is 900.
         """
         return self._engine.default_max_tokens(num_prompt_tokens)
 
@@ -132,7 +132,7 @@ class EngineHandle:
         return self._dispatcher.call(instance_views, self._engine).result()
 
     def placement(self, instance: int = 0) -> Placement:
-        """Return the placement of an instance, which names the devices that compute each layer (docs/placement.md).
+        """Return the placement of an instance: the devices that compute each layer (docs/placement.md).
 
         `to_dict()` of the result is a valid `EngineConfig.placement`. Raises `RequestError` if the instance does not
         exist.
@@ -184,39 +184,39 @@ class EngineHandle:
         """Merge or split instances while requests run. Return a report when the transformation is done.
 
         No running request is lost. Requests generate tokens during the transformation, and new requests start on any
-        instance that has room. A request is computed again only if a device runs out of pages, as at any other time.
+        instance that has room. If a device runs out of pages, some requests lose their pages and are computed again.
 
-        With `running="pause"`, requests of instances that merge stop after the steps in flight and keep their pages.
-        The merged instance serves other requests with the free pages. A transformation back to the earlier degree
-        resumes the paused requests on the devices that hold their pages. If the merged instance runs out of pages, it
-        first evicts cached prefixes. After that, it evicts pages of paused requests with the same or a lower priority.
-        The paused requests that lose pages are computed again later.
+        With `running="pause"`, the requests of the merging instances stop after the steps in flight, and keep their
+        pages. The merged instance serves other requests with the free pages. A transformation back to the earlier
+        degree resumes the paused requests on the devices that hold their pages. If a request needs more pages than are
+        free, the merged instance first evicts cached prefixes. After that, it evicts paused requests with the same or a
+        lower priority than this request. The evicted requests are computed again later.
 
         Args:
             tensor_parallel_size: degree of the instances afterwards.
             devices: indices of the devices to change. The devices must form whole instances, and whole aligned groups
                 of the new degree. Default: all devices.
             variant: name of the method, a `TransformVariant`.
-            release_weights: whether a merge turns FFN weights that a rank does not need into KV cache. If False, all
-                weights stay, and the KV cache of the merged instance holds as many tokens as the caches before the
-                merge. A split always restores the weights. An instance that already has the degree does not change. To
-                release or restore the weights of such an instance, split and merge the instance.
+            release_weights: whether the FFN weights that a rank no longer needs after a merge become KV cache. If
+                False, all weights stay, and the merged instance can cache as many tokens as the merging instances
+                together. A split always restores the weights. An instance that already has the degree does not change.
+                To release or restore the weights of this instance, split and merge it.
             layers_per_step: number of layers to switch between two steps, rounded up to whole segments
                 (`EngineConfig.segment_layers`). `"auto"`: one segment. If no request runs, all layers switch at once.
             wait_for_programs: whether to wait for programs that `warmup(background=True)` is still compiling. Requests
-                run as before in the meantime. If False, `ProgramsNotReadyError` is raised in this case.
+                run as before during the wait. False: raise `ProgramsNotReadyError` instead of waiting.
             running: treatment of running requests. `"migrate"`: the requests continue on the new instances. `"pause"`:
                 the requests pause until the merged instance splits, as explained above. `"pause"` requires
-                `release_weights=False`. `"wait"`: the transformation starts when the requests are finished. Until then,
-                no other request starts on these devices.
+                `release_weights=False`. `"wait"`: the transformation starts when the running requests have ended. Until
+                then, no other request starts on the devices that change.
             order: `"layer"`: each layer changes as a whole. `"memory_first"`: in a merge, the FFN weights of all layers
-                become KV cache before the first page moves. Requests then get more pages at once. In a split, the FFN
-                weights return after the last page has moved. Steps during a `"memory_first"` change take longer,
-                because every layer exchanges hidden states twice. `"memory_first"` has no effect if no weights are
-                released or restored, and it needs programs that a warm-up does not compile.
-            attention_degree: degree of the attention, a power of two. If it is less than `tensor_parallel_size`, the
-                instances get data-parallel attention. Each part with this many devices then computes the attention of
-                its own requests. All devices together compute the FFNs or experts. Default: `tensor_parallel_size`.
+                become KV cache before the first page moves, so requests get more pages earlier. In a split, the FFN
+                weights return after the last page has moved. During a `"memory_first"` change, steps take longer,
+                because every layer exchanges hidden states twice. A warm-up does not compile the programs of
+                `"memory_first"`. If no weights are released or restored, both orders have the same effect.
+            attention_degree: degree of the attention, a power of two. Default: `tensor_parallel_size`. A smaller degree
+                gives the instances data-parallel attention: each part of `attention_degree` devices computes the
+                attention of its own requests, and all devices together compute the FFNs or experts.
 
         Raises:
             LayoutError: the devices cannot form instances of this degree.
@@ -255,9 +255,8 @@ class EngineHandle:
         Return a report when the change is done. The sequences of the instance are divided into microbatches (shares),
         one for each device that computes the replicated layers. No request is lost or computed again.
 
-        If the device has no weights of these layers, the device gets a copy of the weights. If the device serves
-        another instance, it already has the weights. The KV pages for the replicated layers then come from the pages of
-        that instance.
+        If the device serves another instance, the device already has the weights of these layers. The replicated layers
+        then use KV pages of the other instance. Any other device gets a copy of the weights.
 
         Only layers at tensor-parallel degree 1 can be replicated. Split an instance of a higher degree first. An
         instance with replicas cannot merge. Call `evict` before a merge. docs/placement.md has examples.
@@ -297,15 +296,16 @@ class EngineHandle:
     ) -> PlacementReport:
         """Move layers of an instance to another device while requests run. Return a report when the change is done.
 
-        The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of other layers
-        on the old device. The embedding and the output projection stay on the old device. The other arguments and the
-        errors are the same as for `replicate`.
+        The old device drops the weights and KV cache of these layers. The freed memory becomes KV cache of the layers
+        that stay on the old device. The embedding and the output projection stay on the old device.
+
+        Errors and all arguments except `modules` and `move_kv` are the same as for `replicate`.
 
         Args:
             modules: modules to move: `"layer"`, `"attention"` (with its KV cache), `"ffn"` or `"kv"`. `"kv"` moves the
                 same modules as `"attention"`, but the old device keeps a copy of the attention weights. A later move
                 back then copies no weights.
-            move_kv: whether the KV cache moves. If False, only the FFNs move, and `modules` must be `"layer"`.
+            move_kv: whether attention and KV cache move. False: only the FFNs move, and `modules` must be `"layer"`.
         """
         return self._change_placement("migrate", device, instance, layers, modules, move_kv)
 
@@ -358,15 +358,14 @@ class EngineHandle:
     def warmup(self, tensor_parallel_sizes: list[int] | None = None, *, background: bool = False) -> int:
         """Compile the programs of the given tensor-parallel degrees and of transformations between these degrees.
 
-        Return the number of programs that were missing. Missing programs are compiled, or loaded from the cache on
-        disk. Each program then runs once. No instance changes its degree. After a warm-up of all degrees, requests do
-        not wait for compilations. `stats.late_programs` counts programs that the warm-up missed.
+        Missing programs are compiled, or loaded from the cache on disk. Without `background`, each program then runs
+        once. Return the number of missing programs. No instance changes its degree. After a warm-up of all degrees,
+        requests do not wait for compilations. `stats.late_programs` counts the programs that a warm-up has missed.
 
         Args:
             tensor_parallel_sizes: degrees to prepare. Default: the current degrees.
-            background: whether to return at once, with the number of missing programs. The programs are then compiled
-                at a low priority while requests run, but the warm-up does not run them. `stats.degrees` shows the
-                progress.
+            background: whether to return at once and compile at a low priority while requests run. `stats.degrees`
+                shows the progress.
 
         Raises:
             RequestError: requests are waiting or running, and `background` is False.

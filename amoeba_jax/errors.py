@@ -20,7 +20,7 @@ class RequestError(ValueError):
 
 
 class ContextLengthError(RequestError):
-    """A request has more tokens than the context of the model, or more than any instance can hold."""
+    """A request has more tokens than the context of the model, or more than the largest instance can hold."""
 
 
 class DeadlineError(RequestError):
@@ -38,7 +38,7 @@ class NotANumberError(RuntimeError):
 class RequestFailedError(RuntimeError):
     """The engine could not continue a request. Other requests are not affected.
 
-    Either a program did not compile, load or run, or a device had too little memory.
+    Possible causes: a program failed, or a device had too little memory.
     """
 
 
@@ -58,7 +58,7 @@ class TransformError(RuntimeError):
 
 
 class EngineClosedError(RuntimeError):
-    """The engine was closed, or failed with the error in `__cause__`."""
+    """The engine was closed or has failed. After a failure, `__cause__` is the error of the engine."""
 
 
 class EngineStuckError(RuntimeError):

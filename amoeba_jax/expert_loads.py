@@ -21,11 +21,11 @@ _FIELD = "expert_loads"
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoadReport:
-    """Tokens that experts have computed since the start of the engine. `LLM.expert_loads` returns it.
+    """Result of `LLM.expert_loads`: loads of the experts since the start of the engine.
 
     Attributes:
         tokens: number of tokens that each expert of each layer has computed, with experts in the order of the model.
-        imbalance: load imbalance between the ranks of each instance (`load_imbalance`), by the id of the instance.
+        imbalance: load imbalance between the ranks of an instance (`load_imbalance`), for each instance id.
     """
 
     tokens: Int64[np.ndarray, "layers E"]
@@ -37,10 +37,10 @@ class ExpertLoadReport:
 
 
 def read_order(path: str | None, model: ModelConfig, max_tp: int) -> tuple[tuple[int, ...], ...]:
-    """Read a file of `ExpertLoadReport.save`. Return an order of the experts that gives all shards about equal loads.
+    """Read a file of `ExpertLoadReport.save`. Return an order of the experts for each layer (`ModelDims.expert_order`).
 
-    The result has the order for each layer (`ModelDims.expert_order`, see `deal`). The result is empty if `path` is
-    None. It is also empty if `max_tp` does not divide the number of experts: each rank then has a part of every expert.
+    The orders give all shards about equal loads (`deal`). The result is empty if `path` is None. The result is also
+    empty if `max_tp` does not divide the number of experts, because each rank then has a part of every expert.
 
     Raises `ConfigError` if the file cannot be read, or does not fit the model.
     """
@@ -86,7 +86,7 @@ def deal(loads: Int64[np.ndarray, " E"], num_shards: int) -> tuple[int, ...]:
 
 
 def model_order(dims: ModelDims, tokens: Int64[np.ndarray, "layers E"]) -> Int64[np.ndarray, "layers E"]:
-    """Reorder `tokens` along the axis of experts: from the order of the shards to the order of the model."""
+    """Reorder the experts in `tokens` from the order of the shards (`dims.expert_order`) to the order of the model."""
     if not dims.expert_order:
         return tokens
     result = np.zeros_like(tokens)
@@ -97,10 +97,10 @@ def model_order(dims: ModelDims, tokens: Int64[np.ndarray, "layers E"]) -> Int64
 def load_imbalance(dims: ModelDims, placement: Placement, totals: Mapping[int, Any]) -> float:
     """Return the load imbalance between ranks: 1 if all loads are equal, p if one of p ranks has all tokens.
 
-    The load of a rank in a layer is the number of (token, expert) pairs that the rank computes. The result is the
-    largest load of a rank, summed over all layers, divided by the mean load of the ranks, summed over all layers.
-    The largest load counts because every layer waits for its slowest rank. The result is also 1 before the first token,
-    and if every rank has a part of every expert.
+    The load of a rank in a layer is the number of (token, expert) pairs that the rank computes. In each layer, the
+    ranks have a largest load and a mean load. The result is the sum of all largest loads divided by the sum of all mean
+    loads. The largest load counts because every layer waits for its slowest rank. The result is also 1 before the first
+    token, and if every rank has a part of every expert.
 
     Args:
         dims: sizes of the model.
@@ -119,9 +119,9 @@ def load_imbalance(dims: ModelDims, placement: Placement, totals: Mapping[int, A
 
 
 def rank_loads(dims: ModelDims, tp: int, rows: Sequence[Int64[np.ndarray, " E"]]) -> Int64[np.ndarray, " tp"]:
-    """Return the number of tokens that the experts of each rank get at degree `tp`, summed over `rows`.
+    """Return the number of tokens that the experts of each rank get at degree `tp`, in all `rows` together.
 
-    Each of the `rows` has the number of tokens of each expert, with experts in the order of the shards.
+    Each item of `rows` has the number of tokens of each expert, with experts in the order of the shards.
     """
     experts = sum(rows, start=np.zeros(dims.load_shape[1], np.int64))
     shards = experts.reshape(dims.max_tp, -1).sum(axis=1)

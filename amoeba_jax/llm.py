@@ -29,9 +29,9 @@ class LLM(EngineHandle):
 
     `LLM(model=..., num_devices=4, tensor_parallel_size=1, ...)` accepts every field of `EngineConfig` by name. The
     constructor loads the weights onto every device. Programs are compiled on first use, or all at once by `warmup()`. A
-    cache on disk keeps compiled programs. `LLM(..., warmup=[1])` is faster than `LLM(...).warmup([1])`, because
-    programs are compiled while the weights are loaded. To free the memory, call `close()` or use the `LLM` as a context
-    manager.
+    cache on disk keeps compiled programs. With `LLM(..., warmup=[1])`, programs are compiled while the weights are
+    loaded, which is faster than `LLM(...).warmup([1])`. To free the memory, call `close()` or use the `LLM` as a
+    context manager.
 
     All methods are thread-safe. Errors of the constructor name the value and the limit.
 
@@ -129,7 +129,7 @@ class LLM(EngineHandle):
 
         Each output has all text so far, and in `new_text` the text since the previous output. The request starts when
         the loop over the outputs starts. Leaving the loop early aborts the request. Arguments are the same as for
-        `generate`. `RequestError` is raised by the call, before the loop, if the prompt cannot be served.
+        `generate`. If the prompt cannot be served, the call raises `RequestError` before the loop starts.
         """
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         request = self._registry.make(prompt, params, deliveries.put, request_id, cache_salt)
@@ -182,12 +182,12 @@ class LLM(EngineHandle):
     ) -> AsyncGenerator[tuple[Request, RequestDelta], None]:
         """Complete one prompt and yield `(request, delta)` pairs. A delta has the output since the previous delta.
 
-        Servers use this method, because the work for a token does not grow with the length of the output. Other
-        arguments and errors are the same as for `astream`.
+        Servers use this method. In contrast to `astream`, the work for a token does not grow with the length of the
+        output. Other arguments and errors are the same as for `astream`.
 
         Args:
             client: name of the client that sent the request. Clients get equal shares of slots and of the KV cache.
-                Only a few grammars of a client are compiled at the same time. The client "" has no such limit.
+                If too many grammars of a client are being compiled, `QueueFullError` is raised. "": no limit.
             arrival: time when the request arrived, as a value of `time.monotonic()`. Latencies are measured from
                 this time. None: now.
         """
@@ -226,7 +226,7 @@ class LLM(EngineHandle):
             self._registry.end([request])
 
     def load_grammars(self) -> None:
-        """Load the vocabulary that constrained decoding needs. Servers call this before they are ready.
+        """Load the vocabulary that constrained decoding needs. Servers call this before they accept requests.
 
         Without this call, the first constrained request loads the vocabulary and blocks all threads for up to 1 s.
         """

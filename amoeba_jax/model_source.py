@@ -17,14 +17,13 @@ from amoeba_jax.weights.readers import check_checkpoint, checkpoint_reader, rand
 
 
 class ModelSource:
-    """Files of a model. The files stay open until `close` is called or the context manager `weights` ends.
+    """Files of a model. The files stay open until `close` is called or a context of `weights` ends.
 
     The constructor raises `ModelNotFoundError` or `CheckpointError`.
 
     Attributes:
         name: name of the model for clients.
-        hf_config: content of config.json. If config.json has no dtype, the dtype in which the matrices are stored is
-            added.
+        hf_config: content of config.json. If config.json has no dtype, the stored dtype of the matrices is added.
         directory: directory of the tokenizer files. None: there is no tokenizer.
     """
 

@@ -18,7 +18,7 @@ _TURN = 64
 # Maximum number of turns before event loops are woken.
 _MAX_BEFORE_WAKE = 256
 MAX_BACKLOG = 4096
-"""Size of the backlog at which `behind` becomes true. It is the sum of the weights of queued updates.
+"""Value of `OutputThread.backlog` at which `OutputThread.behind` becomes true.
 
 A backlog of this size takes a fraction of a second.
 """
@@ -32,8 +32,8 @@ class OutputThread:
     Args:
         end_early: function `(sequence, stop_string)` that asks the engine to end a sequence early. `stop_string` is
             None if the request failed.
-        on_room: function that this thread calls when a backlog of `MAX_BACKLOG` has shrunk by half. The function must
-            not block.
+        on_room: function that this thread calls when `behind` was true and the backlog has shrunk to half of
+            `MAX_BACKLOG`. The function must not block.
     """
 
     def __init__(self, end_early: EndEarly, on_room: Callable[[], None] = lambda: None):
@@ -57,7 +57,7 @@ class OutputThread:
 
     @property
     def backlog(self) -> int:
-        """Queued work: the sum of the weights of all queued updates. An update of one token has weight 1."""
+        """Amount of work in the queue. The unit is the work for an update of one token."""
         return self._backlog
 
     @property

@@ -27,9 +27,8 @@ _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 def serving_devices(num_devices: int) -> tuple[jax.Device, ...]:
     """Start JAX and return its first `num_devices` devices. Raises `ConfigError` if JAX has fewer devices.
 
-    With the XLA flag `NCCL_SPLITTING`, programs on several GPUs can hang. This function therefore turns the flag off
-    before JAX starts GPUs. A value that the user has set does not change. If JAX has already started several GPUs and
-    the flag is not set, log a warning.
+    With the XLA flag `NCCL_SPLITTING`, programs on several GPUs can hang. If the user has not set the flag, turn it off
+    before JAX starts the GPUs. If JAX has already started several GPUs without the user's flag, warn instead.
     """
     num_cpu_devices = max(CPU_DEVICES, num_devices)
     os.environ.setdefault("NPROC", str(CPU_THREADS_PER_DEVICE * num_cpu_devices))
@@ -72,10 +71,10 @@ def cuda_may_start(platforms: str) -> bool:
 
 
 def nccl_splitting(environ: Mapping[str, str]) -> str | None:
-    """Return the value of the flag `NCCL_SPLITTING` in XLA_FLAGS, or None if it is not set.
+    """Return the value of the flag `NCCL_SPLITTING` in XLA_FLAGS, or None if the flag is not set.
 
-    If the flag has no value, return "true". XLA_FLAGS may be the name of a file with flags (`is_inline`). The flag is
-    then read from this file. Raises `OSError` if the file cannot be read.
+    If the flag is set without a value, return "true". If XLA_FLAGS is the name of a file (`is_inline`), read the flags
+    from this file. Raises `OSError` if the file cannot be read.
     """
     value = None
     for flag in _xla_flags(environ).split():
@@ -86,10 +85,10 @@ def nccl_splitting(environ: Mapping[str, str]) -> str | None:
 
 
 def without_nccl_splitting(environ: Mapping[str, str]) -> str:
-    """Return a value for XLA_FLAGS that turns `NCCL_SPLITTING` off.
+    """Return XLA_FLAGS. If the flag `NCCL_SPLITTING` is not set, the result also has this flag with the value false.
 
-    If the flag is already set, return XLA_FLAGS unchanged. If XLA_FLAGS is the name of a file, the flag must be set in
-    the file. Raises `ValueError` if the file does not set the flag, and `OSError` if the file cannot be read.
+    If XLA_FLAGS is the name of a file, the flag cannot be added. Raises `ValueError` if the file does not set the flag,
+    and `OSError` if the file cannot be read.
     """
     flags = environ.get("XLA_FLAGS", "")
     if nccl_splitting(environ) is not None:
@@ -105,15 +104,15 @@ def _xla_flags(environ: Mapping[str, str]) -> str:
 
 
 def is_inline(flags: str) -> bool:
-    """Return True if XLA_FLAGS contains flags or is empty. Return False if it is the name of a file with flags."""
+    """Return True if `flags` (XLA_FLAGS) has flags or is empty. Return False if `flags` is the name of a file."""
     return not flags.strip() or flags.strip().startswith("-")
 
 
 def resolve_dtype(dtype: str, model_dtype: str, platform: str) -> str:
     """Return the data type for an engine. `dtype="auto"` gives float32 on CPU, and `model_dtype` on accelerators.
 
-    Raises `ConfigError` for bfloat16 on CPU before JAX 0.12, because XLA would convert whole buffers of the KV cache to
-    float32 in every step.
+    Raises `ConfigError` for bfloat16 on CPU if JAX is older than 0.12. XLA would then convert whole buffers of the KV
+    cache to float32 in every step.
     """
     if dtype == "auto":
         return "float32" if platform == "cpu" else model_dtype

@@ -129,7 +129,7 @@ class Request:
             self._deliver(error)
 
     def _deliver_grown(self) -> None:
-        """Deliver the output that a failed request has so far. Do nothing if `every_token` is false."""
+        """Deliver the remaining output of a failed request, before its error. Do nothing if `every_token` is false."""
         if self._every_token and self._grown:
             with contextlib.suppress(Exception):  # this may be the error that the request fails with
                 self._deliver(self._delta())
@@ -217,8 +217,8 @@ class Request:
     def _ended_at(self) -> float:
         """Return the time when the last sample ended.
 
-        Return the present time if the engine has not recorded the end of every sample yet. This is the case if a stop
-        string has just ended a sample.
+        If a stop string has ended a sample, the engine may not have recorded this end yet. The result is then the
+        present time.
         """
         ended = [sequence.finished_at for sequence in self.sequences if sequence.finished_at is not None]
         return max(ended) if len(ended) == len(self.sequences) else time.monotonic()

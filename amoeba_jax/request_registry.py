@@ -133,9 +133,9 @@ class RequestRegistry:
         return request
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """Return the initial state of the grammar that constrains a sequence. Return None without a constraint.
+        """Return the initial state of the grammar that constrains a sequence, or None without a constraint.
 
-        The compilation of a new grammar can take some seconds. For a known grammar, the call takes microseconds. Raises
+        A new grammar is compiled, which can take some seconds. For a known grammar, the call takes microseconds. Raises
         `RequestError` if the grammar is refused.
         """
         if params.structured is None:
@@ -168,7 +168,7 @@ class RequestRegistry:
     def submit_soon(self, requests: list[Request]) -> "Future[None]":
         """Submit requests to the engine before its next step.
 
-        The returned future is done when the engine has queued them.
+        The returned future is done when the engine has queued the requests.
         """
         # One call for all: with several, steps of random batch sizes would run (and compile) in between.
         return self._dispatcher.call(self._engine.submit, [request.sequences[0] for request in requests])

@@ -225,7 +225,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
     """Check biases and return them as pairs `(token id, bias)`, sorted by token id.
 
-    `values` is a mapping from token ids, a sequence of pairs, or None. None gives an empty tuple.
+    `values` is a mapping from token ids to biases, a sequence of pairs, or None. None gives an empty tuple.
     """
     try:
         biases = dict(values or ())

@@ -49,7 +49,7 @@ def _short(value: Any, max_chars: int, depth: int) -> str:
 
 
 def _joined(parts: Any, length: int, max_chars: int) -> str:
-    """Join parts until the text has `max_chars` characters. Append how many of `length` elements are left out."""
+    """Join parts, up to about `max_chars` characters. If some of `length` parts are left out, append their number."""
     taken: list[str] = []
     size = 0
     for part in parts:

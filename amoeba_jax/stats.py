@@ -25,7 +25,7 @@ class EngineStats:
     nan_logits: int = 0
     """Sequences that failed because their logits were infinite or NaN."""
     failed_steps: int = 0
-    """Steps that failed on the devices. After each of them, the requests of the instance were computed again."""
+    """Steps that failed on the devices. After a failed step, the requests of its instance were computed again."""
     output_backlog: int = 0
     """Generated tokens that the output thread has not converted to output yet (current value)."""
     output_stalls: int = 0

@@ -22,8 +22,8 @@ class StructuredOutput:
     When the text matches the constraint, the sequence ends with the finish reason "stop". If the sequence reaches
     `max_tokens` before that, it ends with "length", and its text is the beginning of a match.
 
-    Raises `RequestError` if no field or several fields are set, or if a field is invalid or over its limit. The request
-    is refused later if its grammar cannot be compiled.
+    Raises `RequestError` if no field or several fields are set, or if a field is invalid or too large. If the
+    constraint cannot be compiled, the request is refused later.
     """
 
     json_schema: str | Mapping[str, Any] | None = None

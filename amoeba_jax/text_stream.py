@@ -8,15 +8,14 @@ from amoeba_jax.tokenizer import DetokenizeStream
 class TextStream:
     """Converter of tokens to text. The text ends at the first stop string.
 
-    A stop string may end inside a token. If several stop strings end at the same character, the longest counts. The
-    text is cut before the stop string. With `include_stop_str_in_output`, it is cut after the stop string.
+    A stop string may end inside a token. If several stop strings end at the same character, the longest stop string
+    counts. As in vLLM, a stop string that ends within the first `min_tokens` tokens is ignored.
 
-    The results of `push` and `finish` add up to the final text. Text that may be the start of a stop string is held
-    back until later text decides. With `include_stop_str_in_output`, no text is held back.
+    By default, the text is cut before the stop string. If the end of the text may be the start of a stop string, this
+    end is held back until more text arrives. With `include_stop_str_in_output`, the text is cut after the stop string,
+    and no text is held back.
 
-    As in vLLM, a stop string that ends within the first `min_tokens` tokens is ignored.
-
-    Without a tokenizer, `push` and `finish` return "".
+    The results of `push` and `finish` add up to the final text. Without a tokenizer, both return "".
     """
 
     def __init__(
@@ -82,20 +81,20 @@ class TextStream:
 class _StopString:
     """Incremental search for one string (algorithm of Knuth, Morris and Pratt).
 
-    The table of the algorithm grows only as far as the text has matched, so a long string has no cost at the start.
+    The table of the algorithm is not built at once. The table grows with the longest partial match.
     """
 
     def __init__(self, text: str):
         self.text = text
         self.matched = 0
-        """Length of the longest end of the text so far with which the string begins, without a whole match."""
+        """Length of the current partial match in characters. The match is at the end of the text so far."""
         self._borders = [0]  # [i]: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def read(self, new: str, counts: bool) -> int | None:
         """Search the text `new`, which follows the text of earlier calls. An occurrence may start in earlier text.
 
-        Return the index in `new` after the last character of the first occurrence, or None without an occurrence. If
-        `counts` is false, occurrences are ignored. Do not call this method again after it has found an occurrence.
+        Return the index in `new` right after the first occurrence. Return None if there is no occurrence, or if
+        `counts` is false. Do not call this method again after it has found an occurrence.
         """
         text, borders, matched = self.text, self._borders, self.matched
         if not matched and text[0] not in new:

@@ -60,8 +60,7 @@ class Tokenizer:
     def from_directory(cls, directory: Path | str) -> "Tokenizer":
         """Load the tokenizer from `tokenizer.json` in a Hugging Face model directory.
 
-        `eos_token_ids` are the ids in `generation_config.json`, plus the EOS of the tokenizer. If
-        `generation_config.json` has no ids, the ids in `config.json` are used.
+        The attribute `eos_token_ids` has the ids of `model_eos_ids`, and the tokenizer's own end-of-sequence token.
 
         Raises:
             CheckpointError: `tokenizer.json` is missing or cannot be read.
@@ -106,8 +105,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        Other threads are blocked for at most 40 ms, even for 4 MB of English text (1.4 million tokens). Such a text
-        takes 2 s. The `encode` of the library would block other threads for 2.5 to 3.5 s.
+        A text of 4 MB (1.4 million tokens) takes 2 s. During this time, other threads are blocked for at most 40 ms.
+        The library's own `encode` would block other threads for 2.5 to 3.5 s.
 
         Args:
             text: text to tokenize.
@@ -134,14 +133,13 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Upper limit for the number of characters that one token can represent.
+        """Maximum number of characters that one token can represent.
 
-        A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens. Such a
-        text can be refused without tokenization. The limit includes a factor for normalizers (NFC), which compose up to
-        4 characters into one.
+        A text with more than `max_tokens * longest_token_chars` characters has more than `max_tokens` tokens. This text
+        can be refused without tokenization. The number allows for normalizers (NFC) that compose 4 characters into one.
 
-        Some tokenizers drop characters, such as repeated spaces or characters outside the vocabulary. For such a
-        tokenizer, the limit can be too low: a text with many dropped characters is refused although its tokens fit.
+        Some tokenizers drop characters, such as repeated spaces or characters outside the vocabulary. The number does
+        not allow for dropped characters: a text with many dropped characters is refused although its tokens fit.
 
         The first use takes up to 1 s for a vocabulary of 150,000 tokens.
         """
@@ -165,7 +163,7 @@ class Tokenizer:
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that a token has in the middle of a text, with its leading space.
+        """Return the text of a token, with the leading space that it has after other tokens.
 
         Special tokens have text too. The texts of up to 65,536 tokens are cached.
         """
@@ -178,7 +176,7 @@ class Tokenizer:
         return twice[len(text) :] if twice.startswith(text) else text
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """Return the vocabulary entry of a token; "" if there is none.
+        """Return the vocabulary entry of a token, or "" if there is none.
 
         The entry has the tokenizer's own mark for a leading space.
         """
@@ -190,7 +188,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """Text of the chat template; "" if the model has none."""
+        """Text of the chat template, or "" if the model has no chat template."""
         template = self._fast.chat_template
         # A model may have several templates by name.
         return template if isinstance(template, str) else (template or {}).get("default", "")
@@ -272,19 +270,19 @@ class Tokenizer:
 class DetokenizeStream:
     """Incremental decoder that returns only complete characters.
 
-    The results of `push` and `flush` together are the decoded text of prompt and output, without the text of the
-    prompt. As in vLLM, the first word of the output therefore keeps its leading space. A character that starts in the
-    prompt and ends in the output is returned whole. Of the prompt, only the last 32 tokens are examined.
+    The results of `push` and `flush` add up to the text of the output. The output is decoded together with the last
+    tokens of the prompt (at most 32). As in vLLM, the first word of the output therefore keeps its leading space. If a
+    character starts in the prompt and ends in the output, the whole character is returned.
 
     The results can be wrong in one case. If one byte token in a run of byte tokens is invalid, SentencePiece decodes
-    the whole run as U+FFFD, but the stream has already returned text of this run. The invalid token affects the text of
-    at most 25 further tokens.
+    the whole run as U+FFFD. The stream has then already returned other text for the start of the run. The invalid token
+    affects the text of at most 25 further tokens.
 
-    `DecodeStream` of the library `tokenizers` is not used, because it drops text at the end, and raises an error after
-    an invalid byte token.
+    Text that ends in U+FFFD is held back for at most 16 tokens. After that, the text without its last character is
+    returned. Each call of `push` decodes at most 50 tokens.
 
-    `push` decodes at most 50 tokens. Text that ends in U+FFFD is held back for at most 16 tokens. After that, the text
-    without its last character is returned.
+    `DecodeStream` of the library `tokenizers` is not used: it drops text at the end of the stream, and raises an error
+    after an invalid byte token.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int], prompt: Sequence[int] = ()):
@@ -304,8 +302,8 @@ class DetokenizeStream:
     def _end_of_prompt(self, tail: list[int]) -> tuple[int, int]:
         """Return `(kept, cut)` for a prompt that ends with the tokens `tail`.
 
-        The last `kept` tokens of the prompt are the context for decoding the output. The last `cut` of these tokens
-        form an incomplete character.
+        The last `kept` tokens of the prompt are the context for decoding the output. The last `cut` tokens of the
+        prompt form an incomplete character.
         """
         for num_cut in range(min(_MOST_CUT, len(tail)) + 1):
             # Among four consecutive positions, at least one is the start of a character.
@@ -319,7 +317,7 @@ class DetokenizeStream:
         return token_id not in self._skipped_ids and self._tokenizer.has_text(token_id)
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; "" if the last character is incomplete."""
+        """Return the text that `token_id` completes, or "" if the last character is incomplete."""
         if not self._has_text(token_id):
             return ""
         self._held.append(token_id)
@@ -366,9 +364,9 @@ class DetokenizeStream:
 
 
 def _decomposed_length(text: str) -> int:
-    """Return how many characters a text can have that a normalizer (NFC) turns into `text`.
+    """Return the maximum number of characters that a normalizer (NFC) can compose into `text`.
 
-    U+FFFD may stand for a part of any character, so the longest possible character is assumed.
+    Each U+FFFD counts as 4 characters, because U+FFFD may stand for a part of any character.
     """
     return len(unicodedata.normalize("NFD", text)) + (_MOST_DECOMPOSED - 1) * text.count(REPLACEMENT)
 
@@ -376,7 +374,7 @@ def _decomposed_length(text: str) -> int:
 def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozenset[int]:
     """Return the token ids that end a generation.
 
-    The ids come from `generation_config.json`, or from `config` if that file has no ids.
+    The ids come from `generation_config.json`, or from `config` if `generation_config.json` has no ids.
 
     Raises:
         CheckpointError: `generation_config.json` cannot be read.
@@ -387,7 +385,7 @@ def model_eos_ids(directory: Path | None, config: Mapping[str, Any]) -> frozense
 
 
 def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return `eos_token_id` as a set. Some files use negative ids for "none"; these ids are left out."""
+    """Return `eos_token_id` as a set, without negative ids. Some files use a negative id for "none"."""
     named = config.get("eos_token_id")
     ids = named if isinstance(named, list) else [named]
     return frozenset(it for it in ids if isinstance(it, int) and not isinstance(it, bool) and it >= 0)

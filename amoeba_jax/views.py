@@ -51,17 +51,17 @@ class InstanceStatus:
     paused: int = 0
     """Number of paused requests on these devices. The requests resume after a transformation to `paused_degree`."""
     paused_degree: int = 0
-    """Degree at which the paused requests ran; 0 without paused requests."""
+    """Degree at which the paused requests ran. 0: no requests are paused."""
     placement: Placement | None = None
     """Devices that compute each layer, for each microbatch."""
     phase: str = "serving"
     """State: `serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching)."""
     expert_load_imbalance: float | None = None
-    """Largest load of a rank over the mean load (`expert_loads.load_imbalance`). None: the model has no experts."""
+    """Imbalance between the loads of the ranks (`expert_loads.load_imbalance`). None: the model has no experts."""
 
 
 class TransformState(StrEnum):
-    """State of a change of degrees or of a placement.
+    """State of a change: a transformation (merge or split of instances) or a change of placement.
 
     `TRANSITIONS` lists the states that may follow each state.
     """
@@ -76,7 +76,7 @@ class TransformState(StrEnum):
     SWITCHING = "switching"
     """Layers switch between steps."""
     SETTLING = "settling"
-    """All layers have switched. The last step of a merge, copies, or restored weights are still in flight."""
+    """All layers have switched. Work is still in flight: the last step of a merge, copies, or restored weights."""
     DONE = "done"
     ABORTED = "aborted"
     """The change was refused, or failed before the first layer switched. Nothing has changed."""
@@ -111,9 +111,9 @@ class TransformStatus:
         state: one of `TransformState`.
         programs_left: number of missing programs that the transformation waits for.
         estimated_s: expected seconds to compile the missing programs. None: unknown.
-        layers_switched: number of layers that have switched to the new degree, over all device groups that are
-            changing.
-        num_layers: number of layers of all these device groups together.
+        layers_switched: number of layers that have switched to the new degree, summed over the groups of devices that
+            are changing.
+        num_layers: number of layers, summed over the groups of devices that are changing.
     """
 
     tensor_parallel_size: int
@@ -139,7 +139,7 @@ class PlacementStatus:
         kind: `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
         instance: id of the instance.
         device: index of the device that gets or loses layers.
-        layers: first layer, and the layer after the last; (0, 0) for all layers.
+        layers: index of the first layer, and index after the last layer. (0, 0): all layers.
         state: one of `TransformState`.
         layers_switched: number of layers that have switched to their new devices.
     """
@@ -164,11 +164,11 @@ class ExecutableInfo:
     compile_s: float
     """Seconds to trace and compile the program, or to load it."""
     cached: bool
-    """Whether the program was loaded from a cache or relocated (`relocated`). False: XLA compiled the program."""
+    """Whether the program was loaded from a cache, or relocated (`relocated`). False: XLA compiled the program."""
     relocated: bool
     """Whether the program was compiled for other devices and then loaded for `devices`."""
     code_bytes: int
-    """Bytes of machine code; 0 if XLA does not report them, as on CPU."""
+    """Bytes of machine code. 0: XLA does not report the size, as on CPU."""
     temp_bytes: int
     """Bytes of temporaries on each device while the program runs."""
     argument_bytes: int
@@ -198,7 +198,7 @@ class MemoryEntry:
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """Bytes of each owner (`sharding.owners.Owner`) on each device. Prints as a table; notebooks show a picture."""
+    """Bytes of each owner (`sharding.owners.Owner`) on each device. Prints as a table. Notebooks show a picture."""
 
     budget_bytes: int
     entries: tuple[MemoryEntry, ...]
@@ -227,7 +227,7 @@ class MemoryReport:
         """Return the bytes on a device as `{layer: {use: bytes}}`. Layer None has the buffers that belong to no layer.
 
         The uses are `weights`, `kv cache in use`, `kv cache kept` (pages of cached prefixes), `kv cache free`,
-        `sampling` and `padding`. Padding counts only as `padding`. Hidden states count as `weights`.
+        `sampling` and `padding`. Padding in weights and KV cache counts as `padding` only. Hidden states are `weights`.
         """
         cache_bytes = self.by_owner(device).get(Owner.KV_CACHE, 0)
         layers: dict[int | None, dict[str, int]] = {}
@@ -343,7 +343,7 @@ def _picture(report: MemoryReport) -> str:
 
 
 def _columns(report: MemoryReport, device: int) -> list[_Column]:
-    """Return the columns of a device, whose bytes add up to the budget. The sum is higher if the budget is exceeded."""
+    """Return the columns of a device. Their bytes add up to the budget, or to more if the budget is exceeded."""
     parts = report.parts(device)
     layers = sorted(layer for layer in parts if layer is not None)
     columns = [_Column(layer, parts[layer]) for layer in layers]
@@ -395,8 +395,8 @@ class DegreePrograms:
 
     Attributes:
         degree: tensor-parallel degree.
-        num_programs: number of programs of this degree, and of transformations between this degree and the degrees that
-            were prepared before.
+        num_programs: number of programs of this degree. Programs of transformations between two degrees belong to the
+            degree that is compiled later.
         num_ready: number of programs that are compiled.
     """
 

@@ -24,11 +24,10 @@ class Block(NamedTuple):
 
 
 class _FreeBlocks:
-    """Free blocks of one order: a set, and a heap that finds the lowest block in O(log n).
+    """Free blocks of one order, by first unit: a set, and a heap that finds the lowest unit in O(log n).
 
-    A removed block leaves the set at once. The block's heap entry stays until it reaches the top of the heap. If the
-    block becomes free again before that, the entry is valid again. The heap therefore has at most one entry for each
-    block.
+    `remove` deletes a block from the set, but keeps its heap entry. `pop_lowest` skips the heap entries of blocks that
+    are not in the set. `add` pushes a heap entry only if the heap has no entry of the block.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class _FreeBlocks:
         return unit in self._free
 
     def append(self, units: range) -> None:
-        """Add free blocks. Their units must be higher than the units of all blocks so far."""
+        """Add free blocks. Their units must be higher than the units of all blocks that this object has ever had."""
         self._free.update(units)
         self._queued.update(units)
         self._heap.extend(units)
@@ -72,11 +71,11 @@ class BuddyAllocator:
     `allocate` takes the smallest free block that is large enough, so that large blocks stay whole. Among blocks of
     equal size, it takes the block with the lowest unit.
 
-    The units are in the KV buffers (extents, see `kvcache.extents`) of the device. Extents made from weights are added
-    later and have higher units, so they are filled last. Such an extent is therefore likely to be free when it must
+    The KV buffers of the device (extents, see `kvcache.extents`) consist of the units. An extent that was made from
+    weights gets higher units than the existing extents, so it is filled last. It is then likely to be free when it must
     hold weights again.
 
-    Methods that take the first unit of an allocated block raise `ValueError` if no allocated block starts there. Not
+    Methods with the argument `unit`, except `claim`, raise `ValueError` if no allocated block starts at this unit. Not
     thread-safe: only the engine's thread calls them.
     """
 
@@ -124,7 +123,7 @@ class BuddyAllocator:
     def allocate(self, order: int) -> int:
         """Allocate a block of `2**order` units with one reference, and return its first unit.
 
-        Raises `OutOfPagesError` if no block of `order` is free.
+        Raises `OutOfPagesError` if no free block is large enough.
         """
         self._check_order(order)
         for k in range(order, self.max_order + 1):

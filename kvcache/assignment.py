@@ -18,20 +18,19 @@ def assign_down(
 ) -> Int32[np.ndarray, " sequences"]:
     """Choose an instance for each sequence when a group of devices splits. Return the indices of these instances.
 
-    The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. If two
-    sequences with a common page get different instances, each instance needs a copy of the page.
+    The longest sequence is assigned first. Each sequence goes to the instance with the most free pages. If sequences
+    with a common page go to different instances, each of these instances needs a copy of the page.
 
-    If the sequences do not fit this way, sequences with common pages are put on the same instance. This is not tried
-    first, because it leaves instances idle if all prompts begin with the same system prompt.
+    If the sequences do not fit this way, sequences with common pages are put on the same instance. This is not the
+    first choice, because it puts all sequences on one instance if all prompts begin with the same system prompt.
 
     Args:
-        pages: pages of each sequence, for example their ids on rank 0. Equal numbers mean the same page. Cached pages
-            that no sequence uses are not included.
-        room: free pages of each instance, in pages of the lower degree.
-        staying: number of page pieces of each sequence that could stay in place on each instance
-            (`relayout.staying_pieces`). If given, each sequence is put on the instance with the highest number. Then
-            sequences are moved to balance the free pages of the instances. If the result does not fit, `staying` is
-            ignored.
+        pages: ids of the pages of each sequence, for example on rank 0. Equal ids mean the same page. Cached pages that
+            no sequence uses are not included.
+        room: number of free pages of each instance, in pages of the lower degree.
+        staying: for each sequence, the number of its page pieces that could stay in place on each instance
+            (`relayout.staying_pieces`). If given, another attempt is made first: each sequence is put on the instance
+            with the highest number, and then sequences are moved to balance the free pages of the instances.
         limit: maximum number of sequences of an instance: one number, or a list by instance. None: no limit.
 
     Raises `OutOfPagesError` if no assignment is found. The search is greedy and may miss an assignment that exists.
@@ -79,13 +78,13 @@ def _assign(
 ) -> Int32[np.ndarray, " sequences"] | None:
     """Assign each group of sequences to an instance, largest group first. Return the instance of each sequence.
 
-    If a group does not fit into one instance, its sequences are assigned one by one. If a sequence does not fit, return
-    None.
+    If a group does not fit into one instance, its sequences are assigned one by one. If a sequence fits into no
+    instance, return None.
 
     Args:
         pages: distinct pages of each sequence, as numbers in `range(num_pages)`.
         num_pages: number of distinct pages of all sequences together.
-        room: free pages of each instance.
+        room: number of free pages of each instance.
         groups: indices of the sequences of each group.
         preference: cost of an instance for a group (`_Preference`). A group goes to the instance with the lowest cost.
         limit: maximum number of sequences of each instance.
@@ -141,8 +140,8 @@ class _Staying:
     At first, every sequence is on the instance where most pieces of its pages stay in place. A move goes to the
     instance with the most free pages, among the instances with fewer sequences than their limit.
 
-    No assignment occurs twice, so the moves come to an end: either an instance above its limit loses a sequence, or
-    both instances have more free pages after the move than the fuller instance had before.
+    The moves come to an end, because every move helps. If the source instance is above its limit, it loses a sequence.
+    If not, both instances have more free pages after the move than the source instance had before the move.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class _Staying:
         return None
 
     def _per_sequence(self, flags: Bool[np.ndarray, " _"]) -> Int64[np.ndarray, " sequences"]:
-        """Return how many pages of each sequence have a set flag. `flags` has an entry for each page."""
+        """Count, for each sequence, the pages with a set flag. `flags` has one flag for each page."""
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(flags[self._all])])
         return sums[self._ends] - sums[self._ends - self._lengths]
 

@@ -35,11 +35,11 @@ PHASES_OF_LOOP = 16
 class ExchangeKind(NamedTuple):
     """Kind of an exchange program: the phases (`migration.Phase`) that one launch of the program runs.
 
-    Without `loop`, the program runs `num_phases` phases of one distance. `distance` is None for general phases.
+    Without `loop`, the program runs `num_phases` phases with this `distance`, or general phases if `distance` is None.
 
-    With `loop`, the program runs up to `num_phases` phases of any distances, and `distance` is None. One launch is then
-    enough for a layer. `loop` is for CPU only. On a GPU, the host would have to wait in each phase to learn its
-    distance.
+    With `loop`, the program runs up to `num_phases` phases, each with its own distance, and `distance` is None. Most
+    layers then need only one launch. `loop` is for CPU only: on a GPU, the host would have to read the distance of each
+    phase from the device.
     """
 
     distance: int | None
@@ -53,8 +53,8 @@ class Exchange(NamedTuple):
     Attributes:
         kind: kind of the program.
         send: `Phase.send` of all phases, stacked along axis 1: `[p, num_phases, *pieces]`. If `kind.loop` is set, the
-            shape is `[p, num_phases, p * phase_pieces + 1]`, and the last entry of a phase is its type: 0 for a general
-            phase, `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
+            shape is `[p, num_phases, p * phase_pieces + 1]`. The last entry of each phase is then its type: 0 for a
+            general phase, `1 + distance` for a phase with a distance, and `PADDING` for an unused phase.
         receive: `Phase.receive` of all phases, stacked along axis 1: `[p, num_phases, *pieces]`. If `kind.loop` is set,
             the shape is `[p, num_phases, p * phase_pieces]`.
     """
@@ -67,8 +67,8 @@ class Exchange(NamedTuple):
 def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
     """Return the kinds of all programs that the exchanges of `join_phases` can need on `p` ranks.
 
-    With `loop`, there is only one kind. Without `loop`, there is a kind for one general phase, a kind for one phase of
-    each distance, and a kind for `PHASES_AT_ONCE` phases of each distance above 0.
+    With `loop`, there is only one kind. Without `loop`, there is a kind for a general phase. For each distance, there
+    is a kind for one phase. For each distance above 0, there is also a kind for `PHASES_AT_ONCE` phases.
     """
     if loop:
         return [ExchangeKind(None, PHASES_OF_LOOP, loop=True)]
@@ -79,7 +79,7 @@ def exchange_kinds(p: int, *, loop: bool) -> list[ExchangeKind]:
 def join_phases(phases: Sequence[Phase], *, loop: bool) -> list[Exchange]:
     """Divide the phases of a plan into exchanges, in the same order. An exchange is one launch of a program.
 
-    With `loop`, an exchange has up to `PHASES_OF_LOOP` phases of any distances. Without `loop`, it has one phase, or
+    With `loop`, it has up to `PHASES_OF_LOOP` phases of any distances. Without `loop`, it has one phase, or
     `PHASES_AT_ONCE` phases of one distance.
     """
     if loop:
@@ -120,16 +120,16 @@ def exchange_pieces(
     Runs on one rank, inside `shard_map` over `p` ranks. Temporary memory: all sent and all received pieces.
 
     Args:
-        extents: KV buffers of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements. Ids of
-            pieces run over all extents.
+        extents: KV buffers of the layer, each `[pages, page_elems]`. A piece has `page_elems / p` elements. Piece ids
+            continue from one extent to the next.
         num_read: pieces are read only from the first `num_read` extents.
         num_written: pieces are written only to the first `num_written` extents.
         send: ids of the pieces that this rank sends (its row of `Phase.send`). The shape is `[p, phase_pieces]` if
             `distance` is None, else `[p * phase_pieces]`. A negative id (padding) sends arbitrary data.
         receive: ids to which this rank writes the pieces that it receives, with the shape of `send`. A negative id
             writes nothing.
-        distance: distance of the phase, or None for a general phase. In a program with a loop, an int32 scalar array
-            with the type of the phase (`Exchange.send`).
+        distance: distance of the phase. None: a general phase. In a program with a loop: an int32 scalar array with the
+            type of the phase (`Exchange.send`).
     """
     p = jax.lax.axis_size(TP_AXIS)
     rows = as_pieces(extents, p)
@@ -155,7 +155,7 @@ def as_pieces(extents: Sequence[Extent], p: int) -> list[jax.Array]:
 def gather_pieces(rows: Sequence[jax.Array], ids: Int32[Array, " pieces"]) -> Float[Array, "pieces elems"]:
     """Return the pieces of KV pages with the given ids. The result for a negative id is arbitrary.
 
-    `rows` is the result of `as_pieces`. Ids run over all arrays of `rows`.
+    `rows` is the result of `as_pieces`. Ids continue from one array of `rows` to the next.
     """
     pieces = rows[0][jnp.clip(ids, 0, len(rows[0]) - 1)]
     for r, start in list(zip(rows, extent_starts(map(len, rows)), strict=False))[1:]:
@@ -188,8 +188,8 @@ def swap_blocks(blocks: Sequence[Num[Array, "phase_pieces elems"]]) -> Num[Array
 def as_bits(array: jax.Array) -> jax.Array:
     """Reinterpret elements as unsigned integers of the same size, so that they are sent unchanged.
 
-    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. It sends f32 unchanged, so an
-    array of 32-bit elements is returned as it is. This saves a fifth of the time of an exchange.
+    XLA's CPU backend would send bf16 as f32, which doubles the bytes and changes NaNs. Elements of 32 bits are returned
+    as they are, because XLA sends f32 unchanged. This exception saves a fifth of the time of an exchange.
     """
     bits = 8 * array.dtype.itemsize
     return array if bits == 32 else jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
@@ -205,8 +205,8 @@ def scatter_pieces(
 ) -> list[jax.Array]:
     """Write piece `pieces[n]` to the row with id `ids[n]`, for every `n`. Return the updated arrays.
 
-    `rows` is the result of `as_pieces`. Ids run over all arrays of `rows`. A negative id writes nothing. All other ids
-    must differ.
+    `rows` is the result of `as_pieces`. Ids continue from one array of `rows` to the next. A negative id writes
+    nothing. All other ids must differ.
     """
     written = []
     for r, start in zip(rows, extent_starts(map(len, rows)), strict=False):
@@ -238,12 +238,12 @@ def compile_exchange(
         dtype: dtype of the extents.
         group: devices of the instance with the higher degree.
         old_extent_pages: number of pages of each extent before the change of degree.
-        new_extent_pages: number of pages of each extent after the change. The shorter of the two lists must be a prefix
-            of the longer list.
+        new_extent_pages: number of pages of each extent after the change. The longer of `old_extent_pages` and
+            `new_extent_pages` must begin with all numbers of the shorter one.
         phase_pieces: argument `phase_pieces` of `migration.plan_phases`.
         kind: kind of the exchange.
 
-    Raises `LayoutError` if the shorter list is empty or not a prefix of the longer list.
+    Raises `LayoutError` if one of these two tuples is empty, or if the longer one does not begin with the shorter one.
     """
     few, many = sorted((old_extent_pages, new_extent_pages), key=len)
     if many[: len(few)] != few or not few:

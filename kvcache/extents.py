@@ -1,4 +1,4 @@
-"""Extents: the device buffers with the KV cache of a layer. Page ids run over all extents of a layer."""
+"""Extents: the device buffers with the KV cache of a layer. Page ids continue from one extent to the next."""
 
 import itertools
 from collections.abc import Iterable
@@ -20,6 +20,6 @@ def extent_starts(num_pages: Iterable[int]) -> tuple[int, ...]:
     """Return the first page id of each extent, and the end of the last extent: (0, 100, 130) for 100 and 30 pages.
 
     Args:
-        num_pages: number of pages of each extent. If page ids mean sub-pages (TP2 and higher), numbers of sub-pages.
+        num_pages: number of page ids of each extent. At TP1: its pages. At a higher degree: its sub-pages.
     """
     return tuple(itertools.accumulate(num_pages, initial=0))

@@ -3,17 +3,16 @@
 In a phase, all ranks gather the pieces that they send, exchange them, and then write the received pieces. All phases
 have the same size.
 
-A *slot* is the memory of one piece on one rank. A *move* copies a piece from a source slot to a target slot. The piece
-that was in the target slot must move before, or in the same phase. There are two cases:
+A *slot* is the memory of one piece on one rank. A *move* copies a piece from a source slot to a target slot. If the
+target slot is also the source of moves, these moves must run in an earlier phase or in the same phase. Two cases:
 
-* Tree: the moves A -> B and B -> C, where C is a free slot. First B -> C runs, then A -> B, or both in one phase. If a
-  slot has several targets, all these moves run before the slot is written, or in the same phase.
-* Cycle: the moves A -> B, B -> C, C -> D and D -> A. No slot is free, so all moves of a cycle must run in one phase.
+* Tree: the moves A -> B and B -> C, where C is a free slot. B -> C runs first, or both moves run in one phase.
+* Cycle: the moves A -> B, B -> C, C -> D and D -> A. No slot is free, so all four moves must run in one phase.
 
-A cycle that is too long for a phase is cut into *arcs*, here (A, B) and (C, D). In one phase, the pieces of an arc
-rotate: here the pieces of A and B trade slots, and the pieces of C and D. Now the pieces in B and D are right. The
-pieces in the first slots of the arcs are wrong: A and C must trade. This is a shorter cycle, which is planned in the
-same way. A plan therefore never needs a free slot, even if all ranks are full.
+A cycle with too many moves for a phase is cut into *arcs*, here (A, B) and (C, D). One phase rotates the pieces of each
+arc: A and B trade their pieces, and C and D trade their pieces. Now B and D have the right pieces. The first slots of
+the arcs, A and C, still must trade their pieces. This is a shorter cycle, which is planned in the same way. A plan
+therefore never needs a free slot, even if all ranks are full.
 """
 
 import heapq
@@ -41,7 +40,7 @@ class Phase:
 
     The *distance* of ranks `r` and `s` is `r ^ s`. In a *general* phase, each rank exchanges pieces with all ranks. In
     a phase with a distance, each rank exchanges pieces only with the rank at this distance. `p` is the number of ranks,
-    and `phase_pieces` is the argument of `plan_phases`. Unused entries of `send` and `receive` are `PADDING`.
+    and `phase_pieces` is the argument of `plan_phases`. Unused ids in `send` and `receive` are `PADDING`.
     """
 
     send: Int32[np.ndarray, "p *pieces"]
@@ -69,21 +68,20 @@ def plan_phases(
 ) -> list[Phase]:
     """Plan the phases that copy each piece of a KV page from its source to its target. The phases must run in order.
 
-    If many pieces move between ranks at the same distance (`Phase`), they move in phases of this distance. All other
-    pieces move in general phases.
+    The distance of a move is the distance of its two ranks (`Phase`). If many moves have the same distance, they run in
+    phases with this distance. All other moves run in general phases.
 
-    A slot is the memory of one piece on one rank. A source slot may have several targets, and may be the target of
-    another piece. A slot that is not a target keeps its piece. The contents of the targets are valid only after the
-    last phase. Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` pieces, for sending and receiving
-    together.
+    A slot is the memory of one piece on one rank. A slot may be the source of several moves and also the target of a
+    move. A slot that is not a target keeps its piece. The contents of the targets are valid only after the last phase.
+    Temporary memory of a rank: at most `2 * num_ranks * phase_pieces` pieces, for sending and receiving together.
 
     Args:
         source: (rank, piece id) of the source slot of each piece.
         target: (rank, piece id) of the target slot of each piece. All targets differ. A target may equal its source.
         num_ranks: number of ranks (`p` of `Phase`).
         phase_pieces: number of pieces that a rank can send to each rank, including itself, in a general phase. In a
-            phase with a distance, a rank can send `num_ranks` times as many pieces. At least 2, so that two pieces of
-            one rank can trade slots.
+            phase with a distance, a rank can send `num_ranks` times as many pieces to one rank. The minimum is 2, so
+            that two pieces of one rank can trade slots.
 
     Raises `ValueError` for a negative id, an unknown rank, equal targets, or `phase_pieces` below 2.
     """
@@ -136,9 +134,9 @@ def _dependencies(
 ) -> tuple[Int64[np.ndarray, " M"], Int64[np.ndarray, " M"], Bool[np.ndarray, " M"]]:
     """Find which moves wait for which other moves. Return three arrays with an entry for each move:
 
-    * `refill`: index of the move that writes the source slot of this move, or -1. The refill waits for this move.
-    * `depth`: number of moves in the chain that waits for this move: its refill, the refill of the refill, and so on.
-      The number has no meaning if the chain reaches a cycle.
+    * `refill`: index of the move that writes the source slot of this move, or -1. That move must wait for this move.
+    * `depth`: number of moves that wait for this move, directly or through other moves. The number has no meaning if
+      one of these moves is on a cycle.
     * `cyclic`: whether this move is on a cycle.
 
     Args:
@@ -191,7 +189,7 @@ class _Timetable:
     def _best_distance(self, queues: list[list[int]]) -> int | None:
         """Return the distance at which the next phase moves the most pieces. Return None if a general phase is better.
 
-        `queues[pair]` has the moves of a pair of ranks that wait for no other move.
+        `queues[pair]` has the ready moves of a pair of ranks. A move is ready if it waits for no other move.
         """
         p, most = self._num_ranks, self._phase_pieces
         # Below this number a general phase is better: chains of waiting moves need fewer general phases.
@@ -250,8 +248,8 @@ class _Timetable:
     ) -> tuple[Int64[np.ndarray, "rows 3"], Bool[np.ndarray, " M"]]:
         """Choose the phases of swaps: pairs of moves that trade slots. Merges and splits consist mostly of swaps.
 
-        Only moves in the mask `which` are considered. If the last swaps of a distance would fill only a small part of a
-        phase, they get no phase here. Return the moves that got a phase, as rows `[source slot, target slot, phase]`,
+        The mask `which` selects the moves to consider. If the last swaps of a distance would fill only a small part of
+        a phase, they get no phase here. Return rows `[source slot, target slot, phase]` of the moves that got a phase,
         and a mask of these moves.
         """
         p, entered = self._num_ranks, np.zeros(len(sources), bool)
@@ -285,12 +283,11 @@ class _Timetable:
     def enter_cycles(self, following: dict[int, int], ready: dict[int, int]) -> Int64[np.ndarray, "rows 3"]:
         """Choose the phases of the moves on cycles. Return rows `[source slot, target slot, phase]`.
 
-        A long cycle is cut into arcs, as the module docstring explains, and has further moves between the arcs.
+        A long cycle is cut into arcs, and their first slots form a shorter cycle (see the module docstring).
 
         Args:
-            following: next slot on the cycle, for each slot on a cycle. This method empties the dict.
-            ready: index of the first phase in which a slot may be written, by slot. Default: 0. This method updates the
-                dict.
+            following: next slot on the cycle, by slot. This method empties the dict.
+            ready: index of the first phase that may write a slot, by slot. Default: 0. This method updates the dict.
         """
         # Arcs are small compared with a phase, so that they fill it well.
         limit = max(2, self._phase_pieces // 8)
@@ -313,10 +310,10 @@ class _Timetable:
         return np.array(moves, np.int64).reshape(-1, 3)
 
     def _arcs(self, cycle: list[int], limit: int) -> Iterator[tuple[list[int], dict[int, int]]]:
-        """Cut a cycle of slots into arcs (runs of slots), in which each pair of ranks has at most `limit` moves.
+        """Cut a cycle of slots into arcs (runs of slots). In an arc, each pair of ranks has at most `limit` moves.
 
-        Yield `(slots, counts)` for each arc. `counts` is the number of moves by pair of ranks, including the move from
-        the last slot of the arc to its first slot. Each arc except the last has at least two slots.
+        Yield `(slots, counts)` for each arc. `counts` has the number of moves of each pair of ranks, including the move
+        from the last slot of the arc to its first slot. Each arc except the last has at least two slots.
         """
         ranks = [slot // self._num_ids for slot in cycle]
         arc, counts = [cycle[0]], Counter[int]()
@@ -341,8 +338,7 @@ class _Timetable:
     def _enter(self, counts: dict[int, int], phase: int) -> int:
         """Reserve capacity in one phase for `counts[pair]` moves of each pair of ranks. Return the index of the phase.
 
-        The result is the first phase with enough capacity, beginning with index `phase`. If no phase has enough
-        capacity, a new phase is added.
+        The first phase with enough capacity is chosen, from index `phase` on. If there is none, a new phase is added.
         """
         for pair, count in counts.items():
             first = self._first_with_free.get((pair, count), 0)

@@ -54,7 +54,7 @@ def copy_pages(
         first_ids: first page id of each extent, and the end of the last extent (`extent_starts`).
         tp: tensor-parallel degree of the page ids. An extent of `pages` pages has `pages * tp` ids, each for
             `page_elems / tp` elements.
-        source_ids: local page id of the source of each copy. Ids run over all extents.
+        source_ids: local page id of the source of each copy. Ids continue from one extent to the next.
         target_ids: local page id of the target of each copy. All targets differ. If the source id or the target id is
             negative (padding), nothing is copied.
     """
@@ -74,7 +74,10 @@ def copy_pages(
 def _rows_of(
     rows: Sequence[jax.Array], first_ids: tuple[int, ...], ids: Int32[Array, " pages"]
 ) -> Int32[Array, " pages"]:
-    """Convert page ids to row indices, which run over all arrays of `rows`. An id in no KV buffer becomes -1."""
+    """Convert page ids to row indices. An id in no KV buffer becomes -1.
+
+    Row indices continue from one array of `rows` to the next.
+    """
     found = jnp.full_like(ids, -1)
     for r, start, first in zip(rows, first_ids[:-1], extent_starts(map(len, rows)), strict=False):
         inside = (ids >= start) & (ids < start + len(r))

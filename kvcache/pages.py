@@ -39,9 +39,9 @@ class PagePool:
     def joined(cls, pools: Sequence["PagePool"]) -> "PagePool":
         """Join several pools into one. A page of the joined pool has a block on each rank of each given pool.
 
-        This is used while layers change their tensor-parallel degree one after another, because each page then needs
-        blocks for the old degree and for the new degree. A table of the joined pool has the rows of the first pool,
-        then the rows of the second pool, and so on. `tp` of the joined pool is the sum of the degrees.
+        Use a joined pool for a change of degree that switches one layer after another. Each page then needs blocks for
+        the old degree and for the new degree. A table of the joined pool has the rows of the first pool, then the rows
+        of the second pool, and so on. `tp` of the joined pool is the sum of the degrees.
 
         Raises `LayoutError` if two pools share an allocator.
         """
@@ -56,7 +56,7 @@ class PagePool:
 
     @property
     def allocators(self) -> tuple[BuddyAllocator, ...]:
-        """Allocators of the ranks, in the order of the rows of a table."""
+        """Allocators of the pool, one for each rank, in the order of ranks."""
         return self._allocators
 
     @property
@@ -66,7 +66,7 @@ class PagePool:
 
     @property
     def num_free_pages(self) -> int:
-        """Number of pages that can be allocated now: the smallest number of free pages on any rank."""
+        """Number of pages that can be allocated now: the number of free pages on the rank with the fewest."""
         return min(self.free_by_rank())
 
     def total_by_rank(self) -> list[int]:
@@ -94,13 +94,13 @@ class PagePool:
         return np.asarray(units, np.int32) // self._units_per_page
 
     def share(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Add a reference to each page. Raises `ValueError` if an id is not an allocated page of this degree."""
+        """Add a reference to each page. Raises `ValueError` if an id is not an allocated page of the pool's degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.share(unit)
 
     def free(self, table: Int32[np.ndarray, "tp pages"]) -> None:
-        """Drop a reference to each page. Raises `ValueError` if an id is not an allocated page of this degree."""
+        """Drop a reference to each page. Raises `ValueError` if an id is not an allocated page of the pool's degree."""
         for allocator, units in zip(self._allocators, self._live_units(table), strict=True):
             for unit in units:
                 allocator.free(unit)
@@ -108,7 +108,7 @@ class PagePool:
     def references(self, table: Int32[np.ndarray, "tp pages"]) -> Int32[np.ndarray, " pages"]:
         """Return the number of references to each page. If the ranks disagree, return the largest number.
 
-        Raises `ValueError` if an id is not an allocated page of this degree.
+        Raises `ValueError` if an id is not an allocated page of the pool's degree.
         """
         ranks = [
             [allocator.references(unit) for unit in units]
@@ -165,7 +165,7 @@ class SequencePages:
         return self.pool.geometry.pages_for(num_tokens) - self._num_pages
 
     def reserve(self, num_tokens: int) -> int:
-        """Add pages until the table holds `num_tokens` tokens. Return the number of new pages. A table never shrinks.
+        """Add pages until the table holds `num_tokens` tokens. Return the number of new pages.
 
         Raises `OutOfPagesError`, and leaves the table unchanged, if too few pages are free.
         """
@@ -192,14 +192,14 @@ class SequencePages:
         return bool(self.pool.references(self.table[:, index, None])[0] > 1)
 
     def copy_on_write(self, index: int) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
-        """Replace page `index` by a new page if it is shared.
+        """Replace page `index` by a new page if page `index` is shared.
 
         Return `(old, new)`, the ids `[tp]` of both pages, or None if the page is not shared. The caller must copy the
         contents to the new page (`page_copy.copy_pages`). The caller must launch this copy before any other program
         that writes to newly allocated pages.
 
-        This sequence's reference to the old page is dropped at once. No program can overwrite the old page before the
-        copy, because programs run in launch order.
+        The sequence drops its reference to the old page at once, so the old page may become free before the copy has
+        run. The copy still reads the right contents, because programs run in launch order.
 
         Raises `OutOfPagesError`, and changes nothing, if no page is free. Raises `IndexError` if page `index` does not
         exist.

@@ -1,4 +1,4 @@
-"""Prefix cache: keeps full KV pages of ended sequences, and finds these pages by the tokens of later prompts.
+"""Prefix cache: full KV pages of earlier sequences, which later prompts can find by their tokens.
 
 The key of a page is a hash of all tokens of its sequence up to the end of the page. Two sequences with an equal prefix
 therefore have equal keys for the pages of this prefix.
@@ -65,17 +65,17 @@ class PageKeys:
 
 
 class PageLender(Protocol):
-    """Object that can release pages of others, such as paused instances, if a prefix cache needs free pages.
+    """Object that can free memory for a prefix cache, for example by evicting pages of paused instances.
 
-    These pages and the pool of the prefix cache are in the same allocators.
+    The pages that it frees and the pages of the prefix cache come from the same allocators.
     """
 
     def num_free_pages(self) -> int:
-        """Return how many pages of the cache's pool would be free if the lender released all pages that it can."""
+        """Return the number of free pages of the cache's pool, including pages that the lender could free."""
         ...
 
     def make_free(self, num_pages: int) -> None:
-        """Release pages until the cache's pool has `num_pages` free pages, or until no more pages can be released."""
+        """Free pages until the cache's pool has `num_pages` free pages, or until the lender can free no more pages."""
         ...
 
 
@@ -84,7 +84,7 @@ class PrefixCache:
 
     The cache holds one reference to each cached page. Every sequence that uses the page holds another reference. A page
     to which only the cache has a reference is *evictable*: the page counts as available, and `reserve` evicts it if no
-    page is free. All sequences of the pool must therefore reserve, copy and release their pages through the cache. Only
+    page is free. All sequences of the pool must therefore reserve, copy and release their pages through the cache.
     `PagePool.share` may be called directly, because it needs no new page.
 
     A page is identified by its id on rank 0. Not thread-safe, like the pool.
@@ -94,8 +94,8 @@ class PrefixCache:
         enabled: whether `insert` caches pages. If False, all other methods work the same.
 
     Attributes:
-        lender: object that can release pages outside this cache, or None. If pages are short, `reserve` calls the
-            lender before it evicts cached pages.
+        lender: object that can free pages outside this cache, or None. If too few pages are free, `reserve` first calls
+            the lender, and then evicts cached pages.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -118,7 +118,7 @@ class PrefixCache:
 
     @property
     def num_available_pages(self) -> int:
-        """Number of pages that `reserve` can add now: free pages, pages of the lender, and evictable pages."""
+        """Number of pages that `reserve` can add now: free pages, pages that `lender` can free, and evictable pages."""
         return self._num_free_pages + len(self._evictable)
 
     @property
@@ -128,10 +128,7 @@ class PrefixCache:
     # Prefixes
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return the length of the longest cached prefix in pages: how many of the first `keys` are cached.
-
-        Changes nothing.
-        """
+        """Return the number of pages in the longest cached prefix of a sequence with the page keys `keys`."""
         for index, key in enumerate(keys):
             if key not in self._columns:
                 return index
@@ -140,18 +137,18 @@ class PrefixCache:
     def fits(self, keys: Sequence[bytes], num_tokens: int) -> bool:
         """Return whether `match(keys)` and then `reserve(..., num_tokens)` would succeed. Changes nothing.
 
-        Do not use `num_available_pages` for this. It also counts the evictable pages that `match` would return. Such a
-        page is not evictable any more after `match`.
+        `num_available_pages` alone is too high for this check: it includes the evictable pages of the cached prefix.
+        After `match`, the sequence uses these pages, and they are not available.
         """
         num_cached = self.num_cached(keys)
         revived = sum(key in self._evictable for key in keys[:num_cached])
         return self.pool.geometry.pages_for(num_tokens) - num_cached <= self.num_available_pages - revived
 
     def match(self, keys: Sequence[bytes]) -> SequencePages:
-        """Return the block table of a new sequence with the pages of the longest cached prefix.
+        """Return the block table of a new sequence: the pages of the longest cached prefix.
 
-        The sequence gets a reference to each of these pages. `keys` must not cover the last token of the prompt. A step
-        must compute at least this token to predict the next token.
+        The sequence gets a reference to each of these pages. `keys` must not cover the last token of the prompt,
+        because a step must compute at least this token to predict the next token.
         """
         hits = keys[: self.num_cached(keys)]
         for key in hits:
@@ -166,13 +163,14 @@ class PrefixCache:
         `keys` has the keys of all pages from the first page of the sequence on (`PageKeys.keys`). Does nothing if the
         cache is disabled.
 
-        If a key is cached already, its cached page stays, and the page of this sequence is not cached. If the cached
-        page is evicted later, call this method again with `start=0` to cache the page of this sequence.
+        If the cache has another page with the same key, the other page stays, and the page of this sequence is not
+        cached. After the other page is evicted, a call with `start=0` caches the page of this sequence.
 
-        The programs that compute the pages need not have ended. They must be launched before all programs that read the
-        pages. The pages must not be written again.
+        The programs that compute the pages may still be running. They must be launched before all programs that read
+        the pages. No later program may write to the pages.
 
-        Raises `ValueError` if the sequence has fewer pages than keys, or if a page is cached under another key.
+        Raises `ValueError` if the sequence has fewer pages than keys, or if one of its pages is cached under another
+        key.
         """
         if len(keys) > pages.num_pages:
             raise ValueError(
@@ -204,8 +202,8 @@ class PrefixCache:
         """Add pages that the prefix cache of another pool had. `CachedPage.column` must hold the ids in this pool.
 
         The caller must hold a reference to each page. The cache takes over this reference. If the key is cached
-        already, the cache drops the reference and does not add the page. Adopted pages that no sequence uses are
-        evicted last, in the given order.
+        already, the cache drops the reference and does not add the page. If no sequence uses an added page, the page
+        becomes evictable. Added pages are evicted in the given order, after all pages that were evictable before.
         """
         adopted = []
         for page in pages:
@@ -226,8 +224,8 @@ class PrefixCache:
     def reserve(self, pages: SequencePages, num_tokens: int) -> int:
         """Add pages to a sequence until it holds `num_tokens` tokens. Return the number of new pages.
 
-        If too few pages are free, first release pages of the lender, and then evict cached pages. Raises
-        `OutOfPagesError`, and changes nothing, if all these pages are still too few.
+        If too few pages are free, first ask `lender` to free pages, and then evict cached pages. Raises
+        `OutOfPagesError`, and changes nothing, if this cannot free enough pages.
         """
         self._make_free(self.pool.geometry.pages_for(num_tokens) - pages.num_pages)
         return pages.reserve(num_tokens)
@@ -237,8 +235,8 @@ class PrefixCache:
     ) -> tuple[Int32[np.ndarray, " tp"], Int32[np.ndarray, " tp"]] | None:
         """Make sure that a sequence may write to its page `index`: if the page is shared, replace it by a new page.
 
-        A cached page counts as shared. If no page is free, first ask `lender` to release pages. If still no page is
-        free, evict a cached page.
+        A cached page counts as shared. If no page is free, first ask `lender` to free pages. If still no page is free,
+        evict a cached page.
 
         Return `(old, new)`, the ids `[tp]` of both pages, or None if the page is not shared. The caller must copy the
         contents to the new page, in the launch order that `SequencePages.copy_on_write` requires.
@@ -257,8 +255,8 @@ class PrefixCache:
     def release(self, pages: SequencePages) -> None:
         """Drop all pages of a sequence. Cached pages that no other sequence uses become evictable.
 
-        Pages of sequences that were released earlier are evicted first. Within a sequence, later pages are evicted
-        before earlier pages, because `match` finds a page only if all pages before it are cached.
+        Eviction begins with the sequence that was released first. Within a sequence, it begins with the last page,
+        because `match` finds a page only if all pages before it are cached.
         """
         table = pages.table.copy()
         pages.release()
@@ -289,10 +287,9 @@ class PrefixCache:
         self._evictable.clear()
 
     def _make_free(self, num_pages: int) -> None:
-        """Release pages of the lender, then evict pages, until `num_pages` pages are free.
+        """Ask `lender` to free pages, then evict pages, until `num_pages` pages are free.
 
-        Raises `OutOfPagesError`, and changes nothing, if free pages, pages of the lender and evictable pages together
-        do not suffice.
+        Raises `OutOfPagesError`, and changes nothing, if this cannot free enough pages.
         """
         free = self._num_free_pages
         if num_pages > free + len(self._evictable):

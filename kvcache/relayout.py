@@ -3,15 +3,15 @@
 A group of `b` devices holds either one instance of degree `b`, or `k = b / a` instances of degree `a`. Instance `i` of
 degree `a` has the devices `range(i*a, (i+1)*a)` of the group.
 
-A *piece* is a sub-page at degree `b`. On each rank, a page of degree `a` has `k` pieces. If the id of the page is `n`,
-the ids of its pieces are `n*k` to `n*k + k - 1`. Piece `m` of rank `j` at degree `a` belongs to rank `j*k + m` at
-degree `b`. If both ranks are the same device, the piece can stay in place. For example, if four TP1 instances merge,
-piece 2 of each page goes to device 2. It can stay in place if the page is on device 2.
+A *piece* is a sub-page at degree `b`. A sub-page at degree `a` has `k` pieces. If a page has id `n` on a rank of degree
+`a`, the ids of its pieces on this rank are `n*k` to `n*k + k - 1`. Piece `m` of rank `j` at degree `a` belongs to rank
+`j*k + m` at degree `b`. If both ranks are the same device, the piece can stay in place. For example, if four TP1
+instances merge, piece 2 of each page belongs to device 2. If the page was on device 2, this piece can stay in place.
 
-While the layers of a group change one after another, each page has ids in the *old layout* and in the *new layout*.
-Each layout has its own allocators and tables. The functions of this module fill the allocators of the new layout.
+During a change, each page has ids in the *old layout* and in the *new layout*. Each layout has its own allocators and
+tables. The functions of this module fill the allocators of the new layout.
 
-A list of tables has one table for each instance of degree `a`, with a column for each page of this instance.
+A list of tables has one table for each instance of degree `a`. Each table has a column for each page of its instance.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,15 +30,15 @@ def place_up(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "b _"]]:
-    """Allocate pages for a merge of `k` instances of degree `a` to degree `b`. Return the new tables in the same order.
+    """Allocate pages for a merge of `k` instances of degree `a` to degree `b`. Return a new table for each old table.
 
     Every piece that can stay in place stays. If one piece moves from device d to device e and another piece moves from
     e to d, the two pieces trade slots. The remaining pieces get slots from `BuddyAllocator.allocate_many`, so new
     extents (KV buffers) are filled last.
 
     Args:
-        tables: `[a, P_i]` page ids on each rank, for the pages of each instance `i`. Each page occurs once.
-        references: `[P_i]` number of references that each page gets.
+        tables: `[a, P_i]` page ids on each rank, for the `P_i` pages of each instance `i`. Each page occurs once.
+        references: `[P_i]` for each instance: the number of references that each page gets.
         geometry: sizes of the pages.
         allocators: empty allocators for the new degree, one for each of the `b` devices. They have all extents of the
             old layout, and maybe more.
@@ -72,9 +72,9 @@ def place_up(
 
 
 def staying_pieces(table: Int32[np.ndarray, "b _"], k: int) -> Int[np.ndarray, " k"]:
-    """Count the page pieces of one sequence that could stay in place, for each of the `k` instances of a split.
+    """Return, for each of the `k` instances of a split, how many page pieces of a sequence could stay in place there.
 
-    `table` has the pages of the sequence before the split, at degree `b`.
+    `table` has the page ids of the sequence before the split, at degree `b`.
     """
     a = len(table) // k
     counts = np.zeros(k, np.int64)
@@ -91,17 +91,17 @@ def place_down(
     geometry: PageGeometry,
     allocators: Sequence[BuddyAllocator],
 ) -> list[Int32[np.ndarray, "a _"]]:
-    """Allocate pages for a split of degree `b` to `k` instances of degree `a`. Return the new tables in the same order.
+    """Allocate pages for a split of degree `b` to `k` instances of degree `a`. Return a new table for each instance.
 
-    At most one piece of a page is on the same device before and after the split. This piece stays in its slot if the
-    slot has the right position for it in a block of `k` slots, and if this block is free in the new layout. The page
-    then gets this block. All other pages get the free blocks with the fewest pieces of the old layout, so that few
-    moves wait for other moves.
+    At most one piece of a page is on the same device before and after the split. If possible, this piece keeps its
+    slot, and the page gets the aligned block of `k` slots around this slot. This is possible if the piece has the right
+    position in the block, and if the block is free in the new layout. All other pages get the free blocks with the
+    fewest pieces of the old layout, so that few moves wait for other moves.
 
     Args:
-        tables: `[b, P_i]` page ids on each rank, for the pages that each instance `i` gets (`kvcache.assignment`). A
-            page may go to several instances.
-        references: `[P_i]` number of references that each page gets.
+        tables: `[b, P_i]` page ids before the split, for the `P_i` pages that each instance `i` gets
+            (`kvcache.assignment`). A page may go to several instances.
+        references: `[P_i]` for each instance: the number of references that each page gets.
         geometry: sizes of the pages.
         allocators: allocators for the new degree, one for each of the `b` devices. Their extents are the first extents
             of the old layout.
@@ -153,8 +153,8 @@ def moves(
 
     Args:
         old_tables: `[tp, P_i]` page ids before the change, for each instance `i` of the lower degree.
-        new_tables: page ids after the change, for the same pages in the same order. The tables come from `place_up` or
-            `place_down`, without pages that were released later, and with pages that were reserved later.
+        new_tables: page ids after the change, for the same pages in the same order: the result of `place_up` or
+            `place_down`, updated for pages that were released or reserved since then.
 
     Raises `LayoutError` if the layouts have different numbers of pages.
     """
@@ -176,10 +176,10 @@ def moves(
 
 
 def _pieces(table: Int32[np.ndarray, "tp pages"], instance: int, degree: int) -> Int64[np.ndarray, "pieces 2"]:
-    """Return `(device, piece id)` of all pieces in the table of an instance, ordered by head and then by page.
+    """Return `(device, piece id)` of all pieces in a table, ordered by head and then by page.
 
-    `degree` is the higher degree, `b`. If the table has this degree, `instance` is ignored, because the instance then
-    has all devices of the group.
+    `degree` is the higher degree, `b`. `instance` is the index of an instance of degree `a`. If the table has degree
+    `b`, `instance` is ignored, because there is only one instance.
     """
     tp, num_pages = table.shape
     k = degree // tp
@@ -203,9 +203,9 @@ def _staying_piece(device: int, a: int, k: int) -> int | None:
 def _offered_slots(device: int, instance: int, own: Int32[np.ndarray, " P"], a: int, k: int) -> Int32[np.ndarray, " _"]:
     """Return the slots on `device`, as piece ids, in which pieces of `instance` are written in a trade of slots.
 
-    All pieces that `device` gets from `instance` come from one device, the sender. The result has the slots of the
-    pieces that `device` sends to the sender. If the sender is `device` itself, these pieces stay in their slots. `own`
-    has the ids of the degree-`a` pages on `device`.
+    All pieces that `device` gets from `instance` come from one device, maybe from `device` itself. The result has the
+    slots of the pieces that `device` sends to that device in return. `own` has the ids of the degree-`a` pages on
+    `device`.
     """
     piece = instance * a + device // k - device % a * k
     return own * k + piece if 0 <= piece < k else own[:0]

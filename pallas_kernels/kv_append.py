@@ -17,11 +17,11 @@ def append_kv(
 ) -> list[jax.Array]:
     """Write the key and value of each token n to slot `slots[n]` of page `page_ids[n]`.
 
-    A slot is the place of a token in its page. Returns the extents, updated in place if they are donated.
+    A slot is the place of a token in its page. Return the extents, updated in place if they are donated.
 
     Args:
         extents: KV pages of one layer, heads first, one array for each buffer (extent).
-        extent_starts: first page id of each extent, and the end of the last extent. Ids run over all extents.
+        extent_starts: first page id of each extent, and the end of the last. Ids continue from one extent to the next.
         keys: keys after rotary embedding.
         values: projected values.
         page_ids: page of each token. A negative id writes nothing (padding).

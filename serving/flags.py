@@ -122,7 +122,7 @@ def with_flags(*groups: Flags) -> Callable[[Callable[..., T]], Callable[..., T]]
 
 
 def fields_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values whose names are fields of a dataclass."""
+    """Return the entries of `values` whose names are fields of the dataclass `settings`."""
     names = {it.name for it in fields(settings)}
     return {name: value for name, value in values.items() if name in names}
 

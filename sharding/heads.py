@@ -18,7 +18,7 @@ class HeadLayout:
     * A multiple of `max_tp`: all heads are stored once.
     * A divisor of `max_tp` (2 KV heads with `max_tp` 4): each KV head is stored `kv_copies` times. Its query heads are
       distributed over the copies, so that all ranks compute different query heads.
-    * Any other number (3 or 6 KV heads with `max_tp` 4): zero heads are added up to the next multiple of `max_tp`.
+    * Any other number (3 or 6 KV heads with `max_tp` 4): zero heads are added to reach a multiple of `max_tp`.
 
     Padding query heads have zero weights in the query and the output projection, so they do not change results.
 

@@ -66,7 +66,7 @@ class Ledger:
         return self.budget_bytes - self.live_bytes - sum(self.reserved.values())
 
     def add(self, what: str, num_bytes: int, layer: int | None = None) -> None:
-        """Record the bytes of new buffers under the name `what`, and under the layer to which the buffers belong.
+        """Add the bytes of new buffers to the owner `what` in `layer`.
 
         `layer` is None for buffers that belong to no single layer. Raises `MemoryBudgetError` if fewer than `num_bytes`
         bytes are free.

@@ -40,7 +40,7 @@ class SubMesh:
 
     @property
     def first(self) -> "SubMesh":
-        """Group with the same number of devices that starts at device 0 of the pool."""
+        """Group of the same size that starts at device 0 of the pool."""
         return self._first or self
 
     @cached_property
@@ -136,8 +136,8 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
 
     At TP1, return the only buffer. JAX accepts it in place of an array over a mesh of one device.
 
-    JAX checks the shapes and dtypes only in the first call for each combination of `replicated`, shape and dtype. A
-    check in each call would take 80% of the time.
+    JAX checks the shapes and dtypes only in the first call for each combination of `replicated`, shape and dtype. If
+    JAX checked them in each call, the checks would take 80% of the time of the call.
 
     Args:
         group: devices of the array.
@@ -164,7 +164,7 @@ def assemble(group: SubMesh, buffers: Sequence[jax.Array], *, replicated: bool =
 def disassemble(group: SubMesh, array: jax.Array) -> list[jax.Array]:
     """Return the single-device buffers of an array over the devices of `group`, in rank order. Copies nothing.
 
-    Raises `RuntimeError` if an array over several devices was donated or deleted.
+    Raises `RuntimeError` if the array was donated or deleted. This is not checked at TP1.
     """
     if group.tp == 1:
         return [array]
@@ -190,10 +190,7 @@ def combine(group: SubMesh, arrays: Iterable[jax.Array], parts: Iterable[SubMesh
 
 
 def divide(group: SubMesh, array: jax.Array, parts: Iterable[SubMesh]) -> list[jax.Array]:
-    """Return, for each smaller group in `parts`, the part of a sharded array over `group` that is on its devices.
-
-    Copies nothing.
-    """
+    """Divide a sharded array over `group` into one array for each smaller group in `parts`. Copies nothing."""
     buffers, start = disassemble(group, array), group.start
     return [assemble(part, buffers[part.start - start : part.start - start + part.tp]) for part in parts]
 
@@ -213,9 +210,9 @@ def is_lost(array: jax.Array) -> bool:
 
 
 def replaced_if_lost(arrays: Sequence[jax.Array], group: SubMesh) -> list[jax.Array]:
-    """Wait for all arrays, and return them. Zeros replace each array whose contents are lost (`is_lost`).
+    """Wait for all arrays. Return them, with zeros in place of each array whose contents are lost (`is_lost`).
 
-    The zeros are sharded over the ranks of `group` along the leading axis, as the lost array was.
+    The zeros are sharded over the ranks of `group` along the leading axis. A lost array must have had this sharding.
 
     Call this function before the buffers of the arrays become part of other arrays (`assemble`). For an assembled
     array, JAX reports a failed program only in the buffer of the first rank.

@@ -3,8 +3,8 @@
     python -m sharding.page_table                                  # four well-known models, pages of 2 MiB
     python -m sharding.page_table --page-size 16 DIR/config.json   # KV pages of 16 tokens, as in the engine
 
-GPUs map memory in pages of 2 MiB. A system that frees weights by unmapping them therefore needs shards of whole pages
-(Gyges). In this engine, a page is the KV cache of `page_size` tokens in one layer, and shards are whole pages too.
+GPUs map memory in pages of 2 MiB. A system that frees weights by unmapping them, such as Gyges, needs shards of whole
+pages. In this engine, shards are whole pages too, but a page is the KV cache of `page_size` tokens in one layer.
 """
 
 import argparse

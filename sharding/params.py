@@ -42,10 +42,9 @@ def deal_rows(total: int, num_shards: int, shard_rows: int) -> Int32[np.ndarray,
 
 
 def round_up_to_pages(size: int, row_elems: tuple[int, ...], page_elems: int) -> int:
-    """Return the smallest number of rows, at least `size`, that fills whole pages of `page_elems` elements.
+    """Return the smallest number of rows, at least `size`, that fills whole pages in each of several tensors.
 
-    The rows must fill whole pages in each of several tensors. `row_elems` has the number of elements of one row in each
-    tensor.
+    `row_elems` has the number of elements of a row in each tensor. `page_elems` is the number of elements of a page.
     """
     step = math.lcm(*(page_elems // math.gcd(r, page_elems) for r in row_elems))
     return -(-size // step) * step

@@ -145,10 +145,10 @@ class Placement:
     def parallel_attention(cls, group: Home, degree: int, num_layers: int) -> "Placement":
         """Return a placement with data-parallel attention.
 
-        Parts of `group` with `degree` devices each compute the attention of one microbatch. The whole group computes
-        all FFNs, the embedding and the output projection.
+        `group` is divided into parts of `degree` devices. Each part computes the attention of one microbatch. The whole
+        group computes all FFNs, the embedding and the output projection.
 
-        Raises `LayoutError` if the parts are not equal.
+        Raises `LayoutError` if parts of `degree` devices are not valid homes.
         """
         parts = tuple(Home(start, degree) for start in range(group.start, group.devices.stop, degree))
         return cls(group, (parts,) * num_layers, ((group,) * len(parts),) * num_layers)
@@ -213,7 +213,7 @@ class Placement:
         return tuple(found)
 
     def layers_by_home(self, microbatch: int) -> dict[Home, tuple[int, ...]]:
-        """Return, for each home (group of devices), the layers whose attention it computes for a microbatch."""
+        """Return, for each home (group of devices), the layers whose attention the home computes for `microbatch`."""
         layers: dict[Home, list[int]] = {}
         for layer, homes in enumerate(self.attention):
             layers.setdefault(homes[microbatch], []).append(layer)
@@ -263,7 +263,7 @@ class Placement:
         homes, the first home computes microbatches 0 and 1. If a module has more homes than there are microbatches, the
         number of microbatches grows to the number of homes.
 
-        Raises `LayoutError` if a layer does not exist, or if `home` shares a device with a home of such a module.
+        Raises `LayoutError` if a layer does not exist, or if a device of `home` already computes one of these modules.
         """
         modules = self._chosen(layers, module)
         for name, homes in modules.items():
@@ -278,7 +278,7 @@ class Placement:
 
         `module` selects attention, FFN or both. The other homes of a module take over the microbatches of `home`.
 
-        Raises `LayoutError` if a layer does not exist, or if `home` is not one of several homes of such a module.
+        Raises `LayoutError` if a layer does not exist, if a module is not at `home`, or if a module has no other home.
         """
 
         def without(name: str, homes: Homes) -> Homes:
@@ -297,7 +297,9 @@ class Placement:
     def migrated(self, layers: range, module: ModuleKind, home: Home) -> "Placement":
         """Return a copy of the placement in which `home` replaces the first home of some modules of `layers`.
 
-        `module` selects attention, FFN or both. Raises `LayoutError` if a layer does not exist, or if nothing changes.
+        `module` selects attention, FFN or both. The first home of a module is its home for microbatch 0.
+
+        Raises `LayoutError` if a layer does not exist, or if nothing changes.
         """
         modules = self._chosen(layers, module)
         changed = {name: [tuple(home if h == of[0] else h for h in of) for of in o] for name, o in modules.items()}
@@ -306,10 +308,10 @@ class Placement:
         return self._replaced(layers, changed)
 
     def joined(self) -> tuple["Placement", tuple[int, ...]]:
-        """Merge microbatches that have the same homes, and return the new placement.
+        """Merge microbatches that have the same homes. Return the new placement, and the new index of each microbatch.
 
-        Also return a tuple with the index of the new microbatch for each old microbatch. Nothing is merged if the new
-        microbatches would replace different numbers of old microbatches: a home would get another share of sequences.
+        If the new microbatches would replace different numbers of old microbatches, nothing is merged: the homes would
+        get other shares of the sequences.
         """
         columns = list(zip(*self.attention, *self.ffn, strict=True))
         kinds = list(dict.fromkeys(columns))
@@ -320,7 +322,7 @@ class Placement:
         return Placement(self.head, attention, ffn), tuple(kinds.index(column) for column in columns)
 
     def _chosen(self, layers: range, module: ModuleKind) -> dict[str, list[Homes]]:
-        """Return the homes of attention (key "attention") and FFN (key "FFN") in each layer, as `module` selects."""
+        """Return the homes in each of `layers`, under the keys "attention" and "FFN". `module` selects the keys."""
         if layers.step != 1 or not layers or layers.start < 0 or layers.stop > self.num_layers:
             raise LayoutError(f"layers {_span(layers)} are not among the model's {self.num_layers}")
         every = {"attention": self.attention, "FFN": self.ffn}
@@ -340,11 +342,11 @@ class Placement:
         """Return the placement that parsed JSON describes. `docs/placement.md` has an example.
 
         Args:
-            data: dict with `head` (list of devices) and `stages` (list of dicts). A stage has `layers` (`[first, end]`:
-                layers `range(first, end)`), `homes` (one list of devices for each microbatch, or one for all) and
-                optionally `module`.
-            num_layers: layers of the model.
-            num_devices: devices of the pool.
+            data: dict with `head` (list of devices) and `stages` (list of dicts). A stage has `layers`, `homes` and
+                optionally `module`. `layers` is `[first, end]` and means `range(first, end)`. `homes` has one list of
+                devices for each microbatch, or one list for all microbatches.
+            num_layers: number of layers of the model.
+            num_devices: number of devices of the pool.
             max_degree: largest number of devices of a home.
 
         Raises `LayoutError` if `data` has another form or exceeds a limit. The message has the value and the limit.

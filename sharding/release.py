@@ -9,13 +9,13 @@ from sharding.params import ParamSpec
 
 @dataclass(frozen=True)
 class ReleasedShard:
-    """Weight shard on each device whose buffer holds KV pages at higher tensor-parallel degrees.
+    """One weight shard on each device. The buffers of these shards hold KV pages at higher tensor-parallel degrees.
 
     Attributes:
         spec: parameter of the shards.
         shards: index of the shard, for each device of an aligned group of `max_tp` devices. Devices may have different
             shards.
-        degree: lowest tensor-parallel degree at which the buffer is KV cache.
+        degree: lowest tensor-parallel degree at which the buffers are KV cache.
     """
 
     spec: ParamSpec
@@ -28,13 +28,13 @@ class ReleasedShard:
 
 
 def released_shards(specs: tuple[ParamSpec, ...], max_tp: int) -> tuple[ReleasedShard, ...]:
-    """Return the weight buffers of a layer that can become KV cache, in the order in which they do so.
+    """Return the weight shards of a layer whose buffers can become KV cache, in release order.
 
     At a degree p, a device keeps the shards that it needs at degree p or at a higher degree. It can release the others.
 
     All devices release equally many shards, so that one program suits all devices. For example, with `max_tp` 4, each
-    device needs two shards at degree 2. If one device needs a third shard at degree 4, it must keep three shards. Every
-    device then keeps three shards and releases one.
+    device needs two of four shards at degree 2. If one device needs a third shard at degree 4, it must keep three
+    shards. Every device then keeps three shards and releases one.
 
     Args:
         specs: parameters of the layer that are stored as KV pages.

@@ -112,8 +112,8 @@ class _Reader(GGUFReader):
 class Entry(NamedTuple):
     """Position, storage type and shape of one tensor in a GGUF file.
 
-    `shape` counts elements. If the tensor is quantized, `stored_shape` is its shape in bytes. If not, `stored_shape`
-    equals `shape`. `offset` is the offset in the file, in bytes.
+    `shape` counts elements. `stored_shape` counts bytes along the last axis if the tensor is quantized. `offset` is the
+    offset in the file, in bytes.
     """
 
     stored_name: str
@@ -230,10 +230,10 @@ class GGUFCheckpoint:
             ) from error
 
     def _named(self, entry: Entry) -> dict[str, Entry]:
-        """Return the model's tensors that are in one stored tensor, by Hugging Face name.
+        """Split a stored tensor into tensors of the model. Return their entries by Hugging Face name.
 
-        If the stored tensor holds all experts of a layer, the result has one entry for each expert. If not, the result
-        has one entry.
+        A stored tensor with all experts of a layer gives one entry for each expert. Any other stored tensor gives one
+        entry.
         """
         name = self._hf_name(entry.stored_name)
         prefix, experts, part = name.partition(".experts.")
@@ -427,7 +427,7 @@ def llama3_factors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> n
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal number that is the same float32 number as `value`.
+    """Round `value` to the fewest decimal digits that keep the same float32 number.
 
     For example, 9.999999747378752e-06 becomes 1e-05.
     """

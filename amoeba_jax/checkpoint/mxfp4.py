@@ -20,7 +20,7 @@ _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
 
 
 class Mxfp4Checkpoint:
-    """View of a checkpoint in which MXFP4 weights are bfloat16. The conversion is exact.
+    """View of a checkpoint. The view has MXFP4 weights as bfloat16. The conversion is exact.
 
     For a projection X, the stored tensors `experts.X_blocks [E, out, in / 32, 16]` and
     `experts.X_scales [E, out, in / 32]` hold all `E` experts. The view has one tensor for each expert instead, such as

@@ -122,7 +122,7 @@ def _with_defaults(saved: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with lists instead of tuples, as JSON would return them."""
+    """Write the fields as JSON and read them again. Tuples become lists."""
     return json.loads(json.dumps(fields))
 
 

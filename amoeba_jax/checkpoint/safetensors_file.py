@@ -113,7 +113,7 @@ class SafetensorsCheckpoint:
 
 
 def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the dtype that all matrices in the safetensors files of a directory have.
+    """Return the common dtype of all matrices in the safetensors files of a directory.
 
     Return None if the matrices have different or unsupported dtypes, or if there are no readable files. Vectors are
     ignored, because models often keep norms and tables of angles in float32. Packed MXFP4 weights are ignored too.
@@ -131,8 +131,8 @@ def stored_dtype(directory: Path, config: dict[str, Any]) -> str | None:
 def _weights_file(directory: Path, config: dict[str, Any]) -> str:
     """Return the name of the file to load: a single weights file, or the index of several weights files.
 
-    The order of preference is the same as in `transformers`: the file that config.json names in `transformers_weights`,
-    `model.safetensors`, the index.
+    As in `transformers`, the first choice is the file that config.json names with the key `transformers_weights`. The
+    second choice is `model.safetensors`, and the third choice is the index.
 
     Raises `CheckpointError` if the named file is missing, or if there is no file to load.
     """
@@ -159,9 +159,9 @@ def _weights_file(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _shards(directory: Path, source: str) -> dict[str, set[str]]:
-    """Return the names of the weights files, each with the set of its tensors.
+    """Return the tensor names of each weights file, as a dict from file name to tensor names.
 
-    `source` is an index that lists the weights files, or a single weights file. For a single file, the set is empty.
+    `source` is an index of weights files, or a single weights file. For a single file, the set of names is empty.
 
     Raises `CheckpointError` if the index is damaged or a weights file is missing.
     """

@@ -1,4 +1,4 @@
-"""View of a checkpoint in which stored tensors have other names, or are split into several tensors."""
+"""View of a checkpoint with renamed or split tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from amoeba_jax.models.families.fields import Split
 
 
 class SplitCheckpoint:
-    """View of a checkpoint in which stored tensors have other names, or are split into several tensors.
+    """View of a checkpoint. The view renames stored tensors, or splits a stored tensor into several tensors.
 
     Args:
         stored: checkpoint to read. Closing the view closes this checkpoint.
-        split: function of the name and the array of a stored tensor. It returns arrays by their names in the view, or
-            None if the tensor keeps its name and is not split.
+        split: function `(name, array)` that splits or renames a stored tensor. Returns the arrays as a dict by name in
+            the view. Returns None if the stored tensor keeps its name and is not split.
     """
 
     def __init__(self, stored: Checkpoint, split: Split):
@@ -36,7 +36,7 @@ class SplitCheckpoint:
         return self._places[name][1] if name in self._places else self._stored.shape(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor. If it is a part of a stored tensor, it is not copied."""
+        """Return a tensor. A part of a stored tensor is returned without a copy."""
         if name not in self._places:
             return self._stored.read(name)  # raises
         stored = self._places[name][0]
@@ -45,7 +45,7 @@ class SplitCheckpoint:
         return tensor if parts is None else parts[name]
 
     def release(self, name: str | None = None) -> None:
-        """Free the host memory of the stored tensor that contains `name`, or of all tensors if it is None."""
+        """Free the host memory of the stored tensor that contains `name`, or of all tensors if `name` is None."""
         self._stored.release(None if name is None else self._places[name][0])
 
     def close(self) -> None:

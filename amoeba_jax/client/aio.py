@@ -124,9 +124,9 @@ class AsyncClient:
         return results.read_model_info(await self._call(self._inference.GetModelInfo, message, timeout_s))
 
     async def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Abort a request. Return False if there is no such request.
+        """Abort a request. Return False if no unfinished request has this id.
 
-        Requests of other clients can be aborted with the admin token, or if the server has no tokens.
+        If the server uses tokens, a client can abort only its own requests. The admin token can abort all requests.
         """
         message = pb.AbortRequest(request_id=check_unicode(request_id, "request_id"))
         return (await self._call(self._inference.Abort, message, timeout_s)).aborted
@@ -166,7 +166,7 @@ class AsyncClient:
         """Merge or split instances (serving replicas) while requests run. Return a report at the end.
 
         Arguments are the same as for `LLM.transform`, but `layers_per_step=None` means "auto". After `timeout_s`
-        seconds (None: no limit), the call fails, and the transformation continues.
+        seconds (None: no limit), the call fails, but the transformation continues.
         """
         message = requests.transform_request(
             tensor_parallel_size, devices, variant, release_weights, layers_per_step, wait_for_programs, running, order
@@ -192,8 +192,8 @@ class AsyncClient:
     ) -> results.PlacementChange:
         """Replicate layers of an instance on another device while requests run.
 
-        Arguments are the same as for `LLM.replicate`. After `timeout_s` seconds (None: no limit), the call fails, and
-        the change continues. This also holds for `evict`, `migrate`, `scale_out` and `scale_in`.
+        Arguments are the same as for `LLM.replicate`. After `timeout_s` seconds (None: no limit), the call fails, but
+        the change continues. `timeout_s` of `evict`, `migrate`, `scale_out` and `scale_in` has the same meaning.
         """
         message = requests.layers_request(pb.ReplicateRequest, layers, device, instance, modules)
         return await self._change_placement(self._admin.Replicate, message, timeout_s)
@@ -207,7 +207,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> results.PlacementChange:
-        """Remove the copies of layers that `replicate` made on a device. Arguments are the same as for `LLM.evict`."""
+        """Remove copies of layers from a device: undo `replicate`. Arguments are the same as for `LLM.evict`."""
         message = requests.layers_request(pb.EvictRequest, layers, device, instance, modules)
         return await self._change_placement(self._admin.Evict, message, timeout_s)
 
@@ -243,7 +243,7 @@ class AsyncClient:
     ) -> results.PlacementChange:
         """End the instance (serving replica) on a device.
 
-        Its requests continue on another instance, whose id is `instance`.
+        The requests continue on the instance with the id `instance`.
         """
         message = pb.ScaleInRequest(
             device=requests.index("device", device), instance=requests.index("instance", instance)

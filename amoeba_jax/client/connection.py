@@ -112,7 +112,7 @@ class Deadline:
 
 
 def is_unavailable(error: grpc.RpcError) -> bool:
-    """Return whether a call failed with the status UNAVAILABLE, so that another attempt may succeed."""
+    """Return whether a call failed with the status UNAVAILABLE. Another attempt may then succeed."""
     return isinstance(error, grpc.Call | grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
 
 

@@ -52,7 +52,7 @@ def generate_request(
     """Return the message of a generation request. The prompt is a text, a list of token ids or a conversation.
 
     Raises:
-        RequestError: the prompt has none of these types, or a text is not valid Unicode.
+        RequestError: the prompt has another type, or a text is not valid Unicode.
     """
     message = pb.GenerateRequest(
         request_id=check_unicode(request_id, "request_id"),

@@ -19,7 +19,7 @@ Position = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class Usage:
-    """Numbers of tokens and times in seconds of a request. Unknown times are None.
+    """Token counts and times of a request. Times are in seconds. Unknown times are None.
 
     `amoeba_jax.outputs.RequestMetrics` defines the times and `cached_tokens`.
     """
@@ -45,8 +45,8 @@ class Chunk:
         finish_reason: reason why the sample ended (`outputs.FinishReason`). None before the sample's last chunk.
         stop_reason: stop string or id of the stop token that ended the sample. None in all other cases.
         usage: usage of the whole request. Only the last chunk of a request has it.
-        prompt_logprobs: log-probabilities of the next positions of the prompt, after the positions in earlier chunks.
-            The entry of the first position is None.
+        prompt_logprobs: log-probabilities of a part of the prompt, one entry for each token. The next chunk continues
+            after this part. The entry of the first prompt token is None.
     """
 
     request_id: str
@@ -103,9 +103,8 @@ class Instance:
 
     Attributes:
         running: number of running requests.
-        kv_cached_pages: KV pages with cached prompts of earlier requests. They are evicted if running requests need
-            pages.
-        paused: number of paused requests. They resume after a transformation back to `paused_degree`.
+        kv_cached_pages: number of KV pages of cached prefixes. These pages are evicted if running requests need pages.
+        paused: number of paused requests. The requests resume after a transformation back to `paused_degree`.
         phase: `serving`, `draining` (waiting for steps in flight) or `changing` (its layers are switching).
         placement: devices that compute each layer. None: unknown, because the server is older than this client.
     """
@@ -153,15 +152,15 @@ class Transformation:
     Attributes:
         tensor_parallel_size: requested tensor-parallel degree.
         seconds: seconds from the call to the end, including compilation of missing programs.
-        prepare_s: part of `seconds` in which the engine compiled missing programs, not counting background compilation.
+        prepare_s: part of `seconds` in which the engine stopped to compile missing programs.
         moved_bytes: bytes of KV cache that moved, on all devices together.
         extra_bytes: largest number of temporary bytes on any device.
         steps: number of model steps that ran on the affected devices during the transformation.
-        tokens: number of tokens that these steps generated.
+        tokens: number of tokens that were generated on the affected devices during the transformation.
         paused: number of sequences that were paused.
         resumed: number of paused sequences that were resumed.
         awaited_programs: number of missing programs that the transformation waited for.
-        waited_s: part of `seconds` in which the transformation waited for these programs while requests ran as before.
+        waited_s: part of `seconds` in which the transformation waited for missing programs, and requests ran as before.
     """
 
     tensor_parallel_size: int
@@ -187,9 +186,9 @@ class PlacementChange:
         layers: index of the first layer of the change, and the index after the last layer.
         seconds: seconds from the call to the end.
         copied_bytes: bytes of weights that were copied between devices.
-        shared_bytes: bytes of weights of these layers that the device had before the change.
+        shared_bytes: bytes of weights that were not copied, because the device already had them for another instance.
         kv_moved_bytes: bytes of KV pages that moved.
-        device_bytes_delta: bytes of all buffers of each device after the change, minus before the change.
+        device_bytes_delta: increase of the bytes in use on each device, negative if memory was freed.
         steps: number of model steps of the instance during the change.
         recomputed: number of times that a sequence lost its KV cache and was computed again.
     """
@@ -210,8 +209,7 @@ class PlacementChange:
 def read_chunks(response: pb.GenerateResponse) -> list[Chunk]:
     """Convert a message to chunks.
 
-    The last chunk gets the usage if the message has one. Log-probabilities of the prompt come first, in a chunk of
-    their own.
+    Log-probabilities of the prompt are in a separate first chunk. The usage, if any, is in the last chunk.
     """
     usage = read_usage(response.usage) if response.HasField("usage") else None
     last = len(response.completions) - 1

@@ -1,10 +1,10 @@
 """Workarounds for XLA on CPU. They use private parts of JAX.
 
-A compiled program can be loaded on devices for which it was not compiled. Programs are evicted before the process runs
-out of memory mappings. Compile options make compilation or steps faster.
+- `PortableProgram` loads a compiled program on other devices than the devices of its compilation.
+- `ProgramStore` evicts programs before the process runs out of memory mappings.
+- Compile options make compilation or steps faster.
 
-Other packages import only the names in `__all__`. On GPU and TPU, `compile_or_load` only compiles a program through
-JAX's persistent cache.
+On GPU and TPU, `compile_or_load` compiles a program through JAX's persistent cache and does nothing else.
 """
 
 from amoeba_jax.cpu_cache.compile_options import Options, few_kernels, step_options

@@ -26,9 +26,9 @@ class Obtained:
 
     Attributes:
         compiled: executable for the requested devices.
-        portable: the program as bytes, for other devices too. None: the program cannot be written as bytes.
-        cached: whether the program was loaded from a cache or from bytes. False: XLA compiled it.
-        relocated: whether the program was loaded from bytes that the caller had, compiled for other devices.
+        portable: the program as bytes, which load on other devices too. None: the program cannot be written as bytes.
+        cached: whether the program was loaded from a cache or from bytes. False: XLA compiled the program.
+        relocated: whether the program was loaded from the argument `portable` of `compile_or_load`.
     """
 
     compiled: jax.stages.Compiled
@@ -41,8 +41,8 @@ class _LatestProgram(threading.local):
     """Origin of the program that this thread compiled or loaded last, as JAX's events report it.
 
     Attributes:
-        is_new: whether XLA compiled the last program. False: it came from JAX's persistent cache.
-        cache_hit: whether JAX's persistent cache has the program that this thread is compiling now.
+        is_new: whether XLA compiled the last program. False: the program came from JAX's persistent cache.
+        cache_hit: whether JAX has reported a cache hit for the program that this thread is compiling now.
     """
 
     is_new = False
@@ -81,8 +81,8 @@ def compile_or_load(
     Args:
         compile: function that compiles the program for `devices`.
         devices: devices that run the program.
-        model: sizes of the model, one part of the key in the disk cache. "": the disk cache is not used.
-        program: the other part of the key: all other properties of the program except its devices.
+        model: first part of the key in the disk cache: sizes of the model. "": the disk cache is not used.
+        program: second part of the key: all other properties of the program, except its devices.
         portable: bytes of the same program, compiled for another group with the same number of devices. None: the
             program is looked up on disk.
     """

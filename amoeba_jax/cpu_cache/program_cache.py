@@ -1,13 +1,13 @@
 """Disk cache of compiled programs, for CPU.
 
-One entry serves all groups with the same number of devices. A program need not be traced to find its entry.
+One entry serves all groups with the same number of devices. A program is found without tracing.
 
-Entries are in the directory of JAX's persistent compilation cache, in JAX's format. They count for JAX's size limit.
-`enable_compile_cache` repairs them too.
+Entries are files in JAX's format, in the directory of JAX's persistent compilation cache. The entries count toward
+JAX's size limit. `enable_compile_cache` removes damaged entries.
 
 The key covers all inputs of a compilation: the shapes of the program, the sizes of the model, the source of this
-project, versions, settings, and the kind of processor. It does not cover functions that are patched at run time. Turn
-the cache off (`compile_cache=""`) before you patch a function.
+project, versions, settings, and the kind of processor. The key does not cover functions that are patched at run time.
+Turn the cache off (`compile_cache=""`) before you patch a function.
 """
 
 import contextlib
@@ -139,9 +139,9 @@ class CacheEntry:
 
 @contextlib.contextmanager
 def without_jax_cache_writes() -> Iterator[None]:
-    """Stop JAX from writing programs to its cache, inside this context and in this thread.
+    """Stop this thread from writing to JAX's persistent cache, inside this context.
 
-    This module writes these programs to the same directory. Without this context, they would be stored twice.
+    `CacheEntry.write` stores programs in the same directory. Without this context, JAX would store a second copy.
     """
     setting, directory = _min_compile_time(), jax.config.values["jax_compilation_cache_dir"]
     if setting is None or not directory or not may_hold_programs(directory):
@@ -172,7 +172,7 @@ def _jax_cache() -> Any:
 
 
 def _cache(device: jax.Device) -> Any:
-    """Return JAX's object that reads and writes its cache directory.
+    """Return the object of JAX that reads and writes the cache directory.
 
     Return None if there is no cache, if other users can write to the directory, or if the device is not a CPU.
     """

@@ -1,4 +1,4 @@
-"""Compiled programs as bytes, which load on any group with the same number of devices.
+"""Conversion of compiled programs to bytes, and loading on any group with the same number of devices.
 
 Loading takes milliseconds. Compiling takes seconds. JAX's `jax.experimental.serialize_executable` loads a program only
 on the devices for which it was compiled. This module uses private parts of JAX 0.10 to 0.12 to load a program on other
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PortableProgram:
-    """Bytes of a compiled program, which load on any group with the same number of devices. Thread-safe.
+    """Compiled program as bytes, for any group with the same number of devices. Thread-safe.
 
     Attributes:
         data: pickled executable, with shapes and shardings of its arguments. A device is stored as its index in the
@@ -38,7 +38,7 @@ class PortableProgram:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled, devices: Sequence[jax.Device]) -> "PortableProgram | None":
-        """Serialize a program that XLA has just compiled for `devices`. Return None if this is not possible.
+        """Serialize a program that XLA has just compiled for `devices`. Return None if it cannot be serialized.
 
         After an unexpected error, this process stops serializing programs (`disable_relocation`).
         """
@@ -92,7 +92,7 @@ def disable_relocation(error: Exception) -> None:
 def can_relocate() -> bool:
     """Return whether programs can be converted to bytes.
 
-    False if JAX lacks the private functions for this, or if a conversion in this process has failed.
+    Return False if JAX lacks the private functions for a conversion, or if a conversion in this process has failed.
     """
     return _private_jax() is not None and not _warn_once.cache_info().currsize
 

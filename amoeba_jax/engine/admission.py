@@ -18,15 +18,15 @@ from kvcache.pages import SequencePages
 from sharding.ledger import format_bytes, parse_bytes
 from sharding.mesh import is_lost
 
-# Cost of a running sequence, in prompt tokens to compute, in the choice of an instance.
+# Cost of a running sequence in `Admission.choose`, as a number of prompt tokens to compute.
 _DECODE_COST = 16
 
 
 class Admission:
     """Methods that start and preempt sequences. Used by the dispatcher thread only.
 
-    Without a scheduler, the engine calls `admit` in each turn of its loop. With a scheduler, the engine does not call
-    `admit`. The scheduler then calls methods such as `start`, `preempt` and `offload`.
+    Without a scheduler, the engine calls `admit` in each turn of its loop. With a scheduler, the scheduler calls other
+    methods instead, such as `start`, `preempt` and `offload`.
 
     If a request has several samples (`n > 1`), the first sample is the leader. The further samples can share the prompt
     pages of the leader.
@@ -45,10 +45,10 @@ class Admission:
         self._geometry = cluster.dims.pages
 
     def admit(self) -> None:
-        """Start waiting sequences in the order of the queue, until a sequence finds no room.
+        """Start waiting sequences in the order of the queue. Skip sequences that wait for the compilation of a program.
 
-        If a sequence finds no room, preempt sequences of a lower priority. If that does not suffice, stop. No later
-        sequence of the queue can then overtake this one. Skip sequences that wait for the compilation of a program.
+        If no lane has room for the next sequence, preempt other sequences (`_victims`). If preemption does not suffice,
+        stop, so that no later sequence overtakes this one.
 
         Reject sequences whose deadline has passed, and sequences that are too long for every instance.
         """
@@ -89,7 +89,7 @@ class Admission:
         return bool(wanted) and not self._cluster.executables.request(wanted)
 
     def check_waiting(self, options: TransformOptions) -> None:
-        """Raise `RequestError` if a waiting request would fit on no instance after the transformation `options`."""
+        """Raise `RequestError` if a waiting request would fit on no instance after a transformation with `options`."""
         limit, degree = max(self._changes.capacity_to_come(i, options) for i in self._cluster.instances)
         for sequence in self._sequences.waiting:
             if sequence.max_total_tokens > limit:
@@ -128,7 +128,7 @@ class Admission:
         """Free the pages of a running sequence, and return the sequence to the queue.
 
         When the sequence starts again, the KV cache of its tokens is computed again. Raises `RequestError`, and changes
-        nothing, if the sequence does not run or its instance is being transformed.
+        nothing, if the sequence does not run, or if its instance is being transformed.
         """
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
@@ -177,8 +177,8 @@ class Admission:
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
         """Move a sequence from the queue into a lane. Give the sequence pages and a slot.
 
-        If this fails, only this sequence ends with an error. If the failure has also destroyed KV cache or sampling
-        state, the instance gets new buffers (`Steps.recover`).
+        If the start fails, only this sequence ends with an error. If the failure has also destroyed KV cache or
+        sampling state, the instance gets new buffers (`Steps.recover`).
         """
         self._sequences.waiting.remove(sequence)
         try:
@@ -236,10 +236,10 @@ class Admission:
     # Search for an instance. These methods change nothing.
 
     def leader_home(self, sequence: Sequence) -> Instance | None:
-        """Return the instance where `sequence` can share its leader's prompt pages now. Return None if there is none.
+        """Return the instance of a sequence's leader, if the sequence can share the leader's prompt pages there now.
 
-        The leader's prompt must be computed. The instance must have a free slot, and an available page for a copy of
-        the last prompt page.
+        Return None if sharing is not possible now. For example, the leader's prompt is not computed yet, or the
+        instance has no free slot. The instance also needs an available page, for a copy of the last prompt page.
         """
         leader = sequence.leader
         if leader is None or sequence.host_pages is not None or sequence.num_generated:
@@ -297,14 +297,11 @@ class Admission:
         return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
 
     def _victims(self, sequence: Sequence) -> list[Sequence]:
-        """Return the sequences to preempt so that `sequence` can start. Return [] if preemption does not suffice.
+        """Return the victims: sequences to preempt so that `sequence` can start. Return [] if preemption is not enough.
 
-        Each lane is tried separately. First, try to preempt paused sequences of the same or a lower priority
-        (`Sequence.rank`). If they do not suffice, try running sequences of a lower priority, the last in
-        `Sequence.order` first.
-
-        If several lanes are possible, compare the most important preempted sequence of each lane. Choose the lane where
-        this sequence is the least important.
+        All victims use the memory of one lane. Paused sequences of the same or a lower priority (`Sequence.rank`) are
+        tried first, then running sequences of a lower priority. In both cases, the last in `Sequence.order` are tried
+        first. If several lanes are possible, choose the lane whose most important victim is the least important.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
         for instance, lane in self._suitable(sequence):
@@ -333,7 +330,7 @@ class Admission:
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of the pages that a sequence may take from the prefix cache.
 
-        The page with the last known token is left out. A step must compute this token to sample the next token.
+        The page with the last known token is left out, because a step must compute this token to sample the next token.
         """
         if sequence.needs_prompt_logits or sequence.host_pages is not None:
             return []
@@ -344,13 +341,13 @@ class Admission:
     def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
         """Return the number of tokens for which a lane must have available pages before `sequence` starts there.
 
-        These are the known tokens of `sequence`, and one page of further tokens for `sequence` and for each running
-        sequence. Without the further pages, `sequence` could soon be preempted.
+        The result counts the known tokens of `sequence`. It also counts one page of future tokens for each sequence
+        that will run in the lane, including `sequence`. Without these pages, `sequence` could soon be preempted.
 
         Args:
             lane: lane in which the sequence would start.
             sequence: sequence to start.
-            num_leaving: number of running sequences that will have left the lane. They need no further pages.
+            num_leaving: number of running sequences that leave the lane before the start.
         """
         page_size = self._geometry.page_size
         return min(sequence.num_known + page_size, sequence.max_total_tokens) + page_size * (
@@ -358,7 +355,7 @@ class Admission:
         )
 
     def _fits_without(self, lane: Lane, sequence: Sequence, leaving: list[Sequence]) -> bool:
-        """Return whether a sequence could start in a lane if the sequences `leaving` left the lane first."""
+        """Return whether a sequence could start in a lane if the sequences in `leaving` were preempted first."""
         if lane.closed or len(lane.running) - len(leaving) >= lane.max_running:
             return False
         needed = self._geometry.pages_for(self._tokens_needed(lane, sequence, len(leaving)))

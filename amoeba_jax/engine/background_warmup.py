@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWarmup:
-    """Compilation of programs while requests run, and its progress. Used by the dispatcher thread only."""
+    """Compilation of programs while requests run, and a record of its progress. Used by the dispatcher thread only."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster

@@ -83,10 +83,7 @@ class Engine:
     # The loop
 
     def collect(self) -> None:
-        """Take the results of finished steps, in the order of the steps.
-
-        Also end each change of degree or placement that is now complete.
-        """
+        """Take the results of finished steps, and end each change of degree or placement that is now complete."""
         for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
                 self.steps.take(instance, instance.pending.popleft())
@@ -142,7 +139,7 @@ class Engine:
         return None if self.scheduler_hook is None else self.scheduler_hook.interval_s
 
     def fail(self, error: BaseException) -> None:
-        """End all transformations and requests with an error."""
+        """End all changes and all requests with an error, because the engine ends."""
         self.changes.fail(error)
         self.sequences.fail_all(error)
 
@@ -174,19 +171,19 @@ class Engine:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        This is the number of tokens that fit after the prompt, in the smallest instance where `ENOUGH_TOKENS` tokens
-        fit. If there is no such instance, the largest instance counts. Example: the prompt has 800 tokens, and there
-        are instances of 1,000 and of 4,000 tokens. The result is 3,200. The model's context is a further limit. Any
-        thread may call this.
+        For each instance, take the number of tokens that fit after the prompt and in the model's context. Return the
+        smallest of these numbers that is at least `ENOUGH_TOKENS`. If there is none, return the largest number, or 1 if
+        that is larger. Example: a prompt leaves 200 tokens on one instance and 3,200 tokens on another. 200 tokens are
+        not enough, so the result is 3,200. Any thread may call this.
         """
         free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it, _ in self._capacities()) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
 
     def _capacities(self) -> list[tuple[int, int]]:
-        """Return `(capacity in tokens, degree)` for each instance, as after the transformations in progress.
+        """Return `(capacity in tokens, degree)` for each instance. Transformations in progress count as complete.
 
-        If a scheduler may change the degrees, also return such a pair for every degree that instances can have. A
-        scheduler does not change instances with data-parallel attention.
+        If a scheduler may change the degrees, the result also has a pair for every possible degree. A scheduler may not
+        change the degrees while an instance has data-parallel attention.
         """
         instances = self.instances
         found = [self.changes.capacity_to_come(instance) for instance in instances]
@@ -234,7 +231,7 @@ class Engine:
     def capacity_tokens(self, tp: int) -> int:
         """Return the number of tokens that fit in the KV cache of an instance of degree `tp`.
 
-        The memory of the weights that such an instance does not need counts as KV cache.
+        The KV cache of this instance includes the memory of all weights that degree `tp` does not need.
         """
         return self.cluster.plan.capacity_tokens(tp, tp)
 
@@ -242,7 +239,7 @@ class Engine:
         """Begin to change the degree of instances while requests run. Return a future of the report.
 
         `LLM.transform` explains the options. Raises `LayoutError` or `RequestError` if the transformation is impossible
-        now. Raises `ProgramsNotReadyError` if `wait_for_programs` is False, and the background warm-up still compiles
+        now. With `wait_for_programs=False`, raises `ProgramsNotReadyError` if the background warm-up is still compiling
         programs of the new degree. After an error, nothing has changed.
         """
         degree = options.tensor_parallel_size
@@ -254,10 +251,10 @@ class Engine:
         return self.changes.request(options)
 
     def limit_batch(self, instance_id: int, size: int | None) -> None:
-        """Limit the number of running sequences of an instance to `size`.
+        """Limit the number of running sequences of an instance to `size`. None: only the slots limit the number.
 
-        If `size` is None, only the number of slots limits the instance. Sequences that already run continue. Raises
-        `RequestError` if the instance does not exist, or if `size` is below 1.
+        Sequences that run already are not stopped. Raises `RequestError` if the instance does not exist, or if `size`
+        is below 1.
         """
         instance = self.cluster.instance(instance_id)
         if size is not None and size < 1:

@@ -40,9 +40,9 @@ def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
 
 
 def expert_load_report(engine: Engine) -> ExpertLoadReport:
-    """Return the number of tokens of each expert, and the load imbalance between the ranks of each instance.
+    """Return how many tokens each expert has computed, and the load imbalance between the ranks of each instance.
 
-    Only steps that `ExpertLoads.collect` has already counted are included. The model must have experts.
+    Steps that `ExpertLoads.collect` has not counted yet are left out. The model must have experts.
     """
     loads, dims = engine.cluster.factory.hidden.loads, engine.dims
     assert loads is not None, "the model has experts"

@@ -22,8 +22,8 @@ class Sequences:
     Attributes:
         waiting: queue of sequences, in the order in which the sequences start.
         siblings: second and later samples of requests with `n > 1`, until they enter the queue.
-        num_changes: number of events so far after which a waiting sequence may be able to start. For example, a
-            sequence ended and freed its pages.
+        num_changes: number of events so far that may let a waiting sequence start. For example, the end of a sequence
+            frees pages.
     """
 
     def __init__(self, cluster: Cluster, stats: EngineStats):
@@ -70,8 +70,8 @@ class Sequences:
         In the queue, the sequence precedes newer requests of the same priority. When the sequence starts again, the KV
         cache of its tokens is computed again.
 
-        If the sampling of the next token is already launched, the token is kept. If the sampling still waits for an
-        earlier token, it is dropped (`Runner.sample_late`). The next token is then sampled after the restart.
+        If the sampling of the next token is already launched, the token is kept. If the sampling still has to wait
+        (structured output), `Runner.sample_late` drops the sampling. The sequence then samples after its restart.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0
@@ -84,8 +84,8 @@ class Sequences:
     def release_siblings(self, leader: Sequence) -> None:
         """Let the second and later samples of a request enter the queue. `leader` is the first sample.
 
-        Call this when the prompt of the leader is computed, or when the leader is preempted or ends. If the samples of
-        all requests would use too many slots, some enter the queue later (`Siblings`).
+        Call this when the prompt of the leader is computed, or when the leader is preempted or ends. If these samples
+        would take too many slots, some of them enter the queue later (`Siblings`).
         """
         self.siblings.release(leader)
         self._admit_siblings()
@@ -98,7 +98,8 @@ class Sequences:
     def cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Add the full pages of a sequence to the prefix cache.
 
-        Pages are left out if the host does not know all their tokens yet, or if no launched step computes them.
+        Leave out pages with tokens that the host does not know yet, and pages with tokens that no launched step
+        computes.
         """
         cache = instance.lane_of(sequence).cache
         if sequence.needs_prompt_logits or not cache.enabled:
@@ -129,7 +130,7 @@ class Sequences:
     def reject(self, sequence: Sequence, error: Exception) -> None:
         """End a sequence, and pass an error to the client.
 
-        Later samples of the same request that wait for this sequence end too. The client gets a `RequestError` or
+        If the sequence is a leader, also end the siblings that wait for its prompt. The client gets a `RequestError` or
         `NotANumberError` unchanged. Any other error becomes a `RequestFailedError`.
         """
         if not isinstance(error, RequestError | NotANumberError | RequestFailedError):
@@ -165,7 +166,7 @@ class Sequences:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished sequence from its instance or from the queue.
 
-        Later samples of the same request that waited for this sequence enter the queue.
+        If the sequence is a leader, release the siblings that wait for its prompt (`release_siblings`).
         """
         if sequence.slot >= 0:
             self._take_off(self._cluster.instance_of(sequence), sequence)

@@ -2,7 +2,7 @@
 
 A step is one pass of some sequences through the model. Each program of a step takes the KV cache as a donated argument,
 and returns the KV cache. If a program fails, for example for lack of memory, the donated buffers are lost. The instance
-then gets new, empty buffers. Steps never donate weights. A failure can therefore not lose weights.
+then gets new, empty buffers. A failure cannot lose weights, because steps never donate weights.
 """
 
 import bisect
@@ -59,12 +59,15 @@ class Steps:
     # Launch
 
     def launch(self, instance: Instance) -> bool:
-        """Launch the next step of an instance. Return False if nothing was done.
+        """Launch the next step of an instance. If the instance is changing, switch layers before the launch.
 
-        If the instance is changing, first switch layers to the new degree or placement.
+        Do nothing and return False in these cases:
 
-        Nothing is done if `MAX_PENDING_STEPS` steps are in flight, if the instance waits for its steps in flight before
-        a change, or if there is nothing to compute. If the launch fails, the result is True.
+        - `MAX_PENDING_STEPS` steps are in flight.
+        - The instance is draining: its steps in flight must end before a change.
+        - The instance has nothing to compute, and is not changing.
+
+        If a program fails during the launch, return True.
         """
         changes, transition = self._changes, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or instance.phase is Phase.DRAINING:
@@ -78,7 +81,7 @@ class Steps:
             try:
                 step = instance.runner.launch(plan, instance.lanes)
             except StepNotLaunchedError as error:
-                # A switch was left to this step: launch it alone.
+                # The switch was to run inside this step: launch the switch alone.
                 if instance.transition is not None and not changes.switch_alone(instance):
                     plan = None
                     break
@@ -108,12 +111,13 @@ class Steps:
         return num_preempted
 
     def _plan(self, instance: Instance) -> StepPlan | None:
-        """Return the best step whose programs are all compiled. Return None if there is no such step.
+        """Return the next step to launch. Return None if no step can be launched now.
 
-        If programs of a better step are missing, start to compile them in the background.
+        If the programs of the best step are all compiled, return the best step. If not, start to compile the missing
+        programs in the background, and return another step whose programs are all compiled.
 
-        A program of the best step may have failed to compile. If no other step is possible then, return the best step.
-        Its launch raises the error.
+        If there is no other step, and a program of the best step has failed to compile, return the best step. Its
+        launch raises the error.
         """
         plans, runner = self._plans(instance), instance.runner
         best = next(plans, None)
@@ -138,15 +142,15 @@ class Steps:
             yield from other_plans(running, buckets)
 
     def _request_programs(self, instance: Instance, best: StepPlan, other: StepPlan | None) -> None:
-        """Compile the programs of the best step in the background, for all instances of the same degree.
+        """Start to compile the programs of the best step in the background, for all instances of the same degree.
 
-        If `other` has fewer sequences than the best step, the programs of larger step shapes are compiled first. In
-        these shapes, there is room for all sequences.
+        If `other` has fewer sequences than the best step, programs of larger step shapes are compiled first, because
+        these shapes have room for all sequences (`roomy_plans`).
 
         Args:
-            instance: instance that runs the step.
-            best: step whose programs are missing.
-            other: step that runs in the meantime. None: no step can run.
+            instance: instance that runs the steps.
+            best: best step. Some of its programs are missing.
+            other: step that the instance launches now. None: no step can be launched.
         """
         executables = self._cluster.executables
         if len(instance.lanes) > 1:
@@ -208,8 +212,8 @@ class Steps:
     def take(self, instance: Instance, step: PendingStep) -> None:
         """Wait for the results of a step, report the new tokens, and end sequences that are complete.
 
-        If the next step needs these tokens before it can sample, launch its sampling now. If the step has failed,
-        recover the instance.
+        If the sampling of the next step waits for these tokens, launch this sampling now. If `step` has failed, recover
+        the instance.
         """
         try:
             prompt_result = None if step.prompt_result is None else step.prompt_result.result()
@@ -249,10 +253,10 @@ class Steps:
         self._sample_late(instance)
 
     def _sample_late(self, instance: Instance) -> None:
-        """Launch the sampling of the oldest step in flight, if its sampling had to wait.
+        """Launch the sampling of the oldest step in flight, if this sampling had to wait.
 
-        This is so with structured output. The allowed tokens depend on the previous token, so the host must know that
-        token before it launches the sampling.
+        With structured output, a sampling waits until the host knows the previous token. The allowed tokens depend on
+        the previous token.
         """
         step = next(iter(instance.pending), None)
         if step is None or step.logits is None:
@@ -323,17 +327,18 @@ class Steps:
     ) -> None:
         """Give an instance an empty KV cache after a program failed, and requeue the sequences of the instance.
 
-        If the instance merges or splits, the group continues as one instance of the higher degree. If the instance is
-        paused, recover the merged instance that serves on the same devices.
+        If the instance is merging or splitting, its devices continue as one instance of the higher degree. If the
+        instance is paused, recover the merged instance that serves on the same devices.
 
         Args:
             instance: instance whose program failed.
             error: error of the program.
-            rows: rows of the failed step. A sequence ends with an error after `MAX_FAILURES` consecutive failed steps.
-            sampled: rows of the failed step that were to sample a token. These tokens are lost.
+            rows: rows of the failed step. If `MAX_FAILURES` steps of a sequence fail in a row, the sequence ends with
+                an error.
+            sampled: rows whose next token the failed step was to sample. These tokens are lost.
 
-        Raises `error` after more than `MAX_FAILURES_IN_A_ROW` failures without a successful step between them. The
-        devices are then assumed to be broken.
+        Raises `error` if more than `MAX_FAILURES_IN_A_ROW` steps have failed in a row. The devices are then assumed to
+        be broken.
         """
         instance = next((i for i in self._cluster.instances if instance in i.paused), instance)
         if instance.transition is not None and instance.transition.changes_degree:
@@ -362,8 +367,8 @@ class Steps:
     def _rebuild(self, instances: list[Instance]) -> None:
         """Requeue all sequences of some instances, and give these instances new, empty caches.
 
-        If another instance shares buffers with one of `instances`, it must be in `instances` too. If the allocation
-        fails, `Cluster.take_back` replaces the instances, or takes their devices out of service.
+        If another instance shares buffers with one of `instances`, it must be in `instances` too. If the new caches
+        cannot be allocated, `Cluster.take_back` replaces the instances, or takes their devices out of service.
         """
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)

@@ -1,4 +1,4 @@
-"""Warm-up: compile every program that serving can need, and run each program once, because first runs are slow."""
+"""Warm-up: compile all programs that serving can need, and run most of them once, because first runs are slow."""
 
 from collections.abc import Callable, Hashable
 
@@ -42,8 +42,8 @@ def count_programs(engine: Engine, degrees: list[int]) -> int:
 def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs, Specs]:
     """Return `(usual, pausing, placements)`: the programs that a warm-up of these degrees needs, by key.
 
-    `usual` is for instances that use the memory of unneeded weights as KV cache. `pausing` is for merged instances that
-    keep all weights, so that they can pause requests. Both include the transformations of such instances.
+    `usual` is for instances whose unneeded weights have become KV cache. `pausing` is for merged instances that keep
+    all weights while other requests are paused. Both include the programs that merge and split these instances.
 
     `placements` is for data-parallel attention, and for replicated or migrated layers. A warm-up compiles the programs
     of `placements`, but does not run them.
@@ -85,10 +85,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
     def run_all(specs: Specs, released: int | None = None) -> None:
-        """Run each program whose buffers a present instance has. Remove these programs from `specs`.
-
-        `_run_here` explains `released`.
-        """
+        """Run the programs in `specs` that a present instance can run (`_run_here`). Remove them from `specs`."""
         _clear_caches(engine)
         for spec in list(specs.values()):
             if _run_here(engine, spec, released):
@@ -139,7 +136,8 @@ def _clear_caches(engine: Engine) -> None:
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
     """Run a program on a present instance that has the program's buffers. Return False if no instance has them.
 
-    Only instances whose `Instance.released` is `released` are used. None: the degree of the instance.
+    Use only instances that keep the weights of degree `released`. None: instances that keep the weights of their own
+    degree.
     """
     for instance in engine.instances:
         if spec.kind in COLUMNS:

@@ -3,9 +3,9 @@
 A step is one pass through the model. Each row of a step is one sequence: one token of a decoding sequence, or a chunk
 of a prompt. `plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes.
 
-With several lanes, a step either decodes or computes a chunk of one prompt. A step that decodes has equally many rows
-for each lane, or rows of one lane only. Steps of these shapes also exist with one lane. Several lanes therefore need no
-further compiled programs.
+With several lanes, a step either decodes or computes a chunk of one prompt. A step that decodes has rows of one lane
+only, or equally many rows for each lane. Several lanes need no further compiled programs, because an instance with one
+lane has steps of the same shapes.
 """
 
 import math
@@ -31,11 +31,11 @@ class PromptTurns:
     """Order in which the prompts of an instance are computed.
 
     Prompts of a higher priority (a lower `Sequence.rank`) come first. Among prompts of equal priority, prompts of the
-    client with the lowest counter come first. Each step adds its prompt tokens to the counters of the clients that sent
-    the prompts.
+    client with the lowest counter come first. Each step adds the number of its prompt tokens to the counters of the
+    clients that sent the prompts.
 
-    If a client has no prompts for a while and then sends some, its counter is raised to the lowest counter of the
-    clients that have prompts. It cannot save up turns in this way. A counter that is already higher stays.
+    If a client sends a prompt after a time without prompts, its counter becomes at least the lowest counter of the
+    clients that have prompts. Without this rule, an absent client could save up turns.
 
     The counters follow the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024.
     Only prompt tokens are counted. Decodes need no counter, because every decoding sequence has a row in each step.
@@ -86,9 +86,9 @@ def plan_step(
     Usually, the step has a row for every decoding sequence, and rows for up to four prompts. The first prompt in the
     order of `turns` determines the size of the chunks. Other prompts join if a step shape has room for them.
 
-    Prompt tokens make a step longer, which delays the decoding sequences. The first prompt must not delay sequences of
-    a higher priority (a lower `Sequence.rank`), or sequences of other clients with equal priority. If the step decodes
-    such a sequence, the prompt tokens may take only as long as two decode steps. One chunk of the smallest size is
+    Prompt tokens delay the decoding sequences of a step. A decoding sequence is protected if it has a higher priority
+    (a lower `Sequence.rank`) than the first prompt, or the same priority and another client. If any decoding sequence
+    is protected, the prompt tokens may take at most as long as two decode steps. One chunk of the smallest size is
     always allowed.
 
     Args:
@@ -96,9 +96,9 @@ def plan_step(
         buckets: step shapes of the instance.
         turns: order of the prompts.
         pace: durations of recent steps. These durations tell how much time prompt tokens take.
-        prompt_logits_turn: whether to prefer a prompt whose log-probabilities are requested. Such a prompt needs logits
-            at all positions, so its steps have no other rows. If False, such a prompt is computed only if there is
-            nothing else to compute. The caller should alternate between True and False.
+        prompt_logits_turn: whether a prompt with requested log-probabilities comes first. The steps of such a prompt
+            have no other rows, because they compute logits at all positions. If False, such a prompt is computed only
+            if there is nothing else to compute. The caller should alternate between True and False.
     """
     active = _active(running)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -121,13 +121,13 @@ def plan_step(
 
 
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps that can replace the best step (`plan_step`) as long as programs of the best step are missing.
+    """Yield steps that can replace the best step (`plan_step`) while programs of the best step are missing.
 
-    First come steps for all sequences. Then come steps without the sequences that need the sampler `full`. Last come
-    steps for the sequences with the sampler `greedy` only. `sampler_kind` explains the samplers.
+    The steps come in three groups: first steps for all sequences, then steps without sequences that need the sampler
+    `full`, then steps with only those sequences that need the sampler `greedy` (`sampler_kind`).
 
-    Each of these three groups has the same order: steps with a prompt, steps that decode all decoding sequences of the
-    group, and steps that decode only some of them. No step computes log-probabilities of a prompt.
+    Each group has the same order: steps with a prompt, steps that decode every decoding sequence, and steps that decode
+    only some decoding sequences. No step computes log-probabilities of a prompt.
     """
     active = [s for s in _active(running) if not s.needs_prompt_logits]
     for left_out in ((), ("full",), ("sample", "full")):
@@ -142,8 +142,8 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
     """Return plans whose step shapes have room for as many sequences as possible.
 
-    The caller compiles programs for these shapes. The plans have no rows. If a prompt must be computed, the first plan
-    is for decodes and one prompt. The last plan is for decodes only.
+    The caller compiles programs for these shapes. The plans have no rows. With a prompt to compute, there are two
+    plans: for decodes and one prompt, and for decodes only. Without a prompt, there is one plan: for decodes only.
     """
     prompts = [s for s in _active(running) if s.num_uncomputed_tokens > 1 and not s.needs_prompt_logits]
     decodes = StepPlan(buckets.step(buckets.max_num_seqs), ())
@@ -160,7 +160,7 @@ def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, *, promp
 
     Args:
         lanes: lanes of the instance.
-        buckets: step shapes that an instance with only one of these lanes would have.
+        buckets: step shapes for the sequences of one lane (`Instance.lane_buckets`).
         turns: order of the prompts.
         prompt_turn: whether steps with a prompt come first. If False, steps that decode come first. The caller should
             alternate between True and False.

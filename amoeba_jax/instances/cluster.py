@@ -50,8 +50,8 @@ class Cluster:
     """Devices of an engine with their weights and memory, and the instances (serving replicas) on these devices.
 
     The constructor loads the weights, and calls `on_load(name)` after each loaded parameter. Then the constructor
-    creates the first instances. Meanwhile, background threads compile the programs of the tensor-parallel degrees
-    `compile_first`.
+    creates the first instances. During this time, background threads compile the programs of the
+    tensor-parallel degrees `compile_first`.
 
     Attributes:
         instances: present instances, in the order of their first devices. Paused instances are not included.
@@ -128,8 +128,8 @@ class Cluster:
     def unused_bytes(self, device: int) -> int:
         """Return how many bytes of a device's memory budget were unused right after the start of the engine.
 
-        Memory may be unused because the option `kv_cache_tokens` limits the KV cache. If no instance used the device at
-        the start, return the smallest number among the devices that instances used.
+        For example, the option `kv_cache_tokens` can limit the KV cache and leave bytes unused. For a device without an
+        instance at the start, return the minimum over the devices with an instance.
         """
         return self._unused_bytes.get(device, min(self._unused_bytes.values()))
 
@@ -137,7 +137,7 @@ class Cluster:
         """Reserve memory for the temporary arrays of a program, on all devices.
 
         Do nothing if enough memory is reserved already. Also do nothing for programs of a change, such as exchanges of
-        pages, because other memory is reserved for them (`staging_bytes`).
+        pages, because these programs have another reservation (`staging_bytes`).
 
         Raises `MemoryBudgetError` if too little memory is free. The reservations are then unchanged.
         """
@@ -171,7 +171,7 @@ class Cluster:
         instance.released = degree
 
     def add_layer(self, site: Site, layer: int) -> None:
-        """Allocate the KV extents (page buffers) of a layer, unless the site has them already.
+        """Allocate the KV extents (page buffers) of a layer, if the site does not have them yet.
 
         `site` holds the buffers of one device. Raises `MemoryBudgetError` if the budget is too small. Raises the error
         of JAX if the allocation fails. After an error, nothing has changed.
@@ -288,7 +288,7 @@ class Cluster:
         return found
 
     def rebuild(self, instances: list[Instance]) -> None:
-        """Replace instances by new instances with the same buffers and an empty KV cache, after a program has failed.
+        """After a program has failed, replace instances by new instances with an empty KV cache in the same buffers.
 
         Buffers that the failed program has lost are allocated again. The old instances must have no sequences. If
         another instance shares buffers with one of `instances`, it must be in `instances` too.
@@ -308,8 +308,7 @@ class Cluster:
     def link_lanes(self) -> None:
         """Let the prefix cache of each lane evict cached pages of other lanes that use the same memory.
 
-        An instance that has paused instances is left out. Its lane may evict cached pages of the paused instances
-        (`Instance.take_the_place_of`).
+        If an instance has paused other instances, its lanes are left out. `Instance.take_the_place_of` links them.
         """
         lanes = [lane for instance in self.instances if not instance.paused for lane in instance.lanes]
         for lane in lanes:
@@ -320,14 +319,14 @@ class Cluster:
     # Groups that are out of service
 
     def take_back(self, old: list[Instance]) -> None:
-        """Replace instances by new, empty instances on the same devices, after a change has failed half-way.
+        """Replace instances by new, empty instances on the same devices, after a change or `rebuild` has failed.
 
         The devices keep the weights of the same degree as before (`Instance.released`). With a start placement, there
         is only one old instance, and the new instance has the start placement. The old instances must have no sequences
         and empty prefix caches.
 
-        For each group of devices, several attempts are made, because buffers may be freed late. If all attempts for a
-        group fail, the group is out of service (`lost`).
+        The creation of each new instance is tried several times, because old buffers may be freed late. If every
+        attempt fails, the devices of the instance go out of service (`lost`).
         """
         for instance in old:
             instance.enter(Phase.LOST)
@@ -346,10 +345,9 @@ class Cluster:
     def _abandon(self, instance: Instance) -> None:
         """Free the KV cache of an instance whose devices go out of service.
 
-        The memory stays reserved for the KV cache of the next instance on these devices.
-
-        If layers of the instance are replicated or migrated, the reservations of its TP1 homes end. The next instance
-        reserves memory again, because it has all layers on one device or the start placement.
+        Usually, the memory stays reserved for the next instance on these devices. But if layers of the instance are
+        replicated or migrated, the reservations of its TP1 homes end. The next instance may have these layers on other
+        devices, and makes its own reservations.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:
@@ -360,8 +358,8 @@ class Cluster:
     def revive(self) -> bool:
         """Try to bring groups of devices that are out of service back into service.
 
-        Return whether at least one group is in service again. A group whose attempt fails stays out of service. No
-        error is raised.
+        Return whether at least one group is in service again. If the attempt for a group fails, no error is raised, and
+        the group stays out of service.
 
         The dispatcher calls this method often. The method does nothing if no group is out of service, or if the latest
         attempt was a short time ago.
@@ -442,8 +440,8 @@ class Cluster:
     def _empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
         """Create an instance with an empty KV cache on a group.
 
-        Each device keeps the weights of degree `released`. Weights of this degree that the group lacks are read again.
-        The memory of weights that only lower degrees need becomes KV cache.
+        Each device keeps the weights of degree `released`. Missing weights of this degree are read again. Weights that
+        only lower degrees need are dropped, and their memory becomes KV cache.
 
         If `attention_degree` is below the degree of the group, the instance has data-parallel attention: parts of the
         group compute the attention of different sequences.
@@ -481,7 +479,7 @@ class Cluster:
 def drop_frames(error: BaseException) -> None:
     """Clear the stack frames of an error and of the errors that caused it.
 
-    Otherwise, local variables in these frames would keep device buffers alive as long as the error exists.
+    Local variables in these frames could keep device buffers alive as long as the error exists.
     """
     seen: BaseException | None = error
     while seen is not None:

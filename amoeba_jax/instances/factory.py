@@ -29,14 +29,14 @@ class InstanceFactory:
     """Factory of instances and their parts, on devices whose weights are loaded. Used by the dispatcher thread only.
 
     Attributes:
-        allocators: one page allocator for each device. The allocators stay the same objects when instances change. If
-            the engine has a start placement, the list is empty, and the instance has allocators of its own.
+        allocators: one page allocator for each device. The allocators stay the same objects when instances change. With
+            a start placement, the list is empty, because the instance has allocators of its own.
         hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
             `hidden.loads` counts the tokens of each expert.
         sampling_states: state of the sampler on each device that samples, by device index.
-        constants: scalars on each device that holds modules, by device index. Programs take them as arguments. The
-            first two are False and True, and tell a program whether it begins the step. If the model has experts, the
-            indices of all layers follow, with which programs count tokens of experts.
+        constants: scalar arguments of programs, on each device that holds modules, by device index. The first two are
+            False and True. One of them tells a program whether the program begins the step. If the model has experts,
+            the indices of all layers follow. Programs that count tokens of experts take the index of their layer.
         on_result: function that other threads call after each result of a step. It must not block.
     """
 
@@ -91,7 +91,7 @@ class InstanceFactory:
         return [self.allocators[device] for device in group.device_indices]
 
     def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
-        """Give the contents of the allocators `planned` to the page allocators of a group's devices.
+        """Move the contents of the allocators in `planned` to the page allocators of a group's devices.
 
         `planned` has one allocator for each device. Do not use `planned` afterwards. Return the page allocators of the
         devices, which stay the same objects.
@@ -106,7 +106,8 @@ class InstanceFactory:
     def site(self, group: SubMesh, kv: KvBuffers, extent_pages: tuple[int, ...]) -> Site:
         """Return a site (the buffers of one device group) with the KV extents `kv`.
 
-        `extent_pages` has the number of pages of each KV extent of a layer. Layers without extents can be added later.
+        `extent_pages` has the number of pages of each KV extent of a layer. If a layer has no extents in `kv`, extents
+        can be added later.
         """
         by_rank = [self.constants[device] for device in group.device_indices]
         constants = [assemble(group, buffers, replicated=True) for buffers in zip(*by_rank, strict=True)]

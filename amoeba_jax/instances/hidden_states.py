@@ -45,7 +45,7 @@ class DeviceBuffers:
         """Arrays by their devices. After a program on several devices, their buffers are one array."""
 
     def add(self, index: int, device: jax.Device) -> None:
-        """Allocate the buffer of a device, unless the device has one.
+        """Allocate the buffer of a device, if the device has none.
 
         The call waits for the buffer, so that missing memory is noticed here.
         """
@@ -129,10 +129,10 @@ class ExpertLoads(DeviceBuffers):
         self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
-        """Take the counters of all devices, and add them to `totals`. Return the taken buffers that are not added yet.
+        """Take the buffers of all devices, and add their counters to `totals`. Return the taken buffers not added yet.
 
         A taken buffer is added to `totals` when the launched steps that use it have ended. If they have not ended yet,
-        a later call adds the buffer. Until then, calls take no further buffers.
+        a later call adds the buffer. As long as a taken buffer is not added, calls take no further buffers.
         """
         if not self._pending:
             self._take_apart(tuple(self._devices))

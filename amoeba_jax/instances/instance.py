@@ -66,7 +66,7 @@ class Instance:
     """Serving replica: runs sequences on one device or a group of devices. Used by the dispatcher thread only.
 
     Args:
-        runner: launches the steps of the instance.
+        runner: launcher of the steps of the instance.
         allocators: page allocators of each home (device group), one for each rank of the home.
         lanes: sets of sequences that travel through the layers together (`Lane`).
         released: degree whose weights each device keeps. The memory of other weights is KV cache. With 1, each device
@@ -160,7 +160,7 @@ class Instance:
 
     @property
     def lane_buckets(self) -> Buckets:
-        """Step shapes that an instance with only one of the lanes would have."""
+        """Step shapes for the sequences of one lane. The shapes are the same for all lanes."""
         return self.runner.plan.buckets(max(1, self.width // len(self.lanes)))
 
     @property
@@ -219,8 +219,8 @@ class Instance:
     def add(self, sequence: Sequence, lane: Lane, *, remember: bool = True) -> None:
         """Give a slot to a sequence that has pages, and add the sequence to a lane. The sequence then runs.
 
-        If `remember`, also write the sequence's row of the sampling state (`StepSampler.remember`). If this fails, the
-        error is raised. The sequence then has no slot and is not in the lane.
+        If `remember`, first write the sequence's row of the sampling state (`StepSampler.remember`). If the write
+        fails, its error is raised, and the sequence has no slot and is not in the lane.
         """
         slot = self._free_slots.pop()
         try:
@@ -235,9 +235,9 @@ class Instance:
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
         """Reserve pages until a sequence has room for `num_tokens` tokens. Return an empty collection on success.
 
-        If too few pages are free, return candidates for preemption. The caller must preempt one of them and call again.
-        The candidates are paused sequences in the same memory, of the same or a lower priority. If there are none, the
-        candidates are the running sequences in the same memory, including `sequence`.
+        If too few pages are free, return candidates for preemption. The caller must preempt one candidate and call
+        again. The candidates are the paused sequences in the same memory that have the same or a lower priority. If
+        there are none, the candidates are the running sequences in the same memory, including `sequence`.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)

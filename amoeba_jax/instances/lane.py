@@ -18,9 +18,9 @@ class Lane:
     An instance usually has one lane. During a merge or split, the instance has one lane for each instance of the lower
     degree. With several microbatches (`sharding.placement`), the instance has one lane for each microbatch.
 
-    All pages of a lane come from one pool. Each sequence has a block table, with a column for each page. The rows are
-    the ranks of all homes (device groups) that compute the lane's attention. So a page has one id on each rank. While
-    layers move to another home, both the old home and the new home have rows.
+    All pages of a lane come from one pool. Each sequence has a block table, with a column for each page and a row for
+    each rank. Each rank has its own id for a page. The rows are for the ranks of all homes (device groups) that compute
+    the lane's attention. While layers move to another home, both the old home and the new home have rows.
 
     Args:
         pages: pool of the lane's pages.
@@ -48,7 +48,7 @@ class Lane:
         return not self.closed and len(self.running) < self.max_running
 
     def lacks_own_pages(self, num_pages: int, lanes: Iterable["Lane"]) -> bool:
-        """Return whether fewer than `num_pages` pages are free on a rank that no other lane uses.
+        """Return whether a rank that no other lane uses has fewer than `num_pages` free pages.
 
         `lanes` are all lanes that may have pages on the same devices. This lane may be among them.
         """
@@ -83,13 +83,13 @@ class Lane:
 
 
 class SharedPages:
-    """Pages of other lanes in the memory of a page pool. Some of these pages can be freed for the pool.
+    """Pages of other lanes that are in the memory of a page pool. Some of these pages can be freed for the pool.
 
     This class implements `PageLender` for the prefix cache of the pool. The other lanes belong to the same instance, to
     another instance on the same devices, or to paused instances.
 
-    A lane may have a lower degree than the pool. A page of the lane then has the memory of several pages of the pool,
-    for example of four pages of a TP4 pool if the lane is TP1. All methods count pages of the pool.
+    A lane may have a lower degree than the pool. A page of the lane then takes the memory of several pages of the pool.
+    For example, a page of a TP1 lane takes the memory of four pages of a TP4 pool. All methods count pages of the pool.
 
     Args:
         pool: page pool that may need more free pages.
@@ -102,10 +102,10 @@ class SharedPages:
         self._ranks = {
             lane: {own[a][0]: 1 << (order - own[a][1]) for a, order in lane.pages.ranks if a in own} for lane in others
         }
-        """For each lane, the ranks of the pool that it shares, and the pages of the pool in one of the lane's pages."""
+        """For each lane: its ranks of the pool, and the number of pages of the pool in a page of the lane."""
 
     def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
-        """Return the number of pages of the pool that are free or could become free, on the rank with the fewest.
+        """Return how many pages of the pool are free or could become free. The rank with the smallest number counts.
 
         Cached pages of the other lanes could become free if no sequence uses them. Pages of the sequences `without`
         could become free too.
@@ -123,10 +123,9 @@ class SharedPages:
             lane.cache.evict(max(0, *missing))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return sequences of other lanes that use a rank with too few free pages: fewer than `num_pages`.
+        """Return the running sequences of all other lanes that use a rank with fewer than `num_pages` free pages.
 
-        Pages that could become free count as free, as in `num_free_pages`. If a lane uses such a rank, all running
-        sequences of the lane are returned, except the sequences `without`.
+        Pages that could become free count as free, as in `num_free_pages`. The sequences in `without` are left out.
         """
         free = self._free_by_rank(without)
         short = [lane for lane in self.others if min(free[rank] for rank in self._ranks[lane]) < num_pages]

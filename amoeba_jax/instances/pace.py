@@ -38,8 +38,8 @@ class _PromptStep(NamedTuple):
 class Pace:
     """Durations of an instance's latest 16 decode steps, and of its latest 16 steps with prompts.
 
-    The duration of a step ends when the host takes its result. It starts with the launch, or with the result of the
-    previous step if that comes later. Steps during a transformation (change of degree or placement) count only in
+    A step starts with its launch, or with the result of the previous step if that result comes later. The step ends
+    when the host takes its result. Steps during a transformation (change of degree or placement) count only in
     `busy_s`.
 
     Attributes:
@@ -65,7 +65,7 @@ class Pace:
 
         Args:
             launched_at, taken_at: times of the launch and of the result, in seconds. Both are from the same clock.
-            decodes: whether all rows of the step decode, and no layers change their degree or home during the step.
+            decodes: whether all rows of the step decode. False if layers change their degree or home during the step.
             prompt_tokens: number of prompt tokens in the step. 0 for a step during a transformation.
             beside_decodes: whether the step computes prompts and also decodes.
             num_rows: number of sequences in the step.

@@ -83,12 +83,12 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
     The mark is `Sequence.beyond_share`. The queue is sorted again afterwards.
 
     If N clients have sequences, each client's share is an N-th of all slots, and an N-th of the tokens that fit in all
-    KV caches. A client's sequences use up its share in order: first the running sequences, then the waiting sequences,
-    both sorted by `Sequence.order_of_client`. All sequences for which the share does not suffice are marked. Example:
-    with 8 slots and 2 clients, the fifth and all later sequences of each client are marked.
+    KV caches. The running sequences of a client use up its share first, then the waiting sequences. Both are in the
+    order of `Sequence.order_of_client`. Sequences for which the share does not suffice are marked. Example: with 8
+    slots and 2 clients, the fifth and all later sequences of each client are marked.
 
-    The first sequence of a client is never marked, so that a request of any length can end. If there is only one
-    client, no sequence is marked.
+    The first sequence of a client is never marked, so that even a request longer than the share can run. If there is
+    only one client, no sequence is marked.
 
     Args:
         num_slots: number of slots of all instances.
@@ -121,7 +121,7 @@ class Siblings:
     of all slots. Without this limit, a request with 128 samples could hold every slot until its longest sample ends.
 
     Attributes:
-        held: siblings that wait only because of the limit. The prompts of their leaders are computed.
+        held: siblings that no longer wait for their leader. They wait only because of the limit.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Runner: launches the steps of an instance.
 
-The placement of an instance tells which home (device group) computes which modules. The work list of a step
-(`programs/work.py`) follows from the placement. It has the programs of the step in order.
+The placement of an instance tells which home (device group) computes which modules. The work list of a step follows
+from the placement, and lists the programs of the step in order (`programs/work.py`).
 """
 
 from collections.abc import Mapping
@@ -30,19 +30,20 @@ from sharding.placement import Home, Placement
 class StepSwitch(Protocol):
     """Interface of a switch: a change of some layers from one tensor-parallel degree to another, inside the next step.
 
-    Only one part of the step runs at the higher degree. The runner calls `begin` before the launch of this part, and
-    `end` after the launch. The changing layers are in the other part of the step, which runs at the lower degree. This
-    part comes first in a merge, and last in a split. The package `transform` implements the interface.
+    The step has two parts. One part runs at the lower degree and has the changing layers. The other part runs at the
+    higher degree. The lower degree comes first in a merge, and last in a split. The runner calls `begin` before the
+    launch of the part at the higher degree, and `end` after this launch. The package `transform` implements the
+    interface.
     """
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
         """Launch the page exchanges that are separate programs. Return the exchanges that step programs must run.
 
-        A page exchange moves KV pages between ranks. The keys of the result are segments (parts of the model). The step
-        program of such a segment must also run the exchange.
+        A page exchange moves KV pages between ranks. The result maps segments (parts of the model) to exchanges. The
+        program that computes a segment must also run the exchange of this segment.
 
         Args:
-            shape: shape of a step that computes all lanes. None for a step of one lane. If the switch was planned for
+            shape: shape of the step. None if the step has only one of several lanes. If the switch was planned for
                 another shape, this call launches all exchanges, and the result is empty.
         """
         ...
@@ -60,11 +61,11 @@ class _Prepared(NamedTuple):
 
     Attributes:
         work: the item.
-        programs: one program for each segment of a `Compute`. One program for a `join` or `split`. For a `copy`, two
-            programs for each column copy: the first reads, and the second writes.
+        programs: programs of the item. A `Compute` has one for each segment. A `join` or `split` has one. A `copy` has
+            two for each of `work.copies`: the first reads columns, and the second writes them.
         packed: inputs of a `Compute` (`StepBatch.packed`). None if no segment takes them.
-        columns: number of columns of one microbatch, for a `Transfer`. For a `join` or `split`, it is a scalar array on
-            all ranks.
+        columns: number of columns (tokens) of one microbatch, for a `Transfer`. A `join` or `split` takes a scalar
+            array on all ranks. A `copy` takes an int.
     """
 
     work: Work
@@ -137,9 +138,9 @@ class Runner:
         return self._layer_specs(plan) + self.sampler.specs(plan, kind or sampler_kind(plan))
 
     def can_launch(self, plan: StepPlan) -> bool:
-        """Return whether no program of a step is missing, so that the launch need not wait for a compilation.
+        """Return whether all programs of a step are available, so that the launch waits for no compilation.
 
-        A program that has failed to compile does not count as missing (`fails`). If the engine does not compile in the
+        A program that has failed to compile counts as available (`fails`). If the engine does not compile in the
         background, the result is always True.
         """
         extents = tuple(site.extent_pages for site in self.sites.values())
@@ -161,9 +162,8 @@ class Runner:
     def state_specs(self) -> list[ProgramSpec]:
         """Return the specs (descriptions) of the programs that write a sequence's row of the sampling state.
 
-        The row is written when the sequence starts. While layers move to other homes (device groups), other instances
-        may soon take over the sequence. The result therefore has a program for every home. With a start placement, it
-        has only the program for the home of the head.
+        The result has a program for each home (device group) of the instance, because an instance at any of these homes
+        may soon take over the sequence. With a start placement, only the home of the head has a program.
         """
         groups = [self.group] if self.plan.placement is not None else [site.group for site in self.sites.values()]
         return [self.sampler.state_spec(group) for group in groups]
@@ -191,13 +191,13 @@ class Runner:
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Launch a step and the sampling of the next tokens. The thread of `reader` reads the results.
 
-        With structured output, the sampling needs all earlier tokens. If the host has not read one of them yet, only
+        With structured output, the sampling needs all earlier tokens. If the host has not read all of them yet, only
         the layers and the head are launched. The caller must then take the results of the previous step, and call
         `sample_late`.
 
         Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. In that
-        case, nothing has changed. Any other error comes after the launch of the first program, and the KV cache may be
-        lost.
+        case, nothing has changed. If any other error is raised, programs have already been launched, and the KV cache
+        may be lost.
         """
         shape, every = plan.shape, plan.logits_of == "all"
         with jax.profiler.TraceAnnotation(

@@ -67,8 +67,8 @@ class Update(NamedTuple):
         tokens: new tokens.
         logprobs: log-probabilities of the new tokens, if they were requested.
         finished: whether the sequence has ended. After its end, the fields of the sequence no longer change.
-        prompt_logprobs: log-probabilities of prompt tokens, if they were requested. Updates have them in the order of
-            the prompt, each token once.
+        prompt_logprobs: log-probabilities of prompt tokens, if they were requested. The updates of a sequence have each
+            prompt token once, in order.
     """
 
     sequence: "Sequence"
@@ -112,21 +112,22 @@ class HostPages:
 class Sequence:
     """Sample of a request, with its tokens, pages and times. After submission, used by the dispatcher thread only.
 
-    The host learns tokens one step late. Launched steps sample `num_in_flight` tokens that the host has not read yet.
-    Times are values of `time.monotonic()`, in seconds.
+    The host reads sampled tokens one step late: `num_in_flight` is the number of tokens that launched steps sample and
+    that the host has not read. Times are values of `time.monotonic()`, in seconds.
 
     Attributes:
         sink: function that gets every `Update`, in the dispatcher thread. It must not block.
         number: order of arrival of the request, equal for all its samples.
         index: index of the sample in its request.
-        siblings: other samples of the request. They wait until the prompt of this sample is computed.
+        siblings: other samples of the request that wait until the prompt of this sample is computed.
         leader: sample that computes the prompt for this sample. None: this sample computes its prompt itself.
         deadline: time by which the sequence must start. None: no deadline.
         client: client that sent the request. All sequences of a client use one share of the slots and KV caches
             (`mark_beyond_share`).
         matcher: state of the sequence's grammar after the known tokens. None: the text is not constrained.
         arrival: time at which the request arrived, before tokenization.
-        waiting_since: time at which the present wait started, minus the seconds of all earlier waits.
+        waiting_since: start of the present wait, minus the seconds of all earlier waits. The time from `waiting_since`
+            until now is the total wait so far.
         queued_s: total seconds in the queue, up to the latest start.
         num_prompt_logprobs: number of leading prompt tokens whose log-probabilities were reported. The number starts at
             1, because the first token has no log-probability.
@@ -210,7 +211,7 @@ class Sequence:
         """Sort key for scheduling: `(beyond_share, priority)`. The sequence with the smallest key is served first.
 
         `beyond_share` is True if the client of the sequence already has its share of the engine. A sequence may be
-        preempted for a sequence with a smaller key. Other docstrings call a smaller key a higher priority.
+        preempted to start a sequence with a smaller key. Other docstrings call a smaller key a higher priority.
         """
         return (self.beyond_share, self.params.priority)
 

@@ -41,13 +41,13 @@ class Site:
     `kv[layer]` is the list of KV extents (page buffers) of a layer, sharded over the ranks. The programs of a step get
     the extents donated, and return arrays in the same memory. The returned arrays replace the extents in `kv`.
 
-    Programs run in launch order, so a later program sees the writes of an earlier program. A page may therefore be
-    given to another sequence before the steps that read the page have run.
+    Programs run in the order of their launches. A freed page can therefore be reused at once: the programs that
+    overwrite the page run after all programs that still read the page.
 
     Args:
         kv: KV extents of each layer.
         extent_pages: number of pages of each extent on a rank, the same for all layers.
-        constants: scalars on all ranks that programs take: False, True, and the index of each layer
+        constants: scalar arguments of programs, on all ranks: False, True, and with experts the index of each layer
             (`InstanceFactory.constants`).
     """
 
@@ -83,8 +83,7 @@ class Site:
             segments: parts of the model to compute, in order.
             programs: program of each segment.
             states: hidden states and loads of experts before the first segment.
-            packed: inputs of the step (`StepBatch.packed`). None if all segments are dense FFNs, which need no such
-                inputs.
+            packed: inputs of the step (`StepBatch.packed`). None if all segments are dense FFNs.
             last_tokens: last token of each slot, `[num_slots]` on all ranks. None if no segment embeds tokens.
             exchanges: page exchanges that also run in the programs of segments, by segment. The pages belong to other
                 layers of this site.

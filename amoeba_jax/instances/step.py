@@ -54,7 +54,7 @@ class Row(NamedTuple):
 def drop_sample(row: Row) -> None:
     """Cancel the sampling of a row whose sequence has ended or was preempted. The sampling must not be launched yet.
 
-    A preempted sequence samples the token after it has started again.
+    If the sequence was preempted, it samples the token after its restart.
     """
     sequence = row.sequence
     sequence.num_in_flight -= 1
@@ -67,7 +67,7 @@ def clear_in_flight(sampled: Iterable[Row]) -> None:
 
     Args:
         sampled: rows whose next token a step has sampled. Do not pass other rows of the step. Their sequences may have
-            been preempted in the middle of the prompt, and may run elsewhere now.
+            been preempted, and may now have tokens in flight on another instance.
     """
     for row in sampled:
         row.sequence.num_in_flight = 0
@@ -100,8 +100,8 @@ class StepPlan:
 
         Args:
             lanes: lanes of the instance. The block tables come from these lanes.
-            blocks: indices of the microbatches that the home computes. In the inputs, their rows are side by side. If
-                None, the home computes all rows of the plan.
+            blocks: indices of the microbatches that the home computes. The inputs have the rows of these microbatches
+                side by side. None: the home computes all rows of the plan.
             shape: shape of the rows that the home computes.
         """
         batch, num_tokens, num_rows = StepBatch(shape, home.degree), shape.num_tokens, shape.num_rows
@@ -152,7 +152,7 @@ class PendingStep:
     Attributes:
         rows: all rows of the step.
         sampled: rows whose next token the step samples.
-        decodes: whether all rows decode, and no layers change their degree or home during the step.
+        decodes: whether all rows decode. False if layers change their degree or home during the step.
         result: future of the sampled tokens. This is the last result that the reader thread reads for the step.
         logits: logits `[V, R]` of a step whose sampling is not launched yet, because it needs the tokens of the
             previous step (`Runner.sample_late`). None: the sampling is launched.

@@ -41,7 +41,7 @@ class StateLostError(RuntimeError):
 class SamplingState:
     """Arrays of the sampler `sample_full` on one device, with a row for each slot (running sequence).
 
-    A program that changes an array gets this array donated.
+    A program that changes an array takes the array as a donated argument.
 
     Attributes:
         flags: `[slots, V]` i32. For each token: whether it is in the prompt, whether it is a stop token, and how often

@@ -86,7 +86,7 @@ class ModelConfig:
     def longest_context(self) -> int:
         """Longest context in tokens: `max_position`, or more if the rotary embedding is scaled for longer contexts.
 
-        If the model has a `local_rope` (Gemma 3), `max_position` is already the scaled length.
+        In models with a `local_rope` (Gemma 3), `max_position` already includes the scaling.
         """
         if self.local_rope is not None:
             return self.max_position

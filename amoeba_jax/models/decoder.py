@@ -59,7 +59,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "D N"], extents: LayerKV, context: StepContext | None
     ) -> tuple[Float[Array, "D N"], LayerKV, Int32[Array, "k N"] | None]:
-        """Return `(x, extents, experts)`: hidden states, KV buffers with the new tokens, and experts of each token.
+        """Return `(x, extents, experts)`: hidden states, KV buffers with the new tokens, and expert ids of each token.
 
         If the layer has no experts, `experts` is None. If the layer has attention, `context` must be given.
         """
@@ -131,10 +131,7 @@ def head_spec(dims: ModelDims) -> ParamSpec:
 
 
 class Head(nnx.Module):
-    """Final norm and output projection.
-
-    Each rank computes the logits of a part of the vocabulary. An all-gather joins the parts.
-    """
+    """Final norm and output projection. Each rank computes a part of the logits. An all-gather joins the parts."""
 
     def __init__(self, dims: ModelDims, tp: int):
         self.dims, self.tp = dims, tp
@@ -166,16 +163,15 @@ class Head(nnx.Module):
 class SegmentPlan:
     """Part of a model that one program computes: consecutive layers, the embedding, or the head.
 
-    A program of layers can include the embedding (`embeds`). It computes the embedding only if its segment is the first
-    of a step. For example, three segments of 10 equal layers share one executable, and only the first segment computes
-    the embedding.
+    If `embeds` is True, a program of layers can also compute the embedding. It does so only at the beginning of a step.
+    For example, three segments of 10 equal layers share one program, and only the first segment computes the embedding.
 
     Attributes:
         start: first layer. For the head, the number of layers.
         kinds: kind of each layer. Empty for the embedding and the head.
         module: computed part of each layer: `attention`, `ffn`, or `layer` for both. `embedding` and `head` are
             segments without layers.
-        embeds: whether the program includes the embedding. Such a program can begin a step.
+        embeds: whether the program includes the embedding, so that it can begin a step.
     """
 
     start: int
@@ -198,7 +194,7 @@ class SegmentPlan:
 
     @property
     def takes_batch(self) -> bool:
-        """Whether the program takes the packed inputs of the step (`StepBatch.packed`). Only dense FFNs do not."""
+        """Whether the program takes `StepBatch.packed`. A program of dense FFNs does not take it."""
         return self.module != "ffn" or self.has_experts
 
 
@@ -229,7 +225,8 @@ def plan_segments(dims: ModelDims, segment_layers: int) -> tuple[SegmentPlan, ..
     """Divide the layers of a model into segments of at most `segment_layers` layers, of equal length if possible.
 
     Segments with equal kinds of layers share one executable, so short segments compile faster. For example, on CPU, 30
-    layers compile twice as fast in segments of 8 layers as in one segment. A decode step then takes at most 2% longer.
+    layers in segments of 8 layers compile twice as fast as in one segment. The short segments make a decode step at
+    most 2% longer.
     """
     kinds = dims.config.kinds
     count = len(kinds)

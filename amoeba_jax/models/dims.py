@@ -37,7 +37,7 @@ class ModelDims:
     A matrix is divided into `max_tp` shards (`max_tp`: largest tensor-parallel degree). A shard that can become KV
     cache is padded to whole KV pages. FFN shards can become KV cache if `max_tp` is above 1. For attention shards,
     `transform_attention` must also be true. `expert_order` has the experts of each layer in the order in which the
-    shards hold them. If it is empty, the order is that of their indices.
+    shards hold them. If `expert_order` is empty, the shards hold the experts in the order of their indices.
     """
 
     config: ModelConfig
@@ -57,12 +57,12 @@ class ModelDims:
 
     @property
     def ffn_page_elems(self) -> int | None:
-        """Elements of a KV page if FFN shards can become KV cache and are padded to whole pages. If not, None."""
+        """Number of elements of a KV page. None: FFN shards cannot become KV cache, and are not padded to pages."""
         return self.pages.page_elems if self.max_tp > 1 else None
 
     @property
     def attention_page_elems(self) -> int | None:
-        """Elements of a KV page if attention shards can become KV cache and are padded to whole pages. If not, None."""
+        """Number of elements of a KV page. None: attention shards cannot become KV cache, and need no padding."""
         return self.pages.page_elems if self.max_tp > 1 and self.transform_attention else None
 
     @cached_property
@@ -97,8 +97,8 @@ class ModelDims:
     def ffn_pages(self) -> int:
         """Number of KV pages that a stored `down` shard fills. A `gate_up` shard fills twice as many.
 
-        The number is equal in all layers. For this, smaller shards are padded if some layers have experts and others
-        have a dense FFN. 0 if FFN shards never become KV cache.
+        All layers have the same number. If some layers have experts and others have a dense FFN, the smaller shards are
+        padded. If FFN shards never become KV cache, the number is 0.
 
         Raises `ConfigError` if the shards would need too much padding.
         """
@@ -118,7 +118,7 @@ class ModelDims:
 
     @property
     def _features(self) -> list[int]:
-        """Inner features of an FFN shard: in dense layers, then in layers with experts. Missing kinds are left out."""
+        """Number of inner features of an FFN shard, for each kind of FFN that the model has: dense, then experts."""
         kinds = {kind.has_experts for kind in self.config.kinds}
         dense = [self.ffn_shard] if False in kinds else []
         return [*dense, self.experts.num_experts * self.experts.size] if True in kinds else dense
@@ -137,7 +137,8 @@ class ModelDims:
     def ffn_copy(self) -> int:
         """Number of elements of the largest temporary copy of FFN weights that XLA makes in a layer. 0 without experts.
 
-        XLA copies one expert, or all shards of a dense FFN if they are padded (`ffn_pages`).
+        XLA copies the weights of one expert at a time. It also copies all shards of a dense FFN, if they have padding
+        (`ffn_pages`).
         """
         if self.config.experts is None:
             return 0

@@ -37,7 +37,7 @@ class MixtureOfExperts(nnx.Module):
     """FFN with experts: a router selects a few experts for each token.
 
     The hidden states of all tokens are equal on all ranks. Every rank routes all tokens, and computes only the experts
-    in its shards. The sum over the ranks adds the results, as in a dense FFN. No token is dropped.
+    in its shards. The results of all ranks are added, as in a dense FFN. No token is dropped.
     """
 
     def __init__(self, dims: ModelDims, layer: int, tp: int):
@@ -103,10 +103,10 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "D N"], context: StepContext | None = None
     ) -> tuple[Float[Array, "D N"], Int32[Array, "k N"]]:
-        """Return `(result, ids)`: the weighted sum of the results of each token's experts, and the ids of the experts.
+        """Return `(result, ids)`: the output of the FFN, and the ids of the experts of each token.
 
-        All ranks return the same. If `context` is given, no expert computes padding tokens. The ids of padding tokens
-        are the number of experts.
+        The output is the weighted sum of the results of these experts. All ranks return the same arrays. If `context`
+        is given, padding tokens have no experts: their ids are the number of experts.
         """
         ids, weights = self.route(x)
         if context is not None:
@@ -137,10 +137,10 @@ class MixtureOfExperts(nnx.Module):
     def _compute(
         self, x: Float[Array, "D N"], ids: Int32[Array, "k N"], weights: Float[Array, "k N"], shard: int
     ) -> Float[Array, "D N"]:
-        """Return, for each token, the weighted sum of the results of its experts that are in one shard, in f32.
+        """Return, for each token, the weighted sum of the results of its experts in one shard, in f32.
 
-        `ids` are indices of experts in the shard. For an expert of another shard, the id is the number of experts in
-        the shard.
+        `shard` is the index of the shard among the shards of this rank. `ids` are indices of experts in the shard. The
+        id of an expert outside the shard is the number of experts in the shard.
         """
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         stacks = [part[shard] for part in parts if part is not None]
@@ -207,8 +207,8 @@ def used_experts(
     """Return, for each token, the weighted sum of the results of its experts in a shard. Used on CPU.
 
     Each expert computes only its own tokens, in blocks. Experts without tokens are skipped. `ids` (indices of experts
-    in the shard) and `weights` are `[k, N]`. `count` is the number of experts in the shard, and `model_experts` in the
-    layer.
+    in the shard) and `weights` are `[k, N]`. `count` is the number of experts in the shard. `model_experts` is the
+    number of experts in the layer.
 
     The (token, expert) pairs are sorted by expert. A block has up to `block_tokens` pairs of one expert, and padding
     after them. The results of the next block overwrite the results of the padding.
@@ -283,8 +283,9 @@ def grouped_experts(
 ) -> Float[Array, "D N"]:
     """Return the same sum as `used_experts`, from two grouped products over all experts. Used on Hopper GPUs.
 
-    `ids` and `weights` are as in `used_experts`. `parameters` are `gate_up`, `down` and their biases if there are any,
-    each for all experts of the shard. The features and the result of a pair are rounded to the dtype of `x`.
+    `ids` and `weights` are as in `used_experts`. `parameters` are `gate_up`, `down` and, if there are any, the biases
+    of both. Each parameter is for all experts of the shard. The inner features and the results of experts are rounded
+    to the dtype of `x`.
     """
     gate_up, down, *biases = parameters
     (top_k, tokens), count = ids.shape, gate_up.shape[0]

@@ -30,8 +30,8 @@ class ExpertConfig:
         count: number of experts.
         top_k: number of experts that compute each token.
         ffn_size: number of inner features of an expert.
-        normalized: whether the weights of the chosen experts of a token sum to 1. If not, each weight is the
-            expert's softmax over all experts.
+        normalized: whether the weights of a token's experts are scaled so that their sum is 1. False: each weight is
+            the softmax over all experts.
         biased: whether the router and both projections of each expert have a bias.
         shared_ffn_size: number of inner features of the shared expert, which computes every token. 0: no shared expert.
     """

@@ -100,10 +100,10 @@ class BackgroundCompiler:
             return len(self._urgent) + len(self._later) + len(self._compiling) + len(self._arrived)
 
     def want(self, specs: Iterable[ProgramSpec], urgent: bool = True) -> list[ProgramSpec]:
-        """Request the compilation of programs. Return the specs that this call has added to a queue.
+        """Request the compilation of programs. Return the specs that this call has queued or moved.
 
-        A program that was already requested is not added again. If it was not urgent and is urgent now, it moves to the
-        urgent queue and counts as added. After `close`, nothing is added.
+        If a program waits in the queue for later and `urgent` is True, the program moves to the urgent queue. Any other
+        program that was already requested is skipped. After `close`, all programs are skipped.
         """
         new = []
         with self._changed:
@@ -183,8 +183,8 @@ class BackgroundCompiler:
     def _next(self, index: int) -> list[ProgramSpec]:
         """Wait until thread `index` may compile. Return the programs that the thread compiles next.
 
-        These are queued programs of one family and the same urgency. Programs of a family differ only in their devices
-        (`ProgramSpec.family`). Return an empty list if `close` was called.
+        All returned programs are from one queue, and they differ only in their devices (`ProgramSpec.family`). If
+        `close` was called, return an empty list.
         """
         with self._changed:
             while not self._closed and (not (self._urgent or self._later) or index >= self.num_working):
@@ -202,13 +202,14 @@ class BackgroundCompiler:
 
     @property
     def num_working(self) -> int:
-        """Number of threads that may compile at present."""
+        """Number of threads that may start compilations: half of all threads if `serving` is True, else all threads."""
         return max(1, self._jobs // 2) if self._serving else self._jobs
 
     def _set_priorities(self) -> None:
         """Set the priority of the compile threads: low if `serving` is True, else the priority of the process.
 
-        Without permission to raise a priority, the priority stays low. On systems other than Linux, do nothing.
+        If the system does not allow the higher priority, the priority stays low. On systems other than Linux, do
+        nothing.
         """
         if self._niceness is None:  # only Linux has priorities for threads
             return
@@ -232,11 +233,10 @@ class BackgroundCompiler:
                 self._arrive([Arrival(spec, None, error) for spec in left.values()])
 
     def _compile(self, family: list[ProgramSpec]) -> Iterator[tuple[ProgramSpec, Executable]]:
-        """Compile the programs of a family and yield each program with its spec.
+        """Compile programs that differ only in their devices (`ProgramSpec.family`). Yield each program with its spec.
 
-        The programs differ only in their devices (`ProgramSpec.family`). The program with the lowest device indices
-        comes first. It is compiled, or loaded from the compile cache. The other programs are loaded from its bytes
-        (`PortableProgram`), or compiled too if it has no such bytes.
+        The program with the lowest device indices comes first. The other programs are loaded from the bytes of the
+        first program (`PortableProgram`). If the first program has no bytes, the other programs are compiled too.
         """
         portable = None
         for spec in sorted(family, key=lambda spec: spec.devices):
@@ -258,7 +258,7 @@ class BackgroundCompiler:
 def compile_programs(specs: Iterable[ProgramSpec], jobs: int) -> Iterator[Executable]:
     """Compile programs in `jobs` threads. Yield each program as soon as it is compiled, in any order.
 
-    If a compilation fails, raise its error. Before that, wait until each thread has finished its current program.
+    If a compilation fails, wait until each thread has finished its current program, and raise the error.
     """
     compiler = BackgroundCompiler(jobs)
     compiler.want(specs)

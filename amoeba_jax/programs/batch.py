@@ -83,8 +83,8 @@ class StepBatch:
     tokens of the step, R the number of rows (sequences), and W the width of a block table in pages.
 
     Fields in `packed`, `[tp, packed_size]`:
-        tokens: `[N]` token ids, where the host knows them.
-        sources: `[N]` slot in which the device finds the token, if the host does not know the token yet. -1: the token
+        tokens: `[N]` token ids. Not used for tokens with a slot in `sources`.
+        sources: `[N]` slot from which the device reads the token id, if the host does not know the id yet. -1: the id
             is in `tokens`.
         positions: `[N]` position of the token in its sequence. -1: the token is padding.
         tables: `[R, W]` page ids of each sequence on this rank, in the order of its tokens.

@@ -1,7 +1,7 @@
 """Step shapes for which programs are compiled.
 
-With fewer shapes, a warm-up is faster. With more shapes, steps waste less time on padding. `benchmarks/step_shapes.py`
-measures how much each group of shapes gains. docs/startup.md has the results.
+With fewer shapes, a warm-up is faster. With more shapes, steps waste less time on padding. docs/startup.md has
+measurements, made by `benchmarks/step_shapes.py`.
 """
 
 import math
@@ -35,8 +35,7 @@ def hidden_tokens(config: EngineConfig, width: int) -> int:
 class Buckets:
     """Step shapes of instances of one degree.
 
-    A step decodes up to `max_num_seqs` sequences and computes up to `max_num_batched_tokens` prompt tokens. Both limits
-    are powers of two. `(B, T)` stands for B sequences with T tokens each. There are three forms of steps:
+    `(B, T)` stands for B sequences with T tokens each. A step has one of three forms:
 
     - only decodes: `(B, 1)`, with B a power of two.
     - one prompt: `(1, T)`, and decodes in the remaining rows. The step has `few_rows` or `max_num_seqs` rows.
@@ -47,10 +46,10 @@ class Buckets:
     are padding.
 
     Args:
-        max_num_seqs: maximum number of sequences of an instance.
-        max_num_batched_tokens: maximum number of prompt tokens in a step.
+        max_num_seqs: maximum number of sequences that an instance decodes in a step, a power of two.
+        max_num_batched_tokens: maximum number of prompt tokens in a step, a power of two.
         table_width: number of entries of a block table.
-        few_rows: number of rows of small steps with a prompt. All degrees must use the same number, so that such a step
+        few_rows: smaller number of rows for steps with one prompt. It must be equal for all degrees, because a step
             keeps its shape while layers change their degree. None: 8, or `max_num_seqs` if that is less.
     """
 
@@ -88,21 +87,21 @@ class Buckets:
     def chunk_size(self, length: int, at_most: float = math.inf) -> int:
         """Return the chunk size for a prompt with `length` remaining tokens.
 
-        This is the smallest size that holds all tokens, or the largest size. If the tokens would fill at most half of
-        it, the next smaller size is returned, because several small steps then cost less than the padding. For example,
-        with the sizes 16 and 64, 33 tokens get 64, and 32 tokens get 16.
+        The smallest size that holds all tokens is chosen, or the largest size if no size holds them. If the tokens fill
+        at most half of the chosen size, the next smaller size is returned: several small steps then take less time than
+        one step with padding. For example, with the sizes 16 and 64, 33 tokens get 64, and 32 tokens get 16.
 
-        Only sizes up to `at_most` are used, or the smallest size if all sizes are above `at_most`.
+        Sizes above `at_most` are not considered. If all sizes are above `at_most`, the smallest size is returned.
         """
         sizes = [size for size in self.chunk_sizes if size <= at_most] or self.chunk_sizes[:1]
         index = next((index for index, size in enumerate(sizes) if size >= length), len(sizes) - 1)
         return sizes[index - 1] if index and length * 2 <= sizes[index] else sizes[index]
 
     def most_prompts(self, num_decodes: int, waiting: int, chunk: int) -> int:
-        """Return the number of prompts to compute in a step, from 1 to 4.
+        """Return the number of prompts to compute in a step: 1, 3 or 4.
 
-        The number is 1 if fewer than three prompts wait, if there are no steps of four prompts with this chunk size, or
-        if the rows of such a step do not suffice.
+        The number is above 1 if three conditions hold: at least three prompts wait, `chunk_rows(chunk)` contains 4, and
+        `num_decodes + 4` is at most `max_num_seqs`.
 
         Args:
             num_decodes: number of sequences that the step also decodes.

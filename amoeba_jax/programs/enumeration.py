@@ -36,9 +36,9 @@ def enumerate_by_degree(
     """Return the programs of `enumerate_programs`, divided into one list for each degree, in the order of `degrees`.
 
     The list of a degree has the programs of its instances. It also has the programs of transitions between this degree
-    and the degrees before it in `degrees`. Programs that are in an earlier list are left out.
+    and the degrees that come earlier in `degrees`. Programs that are in an earlier list are left out.
 
-    With a start placement, `degrees` is ignored. The only list then has all programs of the only instance.
+    With a start placement, `degrees` is ignored. There is one list, with all programs of the only instance.
     """
     if plan.placement is not None:
         pages = home_pages(plan.placement, plan.device_plans)
@@ -59,11 +59,12 @@ def enumerate_by_degree(
 
 
 def kept_weights(plan: EnginePlan, executables: Executables, degrees: tuple[int, ...]) -> list[ProgramSpec]:
-    """Return the programs that merged instances need in addition if they keep all of their weights.
+    """Return further programs for merged instances that keep all of their weights.
 
-    Usually, a merge turns unneeded weights into KV cache. If requests are paused while the merged instance serves, the
-    merged instance keeps all weights. It then has fewer extents (parts of the KV cache) and needs other programs.
-    Programs of transitions from and to the lowest degree are included. Programs of `enumerate_programs` are left out.
+    Usually, a merge turns unneeded weights into KV cache. If the merge pauses requests, the merged instance keeps all
+    weights. It then has fewer extents (parts of the KV cache), and needs other programs for this number of extents.
+    Programs of changes between the lowest degree and higher degrees are included. Programs of `enumerate_programs` are
+    left out.
 
     The list is empty without `EngineConfig.prepare_pausing`, and with a start placement.
     """
@@ -131,9 +132,9 @@ def _segment_kinds(plan: EnginePlan) -> Iterator[SegmentPlan]:
 
 
 def parallel_attention_programs(plan: EnginePlan, executables: Executables) -> list[ProgramSpec]:
-    """Return the programs of data-parallel attention. Return [] if the engine does not start with it.
+    """Return the programs of data-parallel attention, and of the changes from and to attention of the whole group.
 
-    Programs of changes between data-parallel attention and attention of the whole group are included.
+    If the engine does not start with data-parallel attention, return [].
     """
     if plan.start_attention == plan.start_tp:
         return []
@@ -189,11 +190,14 @@ def relocation_specs(
     extents: Mapping[Home, tuple[int, ...]],
     kinds: Collection[SamplerKind],
 ) -> list[ProgramSpec]:
-    """Return a small set of programs with which an instance can begin to serve at a new placement.
+    """Return the few programs that an instance needs to begin to serve at a new placement.
 
-    The list has the programs and samplers of a few steps. With one microbatch, one step decodes as many sequences as
-    possible, and another step also computes a chunk of a prompt. With several microbatches, there are two such steps
-    for each microbatch, and one step that decodes for all microbatches.
+    The list has the programs and samplers of these steps:
+
+    - with one microbatch: a step that decodes as many sequences as possible, and a step that computes a chunk of a
+      prompt and decodes in all other rows.
+    - with several microbatches: for each microbatch, a step that only decodes and a step that computes a chunk of a
+      prompt. Also a step that decodes for all microbatches.
 
     Args:
         plan: sizes of the engine.
@@ -245,7 +249,6 @@ def _steps_at(
 def _instance(
     plan: EnginePlan, executables: Executables, placement: Placement, extents: Mapping[Home, tuple[int, ...]]
 ) -> Iterator[ProgramSpec]:
-    """Yield all programs of an instance at a placement."""
     steps = steps_of(plan, placement)
     yield from _steps_at(plan, executables, placement, extents, steps)
     yield from _samplers(plan, executables, _head_group(plan, placement), {step.shape.num_rows for step in steps})

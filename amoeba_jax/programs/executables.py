@@ -79,8 +79,8 @@ class Executables:
     def get(self, spec: ProgramSpec) -> jax.stages.Compiled:
         """Return the compiled program of a spec. If it is missing, compile it first.
 
-        If an earlier compilation in the background has failed, raise its error, but only once: the next call compiles
-        the program again. Errors of a compilation in this call are raised too.
+        If a compilation of this program in the background has failed, raise its error and forget the error. The next
+        call then compiles the program. Errors of a compilation in this call are raised too.
 
         Raises `NotCompiledError` if the program was never compiled, and the registry is `strict` and `complete`.
         """
@@ -101,22 +101,20 @@ class Executables:
         return self._store.num_added + self._num_failure_changes
 
     def available(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether `get` would answer for each of these programs without a compilation.
+        """Return whether `get` needs no compilation for any of these programs.
 
-        The answer may be the stored error of a failed compilation. If `beside` is False, always return True.
+        A program with a stored error needs no compilation, because `get` raises the error. If `beside` is False, always
+        return True.
         """
         return not self._beside or not self._absent(specs)
 
     @property
     def has_failures(self) -> bool:
-        """Whether errors of failed compilations are stored. `get` raises such an error."""
+        """Whether errors of failed compilations are stored. `get` raises a stored error once."""
         return bool(self._failed)
 
     def has_failed(self, specs: Iterable[ProgramSpec]) -> bool:
-        """Return whether one of these programs failed to compile in the background.
-
-        `get` would raise the stored error.
-        """
+        """Return whether a background compilation of one of these programs has failed. `get` raises its error."""
         return any(spec.key in self._failed for spec in specs)
 
     def request(self, specs: Iterable[ProgramSpec]) -> bool:
@@ -141,7 +139,7 @@ class Executables:
         return fmean(seconds) * num_programs / self.background.num_working if seconds else None
 
     def compile_later(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Start to compile missing programs in the background, in the given order. Return their specs without waiting.
+        """Start to compile missing programs in the background, in the given order, and return their specs at once.
 
         These programs are compiled after the programs of `request`.
         """
@@ -150,12 +148,12 @@ class Executables:
         return absent
 
     def take_arrived(self, check: Callable[[Executable], None]) -> list[Hashable]:
-        """Store the results of the background threads. Return the keys of the programs whose results have arrived.
+        """Store the results of the background threads. Return the keys of the programs that have a new result.
 
-        A result is a compiled program or an error. If `check` raises an error for a program, this error is stored
-        instead. `get` raises a stored error once. After `_RETRY_S` seconds, stored errors are forgotten, so that the
-        programs can be compiled again. The returned keys include failed programs, and programs that `prepare` has
-        already stored.
+        A result is a compiled program or an error. If `check` raises an error for a program, the error is stored in
+        place of the program. `get` raises a stored error once. After `_RETRY_S` seconds, stored errors are forgotten,
+        so that the programs can be compiled again. The keys of programs that `prepare` has stored since the last call
+        are returned too.
 
         Args:
             check: function that is called with each compiled program, and may raise an error.
@@ -171,7 +169,7 @@ class Executables:
     ) -> list[ProgramSpec]:
         """Store results of the background threads: programs or errors. Return the specs of all results.
 
-        The stored error of a program is the error of its compilation, or the error that `check` raised for the program.
+        If `check` raises an error for a program, the error is stored in place of the program.
         """
         for spec, executable, error in arrived:
             try:
@@ -191,8 +189,8 @@ class Executables:
     def _forget_failures(self) -> None:
         """Forget stored errors, so that the background threads can compile these programs again.
 
-        The error of a program is kept after `_MAX_RETRIES` retries. No errors are forgotten if `beside` is False, or if
-        the registry is `strict` and `complete`.
+        After `_MAX_RETRIES` retries of a program, its next error is not forgotten. If `beside` is False, or if the
+        registry is `strict` and `complete`, no errors are forgotten.
         """
         self._retry_at = math.inf
         if not self._beside or (self.strict and self.complete):
@@ -213,7 +211,7 @@ class Executables:
     def check(self, specs: Iterable[ProgramSpec]) -> None:
         """Raise `NotCompiledError` if one of these programs was never compiled.
 
-        Do nothing if the registry is not both `strict` and `complete`.
+        Only a registry that is both `strict` and `complete` checks this. Any other registry does nothing.
         """
         if not (self.strict and self.complete):
             return
@@ -240,10 +238,10 @@ class Executables:
         return found
 
     def _with_originals(self, specs: Iterable[ProgramSpec]) -> list[ProgramSpec]:
-        """Return the specs with missing originals added. Each original comes before the spec that needs it.
+        """Return the specs. If the original of a spec is not compiled, insert the original before the spec.
 
         The original (`ProgramSpec.original`) is the same program for the first group of devices of this size. The
-        programs of the other groups are loaded from its bytes.
+        programs of other groups are loaded from the bytes of the original.
         """
         found: dict[Hashable, ProgramSpec] = {}
         for spec in specs:
@@ -268,11 +266,10 @@ class Executables:
         logger.warning("program %s is compiled or loaded while requests wait: %s", spec, reason)
 
     def prepare(self, specs: Iterable[ProgramSpec]) -> Iterator[Executable]:
-        """Yield the programs of all specs.
+        """Yield the programs of all specs: first the compiled programs, then each missing program when it is ready.
 
-        Compiled programs come first, and each missing program follows when it is ready. Missing programs are compiled
-        in the background. If the registry is `complete`, they are compiled one by one instead. Raises the same errors
-        as `get`.
+        Missing programs are compiled in background threads. If the registry is `complete`, missing programs are
+        compiled one by one instead. Raises the same errors as `get`.
         """
         missing = []
         for key, spec in {spec.key: spec for spec in specs}.items():

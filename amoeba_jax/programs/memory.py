@@ -41,7 +41,7 @@ STAGING_IDS = 1 << 10
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Division of the memory of one device. The sizes are bytes, unless the name says `pages`."""
+    """Division of the memory of one device. Sizes are in bytes. `phase_pages` and `num_pages` are numbers of pages."""
 
     budget_bytes: int
     weight_bytes: int
@@ -103,10 +103,10 @@ def activation_estimate(dims: ModelDims, config: EngineConfig, width: int) -> in
 
 
 def widened_weight_bytes(dims: ModelDims, config: EngineConfig, weight_bytes: int, platform: str) -> int:
-    """Return the bytes of the f32 copies that XLA makes of 16-bit weights on CPU.
+    """Return the bytes that XLA on CPU needs to copy the 16-bit weights of the largest program to f32.
 
-    Only the largest program counts. This is the head, or a segment of `segment_layers` layers. The result is 0 on other
-    platforms, and if the weights are f32.
+    The largest program is the head, or a segment of `segment_layers` layers. The result is 0 for f32 weights, and on
+    other platforms.
     """
     itemsize = jnp.dtype(dims.dtype).itemsize
     if platform != "cpu" or itemsize == 4:
@@ -126,20 +126,20 @@ def sampling_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
 
 
 def hidden_bytes(dims: ModelDims, config: EngineConfig, width: int) -> int:
-    """Return the bytes of the buffer of hidden states on a device, including three small buffers.
+    """Return the bytes of the buffer of hidden states on a device, and of small inputs of the step programs.
 
-    The small buffers are two flags that mark the first segment of a step, the token counts of the experts, and the
-    numbers of the layers. `width` is the maximum number of sequences of the largest instance, divided by
-    `max_num_seqs`.
+    The small inputs are the arguments `first`, `loads` and `layer` of `StepProgram`. `width` is the maximum number of
+    sequences of the largest instance, divided by `max_num_seqs`.
     """
     hidden = dims.config.hidden_size * hidden_tokens(config, width) * jnp.dtype(dims.dtype).itemsize
     return hidden + 2 + 4 * (math.prod(dims.load_shape) + dims.load_shape[0])
 
 
 def staging_bytes(page_bytes: int, phase_pages: int) -> int:
-    """Return the bytes of temporaries for one phase of an exchange of pages: `phase_pages` pages of `page_bytes`.
+    """Return the bytes of temporaries for one phase of an exchange of pages.
 
-    The temporaries are the sent pages, the received pages, one copy, and page ids.
+    A phase of `phase_pages` pages needs memory for three times this number of pages (`page_bytes` each): to send, to
+    receive and to copy. It also needs memory for page ids.
     """
     return phase_pages * (3 * page_bytes + STAGING_IDS)
 
@@ -147,7 +147,7 @@ def staging_bytes(page_bytes: int, phase_pages: int) -> int:
 class FixedBytes(NamedTuple):
     """Bytes that a device needs for temporaries of steps, for sampling state and for hidden states.
 
-    Weights and KV cache come in addition. These sizes do not depend on the layers of the device.
+    Weights and KV cache are not included. These sizes do not depend on the layers of the device.
     """
 
     activations: int
@@ -188,7 +188,7 @@ def divide_memory(
     exchanges: bool = False,
     phase_pages: int | None = None,
 ) -> MemoryPlan:
-    """Divide the memory of one device. The KV cache gets what weights and temporaries leave.
+    """Divide the memory of one device. The KV cache gets all memory that nothing else needs.
 
     Args:
         dims: sizes of the model.
@@ -198,10 +198,10 @@ def divide_memory(
         num_layers: number of layers whose KV cache the device holds.
         kv_cache_tokens: size of the KV cache, in tokens. None: as large as possible.
         exchanges: whether the device exchanges pages with other devices while instances merge or split.
-        phase_pages: number of pages that the device sends in one phase of an exchange (`kvcache.migration`). None: a
-            number from 2 to 16, larger if more memory is left for the KV cache. Ignored if `exchanges` is False.
+        phase_pages: number of pages that the device sends in one phase of an exchange (`kvcache.migration`). None: from
+            2 to 16 pages, more if the device has more memory for KV cache. Ignored if `exchanges` is False.
 
-    Raises `DeviceTooSmallError` if weights, temporaries and one page of each layer do not fit. Raises
+    Raises `DeviceTooSmallError` if the budget is too small for weights, temporaries and one page of each layer. Raises
     `MemoryBudgetError` if the KV cache would hold fewer than `kv_cache_tokens` tokens.
     """
     fixed_and_weights = weight_bytes + fixed.total

@@ -167,7 +167,8 @@ class EnginePlan:
     def width(self) -> int:
         """Maximum number of running sequences of the largest instance, divided by `max_num_seqs`.
 
-        This is the largest degree, or `placement_width` if that is greater.
+        Without a start placement, this is `max_tp`. With a start placement, it is the greater of `max_tp` and
+        `placement_width`.
         """
         width = 1 if self.placement is None else placement_width(self.placement)
         return max(self.config.max_tp, width)
@@ -179,14 +180,11 @@ class EnginePlan:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that instances can have. With a start placement, this is only the degree of the head."""
+        """Degrees that instances can have. With a start placement, the degree of its head is the only one."""
         return self.sub_meshes.degrees() if self.placement is None else (self.placement.head.degree,)
 
     def buckets(self, width: int) -> Buckets:
-        """Return the step shapes of an instance that runs up to `max_num_seqs * width` sequences.
-
-        For most instances, `width` is the degree. With a start placement, `width` comes from `placement_width`.
-        """
+        """Return the step shapes of an instance that runs up to `max_num_seqs * width` sequences."""
         if width not in self._buckets:
             config = self.config
             self._buckets[width] = Buckets(
@@ -204,15 +202,15 @@ class EnginePlan:
     def extent_pages(self, released: int) -> tuple[int, ...]:
         """Return the number of pages of each KV extent (page buffer) of a layer.
 
-        The memory of weights that an instance of degree `released` does not need counts as KV cache.
+        The first extent is always KV cache. Each further extent is the buffer of a weight shard that an instance of
+        degree `released` does not need.
         """
         return (self.memory.num_pages, *self.weights.extent_pages(released))
 
     def capacity_tokens(self, tp: int, released: int) -> int:
-        """Return the number of tokens that fit in an empty instance of degree `tp`.
+        """Return the number of tokens that fit in an empty instance of degree `tp` with `extent_pages(released)`.
 
-        The memory of weights that an instance of degree `released` does not need counts as KV cache. With a start
-        placement, return the maximum length of one sequence instead.
+        With a start placement, return the maximum length of one sequence instead.
         """
         if self.placement is not None:
             return self._longest_context()
@@ -237,7 +235,7 @@ class EnginePlan:
             segment: segment to compute. It must not be the head.
             shape: shape of the step.
             extent_pages: number of pages of each extent of a layer.
-            exchange: exchange of pages of other layers, which the program runs at the same time. None: no exchange.
+            exchange: page exchange that the program also runs, for layers outside the segment. None: no exchange.
         """
         sizes = self.num_slots, self.hidden_tokens
         key = StepKey(
@@ -274,13 +272,14 @@ class EnginePlan:
 
 
 def segment_layers(platform: str, num_layers: int) -> int:
-    """Return the default number of layers in a segment: 8, or 4 or 5 on CPU.
+    """Return the default number of layers in a segment: 4 or 5 on CPU, and 8 on other platforms.
 
-    A long segment saves launches. A launch on CPU costs about 0.2 ms: decode steps of SmolLM2 with one sequence take 2%
-    to 6% longer with 3 layers in a segment than with 5. A short segment needs fewer memory mappings and less host
-    memory.
+    Longer segments need fewer launches. A launch on CPU costs about 0.2 ms: decode steps of SmolLM2 with one sequence
+    take 2% to 6% longer with segments of 3 layers than with segments of 5. Shorter segments need less host memory and
+    fewer memory mappings.
 
-    On CPU, models of 5 layers still have two segments, so that their layers do not all change their degree at once.
+    On CPU, a model of 5 layers gets 4, and thus two segments. With one segment, all layers would change their degree at
+    once.
     """
     if platform != "cpu":
         return 8

@@ -42,7 +42,13 @@ _KEPT_STEPS = 16
 
 
 class ProgramKey(NamedTuple):
-    """Key of a program that computes neither a segment (`StepKey`) nor the head (`HeadKey`)."""
+    """Key of a program that computes neither a segment (`StepKey`) nor the head (`HeadKey`).
+
+    Attributes:
+        kind: name of the method of `ProgramSpecs` that describes the program.
+        devices: indices of the devices that run the program.
+        shape: sizes for which the program is compiled.
+    """
 
     kind: str
     devices: tuple[int, ...]
@@ -65,8 +71,8 @@ class ProgramSpec:
         restored: shards of one layer that the program restores. All layers share the program. Empty if the program
             restores no weights.
         on: devices that run the program.
-        first: function that returns the spec of the same program for the first group of this degree, which starts at
-            device 0. None: this spec is for the first group.
+        first: function that returns the spec of the same program for the first group of this degree (from device 0 on).
+            None: this spec is for the first group.
         model: sizes of the model as text. They are part of the key in the compile cache on disk.
     """
 
@@ -83,7 +89,7 @@ class ProgramSpec:
     def original(self) -> "ProgramSpec | None":
         """Spec of the same program for the first group of devices of this degree.
 
-        None if this spec is already for the first group, or if the two programs differ in more than their devices.
+        None if this spec is for the first group. Also None if the two programs differ in more than their devices.
         """
         if self.first is None:
             return None
@@ -104,10 +110,7 @@ class ProgramSpec:
 
     @property
     def family(self) -> Hashable:
-        """Key of the program without device indices.
-
-        Programs of the same family differ only in their devices. They are traced once.
-        """
+        """Key of the program without device indices. Programs of the same family differ only in their devices."""
         if isinstance(self.key, ProgramKey):
             return self.key.kind, len(self.key.devices), self.key.shape
         return self.key.family
@@ -134,7 +137,7 @@ def _of_any_group(make: Make) -> Make:
 class ProgramSpecs:
     """Factory of the specs of all programs of a model.
 
-    In all programs, logits have the shape `[V, R]`: size of the vocabulary, number of rows or tokens.
+    In all programs, logits have the shape `[V, R]`. R is the number of rows, or the number of tokens.
     """
 
     def __init__(self, dims: ModelDims):
@@ -186,13 +189,13 @@ class ProgramSpecs:
     def split(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """Return the spec of a program `(hidden, rows) -> hidden` that splits hidden states between parts of a group.
 
-        A group has `tp / lower` parts of `lower` ranks each, and each part gets `rows` columns of the hidden states.
-        For example, with 2 parts and 3 rows, every rank has the same input in columns 0-5 of its buffer. Afterwards,
-        columns 0-2 have input columns 0-2 on the ranks of the first part, and input columns 3-5 on the ranks of the
-        second part.
+        A group has `tp / lower` parts of `lower` ranks each. Before the program runs, the buffer of every rank begins
+        with the columns of all parts, in order. Each part has `rows` columns. After the program, the buffer of each
+        rank begins with the columns of its own part. For example, with 2 parts and 3 rows, the ranks of the second part
+        move columns 3-5 to columns 0-2.
 
-        The program always moves `most_rows` columns, so that it serves any smaller number of rows too. The surplus
-        columns are unused.
+        The program always moves `most_rows` columns, so that one program serves all smaller numbers of rows. The
+        surplus columns are unused.
 
         `hidden` is `[tp * D, hidden_tokens]`, divided over the ranks, and is donated. `rows` is a scalar, the same on
         all ranks.
@@ -209,8 +212,9 @@ class ProgramSpecs:
     def join(self, group: SubMesh, lower: int, most_rows: int, hidden_tokens: int) -> ProgramSpec:
         """Return the spec of a program `(hidden, rows) -> hidden` that reverses `split`.
 
-        Before, the buffer of each rank begins with the `rows` columns of its own part of the group. Afterwards, the
-        buffer of every rank begins with the columns of all parts, in order. The arguments are those of `split`.
+        Before the program runs, the buffer of each rank begins with the `rows` columns of its own part of the group.
+        After the program, the buffer of every rank begins with the columns of all parts, in order. The arguments are
+        those of `split`.
         """
 
         def join(hidden: jax.Array, rows: jax.Array) -> jax.Array:

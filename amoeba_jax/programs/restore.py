@@ -25,8 +25,8 @@ def compile_restore(
     entry, every rank sends one shard that it has kept (`source_place`) to another rank. That rank writes the shard into
     its own extent, without temporaries. `extents` are donated. The results hold weights.
 
-    On CPU, XLA would send bf16 as f32. The program therefore sends bf16 as integers there, `step_pages` pages at a
-    time. This takes temporaries of `2 * step_pages` pages.
+    On CPU, XLA would send bf16 values as f32. The program on CPU therefore sends bf16 values as integers, `step_pages`
+    pages at a time. It needs temporaries of `2 * step_pages` pages.
     """
     in_steps = group.devices[0].platform == "cpu" and dtype == jnp.bfloat16
 

@@ -16,9 +16,9 @@ _MAX_FILE_CHARS = 1 << 20
 
 
 def read_placement(config: EngineConfig, dims: ModelDims) -> Placement | None:
-    """Return the placement that `config.placement` gives, either as JSON or as the name of a JSON file.
+    """Return the placement in `config.placement`, which is JSON or the name of a JSON file.
 
-    Return None if `config.placement` is `auto` or None. Raises `ConfigError` if the file cannot be read or the text is
+    If `config.placement` is `auto` or None, return None. Raises `ConfigError` if the file cannot be read or the text is
     not JSON, and `LayoutError` if the placement is not possible.
     """
     text = config.placement
@@ -54,8 +54,8 @@ def plan_devices(
 ) -> dict[int, MemoryPlan]:
     """Divide the memory of each device of a placement. Return a `MemoryPlan` for each device index.
 
-    All layers on a device get the same number of pages. Raises `DeviceTooSmallError` if a device has no memory for its
-    modules and one page of each layer.
+    All layers on a device get the same number of pages. Raises `DeviceTooSmallError` if a device is too small for its
+    weights, its temporaries and one page of each layer.
     """
     dims = weights.dims
     plans = {}
@@ -76,10 +76,10 @@ def plan_devices(
 
 
 def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Home, int]:
-    """Return, for each home that computes attention, the number of KV pages of one layer on a device.
+    """Return the number of KV pages for one layer on each device of a home, by home.
 
-    A home is a group of devices that compute a layer together. If they have different numbers of pages, the smallest
-    number is returned. `plans` has the memory plan of each device.
+    Only homes (groups of devices) that compute attention are included. If the devices of a home have different numbers
+    of pages, the smallest number is returned. `plans` has the memory plan of each device, by device index.
     """
     homes = {home for homes in placement.attention for home in homes}
     return {home: min(plans[device].num_pages for device in home.devices) for home in homes}
@@ -88,9 +88,9 @@ def home_pages(placement: Placement, plans: Mapping[int, MemoryPlan]) -> dict[Ho
 def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_size: int) -> int:
     """Return the length, in tokens, of the longest sequence that fits in an empty instance.
 
-    A sequence belongs to one microbatch, and must fit in each home (device group) that computes the attention of this
-    microbatch. The result is the largest limit of any microbatch. `pages` has, for each home, the KV pages of one layer
-    on a device.
+    A sequence belongs to one microbatch. Each home (group of devices) that computes attention for this microbatch needs
+    memory for the KV cache of the sequence. If the microbatches have different capacities, the largest capacity is
+    returned. `pages` is the result of `home_pages`.
     """
     return max(
         min(pages[home] * home.degree for home in placement.layers_by_home(number)) * page_size
@@ -101,7 +101,7 @@ def placement_capacity(placement: Placement, pages: Mapping[Home, int], page_siz
 def placement_width(placement: Placement) -> int:
     """Return the maximum number of running sequences at a placement, divided by `max_num_seqs`.
 
-    This is the number of microbatches, times the smallest degree of all homes that compute attention.
+    This is the number of microbatches, multiplied by the smallest degree of a home that computes attention.
     """
     degree = min(home.degree for homes in placement.attention for home in homes)
     return placement.num_microbatches * degree
@@ -113,8 +113,9 @@ def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: in
     The first devices of the pool are used. Each of them has consecutive layers. The first device also has the embedding
     and the head.
 
-    The devices must hold the model, and KV cache for `max_num_batched_tokens` tokens, or for the model's context length
-    if that is less. The layers are distributed so that the device with the fewest pages has as many pages as possible.
+    The devices must hold the model and the KV cache of one sequence. This sequence has `max_num_batched_tokens` tokens,
+    or as many tokens as the model's context if that is less. The layers are distributed so that the device with the
+    fewest pages has as many pages as possible.
 
     Raises `MemoryBudgetError` if all devices together are too small.
     """
@@ -136,10 +137,7 @@ def auto_placement(config: EngineConfig, weights: WeightLayout, budget_bytes: in
 
 
 def _spread(weights: WeightLayout, num_devices: int, budget_bytes: int, fixed: FixedBytes) -> Placement:
-    """Return a placement of all layers on the first `num_devices` devices.
-
-    Devices with more free memory get more layers.
-    """
+    """Return a placement on the first `num_devices` devices. Devices with more free memory get more layers."""
     num_layers, size = weights.dims.config.num_layers, weights.itemsize
     of_layer = [0] * num_layers
     ends = 0

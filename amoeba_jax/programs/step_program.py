@@ -32,8 +32,8 @@ LogitsOf = Literal["last", "all"]
 class PageExchange(NamedTuple):
     """One phase of a page exchange, which runs inside the program of a step.
 
-    In a phase (`kvcache.migration.Phase`), ranks exchange pieces of pages. The pages belong to other layers than the
-    layers that the program computes.
+    In a phase (`kvcache.migration.Phase`), ranks exchange pieces of pages. The pages belong to layers that the program
+    does not compute.
 
     Attributes:
         num_layers: number of layers whose pages move.
@@ -60,8 +60,8 @@ class StepKey:
         extent_pages: number of pages of each extent of a layer. All layers have the same extents.
         num_slots: number of entries of `last_tokens` (`StepProgram`).
         hidden_tokens: number of tokens in the buffer of hidden states.
-        exchange: exchange of pages of other layers that the program also runs. None: no exchange.
-        module: modules of each layer that the program computes, or `embedding` (`SegmentPlan`).
+        exchange: page exchange that the program also runs, for layers outside the segment. None: no exchange.
+        module: computed part of each layer, or `embedding` (`SegmentPlan.module`).
         embeds: whether the program can begin a step with the embeddings of the tokens.
     """
 
@@ -120,8 +120,8 @@ class HeadKey:
 class HeadOutput(NamedTuple):
     """Result of the program of the head, equal on every rank.
 
-    V is the size of the vocabulary. R is the number of tokens whose logits the head computes: the last token of each
-    row of the step, or all tokens of the step.
+    V is the size of the vocabulary. R is the number of tokens whose logits the head computes. These are either the last
+    tokens of all rows of the step, or all tokens of the step.
     """
 
     argmax_ids: Int32[Array, " R"]
@@ -133,7 +133,7 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """Program of a segment or of the head, for all groups of one degree. `compile` returns the executable of a group.
+    """Program of a segment or of the head, for all groups of one degree. `compile` returns the executable of one group.
 
     The program of a segment is a function `(weights, kv, hidden, packed, last_tokens, first) -> (kv, hidden)`:
         weights: weights of the segment, in the order of `leaf_variables`.
@@ -151,14 +151,15 @@ class StepProgram:
         layer: int32 scalar, index of the first layer of the segment.
 
     With an exchange, the function also takes `(others, send, receive)` and returns `others`. `others` are the extents
-    of the layers whose pages move, donated. `send` and `receive` are the ids of the phase, `[tp, 1, *pieces]`. The
-    step and the exchange do not depend on each other, so XLA can compute while pages move between devices.
+    of the layers whose pages move, donated. `send` and `receive` are the arrays of a `kvcache.migration.Phase`, with
+    the shape `[tp, 1, *pieces]`. The step and the exchange do not depend on each other, so XLA can compute while pages
+    move between devices.
 
     The program of the head is a function `(weights, hidden, rows, last_tokens) -> HeadOutput`. The argument `rows` is
     `StepBatch.rows`. No argument is donated.
 
     Attributes:
-        function: the function, under `shard_map` over a mesh without devices, so that one trace serves all groups.
+        function: the function under `shard_map`. Its mesh has no devices, so that one trace serves all groups.
         arguments: shapes and dtypes of the arguments.
         specs: partition of each argument over the ranks. The weights have a list of partitions.
         outputs: partition of each result over the ranks.
@@ -295,8 +296,8 @@ def head_program(dims: ModelDims, key: HeadKey) -> StepProgram:
 def _matrices(weights: list[jax.Array], variables: list[nnx.Variable]) -> list[jax.Array]:
     """Reshape weights from the shapes in which they are stored to the shapes for computation (`ParamSpec.shard_shape`).
 
-    In models with FFNs of different sizes, smaller FFNs have padding (`ModelDims.ffn_pages`). The padding of dense FFNs
-    is cut off here, which copies their weights.
+    If a model has FFNs of different sizes, the smaller FFNs are stored with padding (`ModelDims.ffn_pages`). This
+    function cuts off the padding of dense FFNs, which copies their weights. Experts keep their padding.
     """
     return [
         _matrix(weight, variable.get_metadata()["spec"]) for weight, variable in zip(weights, variables, strict=True)
@@ -334,7 +335,7 @@ def _embedded(
 ) -> Float[Array, "D N"]:
     """Return the input of the layers: the embeddings of the tokens if `first` is true, else `hidden`.
 
-    A token with a slot in `fields["sources"]` is read from this slot of `last_tokens`. Every other token is in
+    If a token has a slot in `fields["sources"]`, its id is in this slot of `last_tokens`. If not, its id is in
     `fields["tokens"]`.
     """
     sources = fields["sources"]
@@ -350,10 +351,7 @@ def _embedded(
 
 
 def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
-    """Return the number of bytes that the program of a segment updates in place on each rank.
-
-    These are the bytes of extents, hidden states and expert loads.
-    """
+    """Return the bytes of extents, hidden states and expert loads that a program updates in place on each rank."""
     itemsize = jnp.dtype(dims.dtype).itemsize
     hidden = key.hidden_tokens * dims.config.hidden_size * itemsize
     if key.module in ("layer", "ffn") and any(kind.has_experts for kind in key.kinds):
@@ -365,10 +363,7 @@ def step_donated_bytes(dims: ModelDims, key: StepKey) -> int:
 
 
 def _layer_call(layer: DecoderLayer) -> Callable[..., tuple[jax.Array, list[jax.Array], jax.Array | None]]:
-    """Return a function `(leaves, x, extents, context)` that computes any layer of the kind of `layer`.
-
-    `leaves` are the weights of the layer to compute.
-    """
+    """Return a function that computes any layer of the kind of `layer`. `leaves` are the weights of that layer."""
     graph, state = nnx.split(layer)
     treedef = jax.tree.structure(state)
 
@@ -385,10 +380,7 @@ def _global_shape(local: tuple[int, ...], ranks: int, dtype: Any) -> jax.ShapeDt
 def _context(
     dims: ModelDims, shape: BatchShape, tp: int, extent_pages: tuple[int, ...], fields: dict[str, jax.Array]
 ) -> StepContext:
-    """Return the inputs that all layers of a program share.
-
-    These are rotary factors, the pages to write, and block tables for each extent.
-    """
+    """Return the inputs that all layers share: rotary factors, the pages to write, and block tables for each extent."""
     positions = fields["positions"]
     ropes = [rope for rope in (dims.config.rope, dims.config.local_rope) if rope is not None]
     rotary = tuple(_rotary(rope, positions, dims.config.head_dim) for rope in ropes)

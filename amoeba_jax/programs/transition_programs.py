@@ -33,12 +33,13 @@ class TransitionPrograms:
         group: devices of the group. The higher degree is `group.tp`.
         lower: lower degree.
         up: True for a merge, False for a split.
-        released: two degrees: one before and one after the transition. The memory of weights that an instance of this
-            degree does not need is KV cache (`WeightLayout.released`).
+        released: released degree before and after the transition. A device keeps the weights that its released degree
+            needs. The memory of all other weights is KV cache (`WeightLayout.released`).
         rows: number of rows of each lower-degree instance in a decode step.
-        memory_first: whether the FFNs of all layers change together: before any page moves in a merge, and after all
-            pages have moved in a split. All layers then have the extents `high_extents` while pages move. If both
-            degrees of `released` are equal, only attention changes its degree.
+        memory_first: whether the FFNs of all layers change together. In a merge, they change before any page moves. In
+            a split, they change after all pages have moved. While pages move, all layers have the extents
+            `high_extents`. If `memory_first` is set and both degrees in `released` are equal, only attention changes
+            its degree.
 
     Attributes:
         members: device groups of the lower-degree instances.
@@ -86,7 +87,7 @@ class TransitionPrograms:
 
     @cached_property
     def restored_bytes(self) -> int:
-        """Bytes of the weights of one layer that are restored, on all ranks together."""
+        """Bytes of the restored weights of one layer, on all ranks together."""
         elements = sum(shard.spec.num_elements // shard.spec.num_shards for shard in self.restored(0))
         return elements * jnp.dtype(self.dims.dtype).itemsize * self.group.tp
 
@@ -147,10 +148,7 @@ class TransitionPrograms:
         return list({spec.key: spec for spec in needed}.values())
 
     def _column_copies(self, shape: BatchShape) -> list[ProgramSpec]:
-        """Return the programs that copy hidden states from one lower-degree instance to all devices of the group.
-
-        `shape` is the shape of the step.
-        """
+        """Return the programs that copy hidden states between devices of the group, for steps of the shape `shape`."""
         specs, pool = self._executables.specs, self.plan.sub_meshes
         devices = [pool.group(device, 1) for device in self.group.device_indices]
         width = self.plan.hidden_tokens
@@ -160,8 +158,8 @@ class TransitionPrograms:
     def _steps_with_exchange(self) -> list[ProgramSpec]:
         """Return all programs that `step_with_exchange` can return.
 
-        The programs differ in the shape of their segment, in the number of layers whose pages move, and in the phase of
-        the exchange. The phase is between all ranks, or between ranks of one distance (`kvcache.migration.Phase`).
+        The programs differ in the kinds of layers that they compute, in the number of layers whose pages move, and in
+        the distance between the ranks that exchange pages (`kvcache.migration.Phase`).
         """
         pairs = {(one.kinds, len(other.layers)): one for one, other in permutations(self.plan.segments, 2)}
         distances = [None, *range(1, self.group.tp)]
@@ -181,9 +179,9 @@ class TransitionPrograms:
     def step_with_exchange(
         self, segment: SegmentPlan, shape: BatchShape, num_layers: int, distance: int | None
     ) -> jax.stages.Compiled | None:
-        """Return the program that computes a segment and also runs one phase of a page exchange in other layers.
+        """Return the program that computes a segment and also runs one phase of a page exchange.
 
-        Return None if the program is not compiled yet.
+        The pages belong to layers outside the segment. Return None if the program is not compiled yet.
 
         Args:
             segment: layers to compute.
@@ -198,7 +196,7 @@ class TransitionPrograms:
     def prompt_specs(self) -> list[ProgramSpec]:
         """Return the programs of steps with one prompt during the transition.
 
-        They are for only one chunk size, which suffices for prompts of any length.
+        All of these steps have the same chunk size. A longer prompt is computed in several steps.
         """
         specs, plan, buckets = self._executables.specs, self.plan, self.plan.buckets(self.lower)
         shape = buckets.step(0, 1, buckets.chunk_sizes[len(buckets.chunk_sizes) // 2])
@@ -210,7 +208,7 @@ class TransitionPrograms:
         return needed + self._column_copies(shape)
 
     def prompt_copies(self) -> list[ProgramSpec]:
-        """Return the programs that copy hidden states of prompt chunks of all sizes to all devices of the group."""
+        """Return the programs that copy hidden states between devices of the group, for prompt chunks of all sizes."""
         buckets = self.plan.buckets(self.lower)
         shapes = [buckets.step(0, 1, chunk) for chunk in buckets.chunk_sizes]
         return [spec for shape in shapes for spec in self._column_copies(shape)]
@@ -255,17 +253,14 @@ class TransitionPrograms:
 
     @cached_property
     def exchanges(self) -> dict[ExchangeKind, jax.stages.Compiled]:
-        """Compiled programs that exchange pages of one layer between the ranks, by kind.
-
-        Missing programs are compiled.
-        """
+        """Compiled programs that exchange pages of one layer, by kind. Missing programs are compiled."""
         return {kind: self._executables.get(self._exchange_spec(kind)) for kind in self._exchange_kinds}
 
     def move_temporaries(self, *, pages: bool) -> int:
-        """Return the bytes of temporaries on a device for the programs that restore weights and exchange pages.
+        """Return the largest number of bytes of temporaries that one program of a move needs on a device.
 
-        This is the maximum over these programs, or 0 if there are none. If `pages` is False, programs that exchange
-        pages do not count. Missing programs are compiled.
+        The programs of a move restore weights and, if `pages` is True, exchange pages. Missing programs are compiled.
+        If there are no such programs, return 0.
         """
         specs = [*self.restore_specs(), *(self.exchange_specs() if pages else ())]
         return max((self._executables.executable(spec).info.temp_bytes for spec in specs), default=0)

@@ -18,8 +18,8 @@ A transfer moves hidden states from one run to the next. There are three kinds:
 - `split`: the reverse of `join`.
 - `copy`: columns are copied from device to device.
 
-A `join` or `split` needs a single home on one side. The other side must have one microbatch on each part of this home,
-in order.
+A `join` ends at a single home, and a `split` starts from a single home. Each equal part of this home must have exactly
+one microbatch, in order. Any other transfer is a `copy`.
 """
 
 from collections.abc import Mapping
@@ -92,11 +92,11 @@ class Transfer:
     """Transfer of hidden states between the homes of two runs of layers.
 
     Attributes:
-        kind: `join` moves hidden states from the parts of `home` to the whole home, and `split` is the reverse. Both
-            are one collective program. `copy` is a list of copies of columns.
-        home: larger home of a `join` or `split`. None for a `copy`.
-        lower: degree of the smaller homes of a `join` or `split`.
-        copies: copies of columns of a `copy`. All sources are read before the first target is written.
+        kind: `join` moves hidden states from the parts of `home` to the whole home. `split` is the reverse. `join` and
+            `split` are one collective program each. `copy` copies columns from device to device.
+        home: the whole home of a `join` or `split`. None for a `copy`.
+        lower: degree of the parts of `home` in a `join` or `split`.
+        copies: column copies that make up a `copy`. All sources are read before the first target is written.
     """
 
     kind: Literal["join", "split", "copy"]
@@ -160,7 +160,7 @@ class _WorkList:
         self._work.append(Compute(home, segments, blocks, begins))
 
     def _move_to(self, wanted: dict[Home, Blocks]) -> None:
-        """Append a transfer of the hidden states to the homes `wanted`, unless the hidden states are there already."""
+        """Append a transfer of the hidden states to the homes `wanted`, if the hidden states are not there already."""
         before, self._at = self._at, wanted
         if not before or before == wanted:
             return

@@ -83,7 +83,7 @@ class SamplingRow:
         uses_state: whether the sequence uses the arrays `flags` and `bias` on the device (see `state_rows`).
         stop_ids: `stop_token_ids` of the request.
         held_back: stop tokens and end-of-sequence tokens. They are banned for the first `min_tokens` tokens.
-        banned: token ids of the bad words of one token.
+        banned: bad words with only one token, as token ids.
         bad_words: bad words of two or more tokens, at most `MAX_BAD_WORD_PAIRS`.
         two_tokens: bad words of exactly two tokens, as `Pairs`.
         endings: bad words of three or more tokens, as `Endings`.
@@ -133,8 +133,9 @@ class TokenLogprobs(NamedTuple):
     Attributes:
         logprob: log-probability of the token.
         rank: number of tokens that are at least as probable as the token, including itself. 1: the most probable token.
-        top_ids: the `MAX_LOGPROBS` most probable tokens, in descending order. If the vocabulary is smaller, -1 follows.
-        top_logprobs: log-probabilities of the tokens in `top_ids`. -inf for -1.
+        top_ids: the `MAX_LOGPROBS` most probable tokens, in descending order. If the vocabulary has fewer tokens, the
+            rest are -1.
+        top_logprobs: log-probabilities of the tokens in `top_ids`. -inf if the token is -1.
     """
 
     logprob: Float[np.ndarray, " positions"]
@@ -162,20 +163,20 @@ def sampling_row(
 ) -> SamplingRow:
     """Return the sampling settings of a sequence. Sequences of one request differ only in their seeds (`with_seed`).
 
-    As in vLLM, `min_tokens` bans end-of-sequence tokens even with `ignore_eos`, because no text should follow an
-    end-of-sequence token.
+    End-of-sequence tokens are banned for the first `min_tokens` tokens, even if `ignore_eos` is set. vLLM does the
+    same.
 
     Args:
         params: settings of the request.
         seed: seed of the sequence, in [0, 2**32).
-        vocab_size: number of tokens with logits. Larger token ids in bad words and end tokens are ignored, because the
+        vocab_size: number of tokens with logits. Larger token ids in `bad_words` and `eos_token_ids` are ignored. The
             model cannot generate them.
         eos_token_ids: end-of-sequence tokens.
         bad_words: token ids of bad words, from `bad_word_ids`.
 
     Raises:
-        RequestError: there are more than `MAX_BAD_WORD_PAIRS` bad words of several tokens, or the settings together
-            allow no token.
+        RequestError: more than `MAX_BAD_WORD_PAIRS` bad words have several tokens, or the settings together allow no
+            token.
     """
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     # A word that is longer than the output cannot be generated.
@@ -309,10 +310,11 @@ def state_rows(
 def bad_word_pairs(row: SamplingRow, output_known: Sequence[int], in_flight: bool) -> Pairs:
     """Return the bad words that the next token may complete. Each word is returned as the pair of its last two tokens.
 
-    For example, the next token completes the word `a b c d` if the sequence ends with `a b c`. The host may not know
-    the last token yet (`in_flight`). It then returns `(c, d)` if the known tokens end with `a b`, and the device
-    compares `c` with the last token. If the host knows the last token, it returns `(ANY_TOKEN, d)` if the sequence ends
-    with `a b c`.
+    For example, the next token `d` completes the word `a b c d` if the sequence ends with `a b c`. There are two cases:
+
+    - The host knows all tokens. If they end with `a b c`, the result has the pair `(ANY_TOKEN, d)`.
+    - The host does not know the last token (`in_flight`). If the known tokens end with `a b`, the result has the pair
+      `(c, d)`. The device then compares `c` with the last token.
 
     Args:
         row: settings of the sequence.
@@ -347,8 +349,10 @@ def pack(rows: Sequence[StepRow], num_rows: int, *, full: bool = False) -> Int32
     """Pack the sampler's inputs for a step into one i32 array.
 
     The array has the fields (`FIELDS`) one after another, each field for all rows. Floats are stored as their bits. If
-    `full` is true, banned pairs of tokens for `sample_full` follow, `[2, num_rows, MAX_BAD_WORD_PAIRS]`. Each row uses
-    its first `num_pairs` pairs. Rows after the given rows are padding. Their tokens are not recorded.
+    fewer than `num_rows` rows are given, padding follows. The tokens of padding are not recorded.
+
+    If `full` is true, banned pairs of tokens follow the fields, `[2, num_rows, MAX_BAD_WORD_PAIRS]`. The field
+    `num_pairs` says how many pairs of a row are used.
     """
     size = len(FIELDS) * num_rows
     packed = np.zeros(packed_size(num_rows, full=full), np.int32)

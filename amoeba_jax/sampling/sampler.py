@@ -11,9 +11,9 @@ from the key `fold_in(key(seed), position)`. So a request's tokens are the same 
 Logits are `[V, R]`, as a step returns them, and are never transposed as a whole. Times in comments are for XLA on CPU
 with 49,152 tokens and 32 rows, on two cores.
 
-If the largest logit of a row is not finite, the host gets `NO_TOKEN`. This reports a NaN in the hidden state, because
-all logits of the row are then NaN. A single NaN logit, from damaged weights, may not be reported on CPU, because XLA's
-maximum may ignore it. Its token is then never chosen.
+If the largest logit of a row is not finite, the host gets `NO_TOKEN`. A NaN in the hidden state is always reported in
+this way, because it turns all logits of the row into NaN. If damaged weights turn only one logit into NaN, XLA's
+maximum on CPU may ignore this logit. Its token is then never chosen, and nothing is reported.
 """
 
 import math
@@ -87,8 +87,10 @@ def sample_full(
     """Choose the next tokens of any sequences, with log-probabilities. Return updated `(last_tokens, flags, result)`.
 
     Donates `flags`. `packed` comes from `rows.pack`. `result` has 3 + 2 * `MAX_LOGPROBS` columns for `unpack_result`.
-    Its log-probabilities are those of `logits`, before masks. A constrained row takes only tokens whose bits in `masks`
-    are set (`rows.Masks`). If its masks, biases and bad words leave no token, the host gets `NO_ALLOWED_TOKEN`.
+    The log-probabilities are computed from the given `logits`, without masks and penalties.
+
+    A row with a grammar gets only tokens whose bits in `masks` are set (`rows.Masks`). If masks, biases and bad words
+    leave no token for this row, the host gets `NO_ALLOWED_TOKEN`.
     """
     rows = logits.shape[1]
     fields, pairs = _unpack(packed, rows)
@@ -216,8 +218,8 @@ def _draw(
     """Draw a token for each row by the Gumbel-max trick. `max_logit` is the largest logit of each row.
 
     The score of a token is its scaled logit plus noise. The token with the best score is drawn if it is inside the top
-    p. If it is outside, it and all less probable tokens are removed, and the best of the remaining tokens is tried
-    next. The first try succeeds with probability p or more. No sort is needed.
+    p. If it is outside the top p, the token and all less probable tokens are removed. The token with the best score of
+    the remaining tokens is tried next. The first try succeeds with probability p or more. No sort is needed.
     """
     top_p = fields["top_p"]
     floor = jnp.maximum(jnp.log(fields["min_p"]), _top_k_floor(logits, max_logit, fields))
@@ -254,8 +256,8 @@ def _scaled(
 ) -> Float[Array, "V R"]:
     """Return `(logits - max_logit) / temperature`.
 
-    All results are 0 or less, so a tiny temperature cannot make several of them +infinity. Each branch of `_draw`
-    computes the results again, which takes less time than storing them.
+    All results are 0 or less. A tiny temperature thus cannot turn several results into +infinity. Each branch of
+    `_draw` calls this function again, which takes less time than storing the results.
     """
     return (logits - max_logit) / jnp.maximum(fields["temperature"], jnp.finfo(jnp.float32).tiny)
 

@@ -127,7 +127,7 @@ class GrammarCompiler:
             return matcher.copy()
 
     def compile_soon(self, structured: StructuredOutput, client: str = "") -> "Future[Any] | None":
-        """Compile a grammar in another thread, so that `compile` finds it soon.
+        """Compile a grammar in another thread, so that a later `compile` finds it in the cache.
 
         Return a future that is done when the compilation ends, or None if the grammar is already compiled. Callers with
         the same grammar share one future.
@@ -186,9 +186,9 @@ class GrammarCompiler:
 
 
 def _with_end(rules: str, token: int) -> str:
-    """Return the tokenizer's rules (JSON) with an added end-of-sequence token, whose id is `token`.
+    """Return the tokenizer's rules (JSON) with an added end-of-sequence token, because llguidance needs such a token.
 
-    The model has no end-of-sequence token, but llguidance needs one.
+    `token` is the id of the added token.
     """
     values = json.loads(rules)
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -1,7 +1,4 @@
-"""`Change`: record of one call that changes tensor-parallel degrees or a placement.
-
-The record has the state and the result of the call. A placement says which devices compute which layers.
-"""
+"""`Change`: state and result of one call that changes tensor-parallel degrees or a placement."""
 
 import logging
 import time
@@ -36,13 +33,12 @@ class Change:
         reports: reports of the groups that have changed.
         held: instances that start no new requests until `let_go` is called.
         programs_left: number of programs that the change needs and that are not compiled yet.
-        estimated_s: expected seconds to compile these programs. None if unknown.
+        estimated_s: expected seconds until all programs of the change are compiled. None if unknown.
         awaited_programs: number of programs for which the change has had to wait so far.
         waited_s: seconds that the change has waited for programs.
         error: error of the first group that failed. None if no group has failed.
-        outcomes: for each failed group, a text that tells what happened to the group. The error message contains these
-            texts.
-        recovered: whether a group has failed after its first layer had begun to switch.
+        outcomes: one text for each failed group. The text tells what happened to the group, for the error message.
+        recovered: whether a group has failed after its first switch had begun.
     """
 
     options: TransformOptions | PlacementOptions
@@ -107,7 +103,7 @@ class Change:
 
         Args:
             instances: instances that start no new requests.
-            draining: a subset of `instances` that also starts no new steps. Steps in flight still run.
+            draining: some of `instances`, which also launch no new steps. Steps in flight still run.
         """
         self.held = instances
         for lane in [lane for instance in instances for lane in instance.lanes]:
@@ -125,7 +121,7 @@ class Change:
         self.held = []
 
     def await_requests(self, count: int) -> None:
-        """Enter the state `AWAITING_REQUESTS`. If this state is new, log the number of running requests (`count`)."""
+        """Enter `AWAITING_REQUESTS`. If this changes the state, log the number of running requests (`count`)."""
         if self.state is not TransformState.AWAITING_REQUESTS:
             logger.warning("%s waits for %s", self.name, _counted(count, "request"))
         self.enter(TransformState.AWAITING_REQUESTS)
@@ -137,7 +133,7 @@ class Change:
 
         Args:
             count: number of programs that the change needs and that are not compiled yet.
-            estimated_s: expected seconds to compile these programs. None if unknown.
+            estimated_s: expected seconds until all programs of the change are compiled. None if unknown.
         """
         now, before = time.perf_counter(), self.programs_left
         if before:

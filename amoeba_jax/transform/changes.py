@@ -1,8 +1,8 @@
 """`Changes`: starts, continues and ends all changes of a cluster (the instances of an engine).
 
 A change is one call that changes tensor-parallel degrees or a placement. `Changes._proceed` moves a change to its next
-state (`TransformState`). A change may have to wait, for example until its programs are compiled. When such a wait may
-be over, the other methods call `_proceed` again.
+state (`TransformState`). A change may have to wait, for example until its programs are compiled. The other methods call
+`_proceed` again when the wait may be over.
 """
 
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Changes:
-    """All changes of a cluster that have not ended.
+    """All unfinished changes of a cluster.
 
     Any thread may call `capacity_to_come`. Only the dispatcher thread may call the other methods.
 
@@ -49,7 +49,7 @@ class Changes:
 
     @property
     def busy(self) -> bool:
-        """Whether any change has not ended."""
+        """Whether any change is unfinished."""
         return bool(self._present)
 
     @property
@@ -64,16 +64,17 @@ class Changes:
 
     @property
     def transitions(self) -> list[Transition]:
-        """All transitions that have not ended. Some of them may already have switched all of their layers."""
+        """All transitions that have not ended. In some of them, all layers may already have switched."""
         return [transition for one in self._present for transition in one.transitions]
 
     def targets(self) -> dict[int, int]:
-        """Return the future degree of each device whose degree is changing or will change, as `{device: degree}`.
+        """Return the requested degree of each device that the present transformations include, as `{device: degree}`.
 
-        A device is included if its instance lacks the degree that a transformation requests. There are two exceptions:
+        These devices are left out:
 
-        - If the transformation waits for programs, none of its devices are included.
-        - If a group of the transformation has failed, only the devices of groups that are changing now are included.
+        - all devices of a transformation that waits for programs,
+        - devices that have the requested degree and are not changing,
+        - devices whose change has not begun, if another group of the same transformation has failed.
         """
         targets: dict[int, int] = {}
         for one, options in [(one, one.options) for one in self._present if not one.awaits_programs]:
@@ -90,21 +91,21 @@ class Changes:
     def request_programs(self, options: TransformOptions) -> bool:
         """Start to compile the missing programs of a transformation in the background.
 
-        Return True if the transformation does not have to wait for programs.
+        Return whether the transformation can begin without a wait for programs.
         """
         plans = relayout_plans(self._cluster, options)
         return self._cluster.executables.request(spec for plan in plans for spec in plan.programs(self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
-        """Return the future `(capacity, degree)` of an instance: the values after its requested transformation.
+        """Return the `(capacity, degree)` that an instance will have after its requested transformation.
 
-        The capacity is the number of tokens that fit in the KV cache. After a merge or split, the values belong to the
-        new instance on the same devices. If no transformation includes the instance, the present values are returned.
+        The capacity is the number of tokens that fit in the KV cache. If the instance merges or splits, the result is
+        for a new instance on the same devices. If no transformation is requested, the result has the present values.
         Any thread may call this method, even with an instance that has already been replaced.
 
         Args:
-            further: options of a transformation that is not requested yet, but counts as requested. Ignored if a
-                requested transformation includes the instance.
+            further: options of a transformation that has not been requested. If no requested transformation includes
+                the instance, the result is as if `further` were requested.
         """
         requested = [one.options for one in list(self._present) if isinstance(one.options, TransformOptions)]
         options = next((options for options in requested if instance.id in options.devices), further)
@@ -124,7 +125,7 @@ class Changes:
         """Start a change. Return a future of the `TransformReport` or `PlacementReport`.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible. Raises `TransformError`
-        if the change fails at once. If an error is raised, nothing has changed.
+        if the change fails before this method returns. If an error is raised, nothing has changed.
         """
         one = Change(options)
         if isinstance(options, TransformOptions):
@@ -136,7 +137,7 @@ class Changes:
         return one.future
 
     def _plans(self, one: Change) -> list[RelayoutPlan | RelocationPlan]:
-        """Return one plan for each group that can change now. Return an empty list if no group is left.
+        """Return one plan for each group that can change now. Return an empty list if nothing is left to change.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible.
         """
@@ -166,10 +167,11 @@ class Changes:
                 one.future.set_exception(error)
 
     def _proceed(self, one: Change) -> None:
-        """Move a change forward as far as possible now.
+        """Move a change forward as far as is possible now.
 
-        If the change must wait, begin nothing. Otherwise, begin to change all groups that can change now. If no group
-        is left, end the change.
+        - If the change must wait, begin nothing.
+        - If groups can change now, begin to change all of these groups.
+        - If nothing is left to change, end the change.
 
         Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails before it has
         changed any group.
@@ -187,9 +189,9 @@ class Changes:
             self._end(one)
 
     def _must_wait(self, one: Change, plans: list[RelayoutPlan | RelocationPlan]) -> bool:
-        """Return whether a change must wait before its next groups can begin to change.
+        """Return whether a change must wait for requests, programs or steps in flight before it can continue.
 
-        If so, the change enters the state for this kind of wait: for requests, programs or steps in flight.
+        If True, the state of the change is now `AWAITING_REQUESTS`, `AWAITING_PROGRAMS` or `DRAINING`.
         """
         old = [instance for plan in plans for instance in plan.old]
         executables, specs = self._cluster.executables, [s for plan in plans for s in plan.programs(self._cluster)]
@@ -240,9 +242,12 @@ class Changes:
     def _stop(self, one: Change, error: Exception) -> None:
         """Stop a change, because one of its groups could not begin to change.
 
-        Abort the transitions whose first switch has not begun. All other transitions continue, and the caller gets the
-        error when they have ended. If no group has changed or is changing, end the change now, and raise `LayoutError`,
-        `RequestError`, `MemoryBudgetError` or `TransformError`.
+        First abort the transitions whose first switch has not begun. There are then two cases:
+
+        - Some groups have changed or are changing: record the error. The caller gets the error after the last
+          transition.
+        - No group has changed or is changing: end the change, and raise `LayoutError`, `RequestError`,
+          `MemoryBudgetError` or `TransformError`.
         """
         for transition in [t for t in one.transitions if not t.started]:
             transition.fail(self._requeue)
@@ -264,12 +269,13 @@ class Changes:
     def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
         """Launch the switch of the next layers of an instance. Return whether the transition continues.
 
-        Call this method before the next step of an instance in transition. The programs of that step may run a part of
-        the switch. If the switch fails, the transition ends, and the result is False.
+        Call this method before the next step of an instance in transition. If the switch fails, the transition ends,
+        and the result is False.
 
         Args:
-            num_preempted: number of sequences that were just preempted because no page was free.
-            step: next step. None if the next step is not known.
+            num_preempted: number of sequences that were preempted just before this call. The report counts them.
+            step: next step. Its programs may run a part of the switch. If None, the whole switch runs before the next
+                step.
         """
         transition = instance.transition
         transition.recomputed += num_preempted
@@ -284,9 +290,9 @@ class Changes:
             transition.switch_layers(step)
 
     def switch_alone(self, instance: Instance) -> bool:
-        """Launch a switch that was left to a step, without the step. Return whether the transition continues.
+        """Launch the switch that was left to the next step. Return whether the transition continues.
 
-        Call this method if that step cannot be launched. If the switch fails, the transition ends, and the result is
+        Call this method if the step cannot be launched. If the switch fails, the transition ends, and the result is
         False.
         """
         transition = instance.transition
@@ -297,10 +303,10 @@ class Changes:
         return instance.transition is transition
 
     def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
-        """Record that an instance in transition has launched a step, or had nothing to compute.
+        """Record that an instance in transition has launched a step, or that it had nothing to compute.
 
-        If there was nothing to compute, a merge or split switches all remaining layers at once. A relocation switches
-        no layers here, because the weights of the remaining layers must arrive first.
+        If there was nothing to compute, a merge or split now switches all remaining layers. A relocation switches no
+        layers here, because the weights of the remaining layers must arrive first.
 
         Args:
             plan: launched step. None if there was nothing to compute.
@@ -324,8 +330,8 @@ class Changes:
     def _settle(self, transition: Transition) -> None:
         """Let the instances of the new placement take over, after the last switch of a transition.
 
-        Some transitions must first wait until the steps in flight have run. In that case, only stop new steps.
-        `collect` then calls this method again.
+        If the transition must drain (`must_drain`) and steps are in flight, only stop new steps. `collect` calls this
+        method again when the steps have run.
         """
         if transition.must_drain and transition.instance.pending:
             transition.instance.enter(Phase.DRAINING)
@@ -338,9 +344,9 @@ class Changes:
             one.enter(TransformState.SETTLING)
 
     def wait(self) -> None:
-        """Block until the last results of transitions have arrived, and end these transitions.
+        """Wait for every `last_result` that a transition already has. Then call `collect`.
 
-        A transition has a last result once all of its layers have switched. Other transitions are not waited for.
+        A transition has no `last_result` until all of its layers have switched.
         """
         for transition in self.transitions:
             if transition.last_result is not None:
@@ -348,9 +354,9 @@ class Changes:
         self.collect()
 
     def collect(self) -> None:
-        """End the transitions whose last work on the devices is done. Do not wait for the others.
+        """End the transitions whose last work on the devices is done. This method does not wait for any work.
 
-        Then continue each change that waits for requests or steps, if these requests or steps have ended.
+        Then try to continue each change that waits for requests or for steps in flight.
         """
         for transition in [t for t in self.transitions if t.instance.transition is t]:
             if transition.done and not transition.instance.pending:
@@ -399,15 +405,15 @@ class Changes:
     # Failures
 
     def lost(self, instance: Instance, error: Exception, sampled: Iterable[Row] = ()) -> None:
-        """Recover a group that merges or splits, after a step or another program has failed on its devices.
+        """Recover a group of devices, after a step or another program has failed during a merge or split.
 
-        The transition ends, and the requests of the group are computed again. The group serves at the higher degree
-        with an empty KV cache, even if no layer has switched, because pages may be lost.
+        The transition ends. All requests of the group are computed again, because their pages may be lost. The group
+        then serves at the higher degree with an empty KV cache, even if no layer has switched.
 
         Args:
             instance: instance in transition.
             error: error of the step or program.
-            sampled: rows (sequences) of the failed step whose sampled tokens are lost.
+            sampled: rows of the failed step that were to sample a token. These tokens are lost.
         """
         transition = instance.transition
         clear_in_flight(sampled)
@@ -416,17 +422,16 @@ class Changes:
         self._fail(transition, error)
 
     def forget(self, instance: Instance) -> None:
-        """End the relocation of an instance whose KV cache is lost. Do nothing if there is no relocation.
+        """End the relocation of an instance whose KV cache is lost. The instance keeps its present placement.
 
-        A relocation copies or moves layers between devices. The instance keeps its present placement.
+        Do nothing if the instance is not in a relocation.
         """
         transition = instance.transition
         if isinstance(transition, Relocation):
             self._end_failed(transition, RuntimeError("a step failed"), transition.forget())
 
     def _fail(self, transition: Transition, error: Exception) -> None:
-        """End a transition that has failed, and record the error in its change."""
-        drop_frames(error)  # they may hold buffers, and memory is short
+        drop_frames(error)  # the frames may hold buffers, and memory is short
         how = transition.fail(self._requeue)
         transition.drop_spent()
         self._end_failed(transition, error, how)

@@ -18,14 +18,14 @@ from sharding.placement import Home
 
 
 def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
-    """Return `(pages,)`: the size of the largest extra KV extent that fits. Return `()` if none fits.
+    """Return `(pages,)`, the number of pages of the largest extra KV extent that fits. Return `()` if none fits.
 
     An extent is a page buffer of one layer. The possible sizes are `base * share` pages, for each share in
     `EXTRA_SHARES`.
 
     Args:
         base: number of pages in the first extent of a layer.
-        free_bytes: bytes on the device that the extra extents of all layers may use together.
+        free_bytes: number of bytes on the device that the extra extents of all layers may use together.
         page_bytes: bytes of one page, summed over the layers that stay on the device.
     """
     if not page_bytes:
@@ -37,13 +37,12 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[int, ...]) -> None:
     """Add extra KV extents (page buffers) to every layer that has KV cache on a device.
 
-    If too little memory is free, the remaining extents are not added. If JAX cannot allocate an extent, its error is
-    raised.
+    If too little memory is free, the remaining extents are not added. Raises the error of JAX if an allocation fails.
 
     Args:
         site: buffers of the device.
         allocator: page allocator of the device.
-        extra: sizes in pages. Every layer gets one new extent of each size.
+        extra: number of pages of each new extent. Every layer gets one new extent of each size.
     """
     (device,), page_bytes = site.group.devices, cluster.memory_plan.page_bytes
     for num_pages in extra:
@@ -62,12 +61,14 @@ def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[i
 def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) -> None:
     """Remove the extra KV extents (page buffers) of every layer on a device. Each layer keeps its first extent.
 
-    If pages of the extra extents are in use, the prefix caches at `home` are emptied. Pages that are still in use then
-    move to free pages of the first extent. Raises `OutOfPagesError` if there are too few free pages. After this error,
-    prefix caches may be empty, but nothing else has changed.
+    If pages of the extra extents are in use, first empty the prefix caches at `home`. Next, move the pages that are
+    still in use to free pages of the first extent.
+
+    Raises `OutOfPagesError` if there are too few free pages. In this case, the prefix caches may be empty, but nothing
+    else has changed.
 
     Args:
-        home: the device, as a home (group of devices that computes layers).
+        home: home (group of devices) that consists of only this device.
         site: buffers of the device.
         allocator: page allocator of the device.
     """
@@ -121,7 +122,8 @@ def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
 def _renumber(lane: Lane, home: Home, places: dict[int, int]) -> None:
     """Replace the ids of moved pages in the block tables of a lane's sequences.
 
-    Only ids at `home` are replaced: `places` maps old ids to new ids. The prefix cache of the lane must be empty.
+    `places` maps old ids to new ids at `home`. Ids at other homes stay the same. The prefix cache of the lane must be
+    empty.
     """
     (row,) = range(lane.pages.tp)[lane.ranks[home]]
     for sequence in lane.running:

@@ -1,7 +1,7 @@
 """Divide sequences and cached prefixes among lanes, and move sequences and prefixes from lane to lane.
 
 A lane is a share of an instance's sequences. When a group of devices merges or splits, the sequences move to new lanes.
-Until the end of the merge or split, every page has two ids: one in the old layout, and one in the new layout.
+Until the end of the merge or split, every page has ids in the old layout and ids in the new layout.
 
 In a split, a cached prefix goes to every instance whose sequences use the prefix. A prefix that no sequence uses goes
 to the instance with the most free pages. If too few pages are free, the least recently used prefixes are dropped.
@@ -34,14 +34,15 @@ The sequence is then computed again from its tokens.
 
 @dataclass(frozen=True)
 class LanePages:
-    """Sequences and cached pages that a new lane will get, with their page ids in the old layout.
+    """Sequences and cached pages for a new lane, with the page ids in the old layout.
 
     Attributes:
-        sequences: sequences that the new lane will get.
-        cached: cached pages that the new lane will get, in the order of `PrefixCache.pages`.
-        table: page ids, `[tp, pages]`. There is one column for each page that a sequence or the prefix cache uses,
-            ordered by the id on rank 0.
-        references: for each column of `table`, how often sequences and the prefix cache use the page.
+        sequences: sequences for the new lane.
+        cached: cached pages for the new lane, in the order of `PrefixCache.pages`.
+        table: page ids, `[tp, pages]`, with one row for each rank of the old layout. Each page that is in `cached` or
+            that a sequence uses has one column. The columns are sorted by the ids on rank 0.
+        references: number of references to the page of each column of `table`. Each of the `sequences` that uses the
+            page counts 1, and `cached` counts 1 if it has the page.
     """
 
     sequences: list[Sequence]
@@ -66,7 +67,7 @@ class LanePages:
         return self.table.shape[1]
 
     def columns(self, ids: Int32[np.ndarray, " pages"]) -> Int[np.ndarray, " pages"]:
-        """Return the index of each page's column in `table`. `ids` has the ids of the pages on rank 0."""
+        """Return, for each page, the index of its column in `table`. `ids` has the ids of the pages on rank 0."""
         return np.searchsorted(self.table[0], ids)
 
 
@@ -77,8 +78,8 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
     the sequences do not fit.
 
     Args:
-        room: number of free pages of each new instance.
-        limits: maximum number of sequences of each new instance.
+        room: numbers of free pages, one number for each new instance.
+        limits: maximum numbers of sequences, one number for each new instance.
     """
     parts: list[list[Sequence]] = [[] for _ in room]
     if lane.running:
@@ -94,9 +95,9 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
 def dealt(lane: Lane, count: int) -> list[LanePages]:
     """Divide the sequences and cached pages of a lane into `count` parts, one for each new lane.
 
-    The numbers of sequences of two parts differ by at most one. A cached page goes to every part whose sequences use
-    the page. If no sequence uses a cached page, the page goes to the first part, provided that this part has all
-    earlier pages of the same prefix. Otherwise, the page is left out.
+    The parts get equal numbers of sequences, up to a difference of one. A cached page goes to every part whose
+    sequences use the page. A cached page that no sequence uses goes to the first part. If the first part lacks an
+    earlier page of the same prefix, the cached page is left out.
     """
     parts: list[list[Sequence]] = [[] for _ in range(count)]
     pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
@@ -111,14 +112,17 @@ def dealt(lane: Lane, count: int) -> list[LanePages]:
 def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: list[int]) -> list[list[CachedPage]]:
     """Divide cached pages among parts. Return a list of cached pages for each part.
 
-    A part gets all cached pages that its sequences use. Any other page goes to the part that has the preceding page of
-    the same prefix. If no part has the preceding page, the page goes to the part with the most free pages. If a page
-    does not fit, the page and all later pages of the same prefix are left out.
+    A part gets all cached pages that its sequences use. These are the rules for a page that no sequence uses:
+
+    - The first page of a prefix goes to the part with the most free pages.
+    - A later page goes to a part that has the preceding page. If no part has the preceding page, the later page is left
+      out.
+    - If the part is full, the page is left out.
 
     Args:
         pages: all cached pages.
         parts: sequences of each part.
-        room: maximum number of pages of each part, for sequences and cache together.
+        room: maximum numbers of pages (of sequences and cache together), one number for each part.
     """
     used = [{page for s in part if s.pages is not None for page in s.pages.table[0].tolist()} for part in parts]
     left = [free - len(own) for free, own in zip(room, used, strict=True)]
@@ -161,9 +165,9 @@ def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
 def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[LanePages]) -> None:
     """Correct the reference counts of a lane's cached pages, after the lane was divided into parts.
 
-    Before, the prefix cache of the lane held one reference to each cached page. Now each part has its own prefix cache,
-    and each of these caches needs one reference. A page that no part caches loses its reference. A page that n parts
-    cache gets n - 1 more references.
+    Before the division, the prefix cache of the lane held one reference to each cached page. Now each part has its own
+    prefix cache, which needs one reference to each of its pages. If no part caches a page, the page loses its
+    reference. If n parts cache a page, the page gets n - 1 more references.
 
     Args:
         pool: page pool of the divided lane.
@@ -185,14 +189,13 @@ def lane_at(
     places: Mapping[Home, tuple[PagePool, Int32[np.ndarray, "ranks pages"]]],
     max_running: int,
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
-    """Create a lane from `part`. Return `(lane, [(sequence, pages of the sequence), ...])`.
+    """Create a lane from `part`. Return `(lane, [(sequence, pages of the sequence in the lane), ...])`.
 
-    The new lane already has the cached pages of `part`, but not its sequences. The caller must add the returned
-    sequences.
+    The new lane has the cached pages of `part`, but no sequences yet. The caller must add the returned sequences.
 
     Args:
-        places: `{home: (page pool, page ids)}` for each home of the lane. The page ids, `[ranks, pages]`, are for the
-            same pages as the columns of `part.table`.
+        places: `{home: (page pool, page ids)}` for each home of the lane. The page ids, `[ranks, pages]`, have one
+            column for each column of `part.table`: the ids of the same page at this home.
         max_running: maximum number of sequences of the lane.
     """
     lane = factory.lane({home: pool for home, (pool, _) in places.items()}, max_running)
@@ -210,7 +213,7 @@ def lane_at(
 def adopt_prefixes(target: Lane, source: Lane, home: Home) -> None:
     """Move the cached pages of the lane `source`, and the references to them, to the prefix cache of the lane `target`.
 
-    `target` has only one home: `home`. Of the ids of each page, only the ids at this home are kept.
+    `target` has only one home: `home`. The ids of the pages at other homes are dropped.
     """
     rows = source.ranks[home]
     target.cache.adopt(page._replace(column=page.column[rows]) for page in source.cache.pages())
@@ -221,8 +224,8 @@ def move_sequences(
 ) -> None:
     """Move the sequences of old instances to new instances.
 
-    If the move fails, the error is raised, and the old instances keep their sequences. Sequences with sampling state on
-    the device are then requeued, because their state may have been overwritten.
+    If the move fails, the old instances keep all sequences that have no sampling state on the device. The other
+    sequences are requeued, because their sampling state may have been overwritten. Then the error is raised.
 
     Args:
         views: for each sequence, `(new instance, lane of the new instance, sequence, pages in the new lane)`.
@@ -254,7 +257,7 @@ def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool])
     The sequences keep only their pages at the homes of `target`.
 
     Args:
-        pools: page pools by home. If `target` lacks one of these homes, the pages of `lanes` at that home are freed.
+        pools: `{home: page pool}`. If a home in `pools` is not a home of `target`, pages at this home are freed.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])

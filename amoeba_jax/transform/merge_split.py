@@ -1,10 +1,10 @@
-"""Begin merges and splits of instances, and changes of only their attention.
+"""Begin merges and splits of instances, and changes between normal and data-parallel attention.
 
-`begin` compiles programs, reserves memory and allocates every page in the new layout. The result is a transition, which
-switches the layers later.
+`begin` compiles programs, reserves memory, and allocates every page a second time, in the new layout. The result is a
+transition, which switches the layers later.
 
-`divide` changes an instance to data-parallel attention, and `join` changes it back. In both, pages move, but FFN
-weights stay where they are.
+A `divide` changes an instance to data-parallel attention, and a `join` changes the instance back. Both move pages, and
+leave the FFN weights where they are.
 
     4 x TP1  -- merge -->  TP4  -- divide -->  attention at 4 x TP1, FFNs at TP4
     4 x TP1  <-- split --  TP4  <-- join ----  attention at 4 x TP1, FFNs at TP4
@@ -29,12 +29,11 @@ from sharding.placement import Placement
 
 
 def begin(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
-    """Begin a merge, split, `divide` or `join`. Return the transition, which switches the layers later.
+    """Begin a merge or split, or a change to or from data-parallel attention (`divide` or `join`).
 
-    `divide` changes only the attention to data-parallel attention, and `join` changes it back.
-
-    The instances of the plan must have no steps in flight. A merge replaces its instances by one new instance at once.
-    Any other change has one instance, which serves until all of its layers have switched.
+    Return the transition, which switches the layers later. The instances of the plan must have no steps in flight. In a
+    merge, a new instance replaces the old instances immediately, and serves during the transition. In the other
+    changes, the old instance serves during the transition.
 
     Raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile. If an error is raised,
     nothing has changed.
@@ -125,10 +124,10 @@ class _Dealt(NamedTuple):
     """Result of `_deal_pages`: the sequences and pages of each new instance of a split.
 
     Attributes:
-        kept: pages of paused requests, which `allocators` give to no other sequence.
+        kept: pages of paused requests. They are claimed in `allocators`, so that no other sequence gets them.
         allocators: page allocators of the new layout, one for each device.
-        limits: maximum number of sequences of each new instance.
-        parts: sequences and cached pages of each new instance.
+        limits: maximum numbers of sequences, one number for each new instance.
+        parts: sequences and cached pages, one `LanePages` for each new instance.
     """
 
     kept: KeptPages
@@ -141,11 +140,11 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
     """Divide the sequences and cached pages of an instance among the new instances of degree `tp`.
 
     Pages of paused requests also need memory in the new layout. If too few pages are free, the prefix caches of the
-    paused instances are emptied. Raises `OutOfPagesError` or `RequestError` if the pages still do not fit.
+    paused instances are emptied. Raises `OutOfPagesError` or `RequestError` if the pages of the sequences still do not
+    fit.
 
     Args:
-        released: degree. The new instances keep the weights that an instance of this degree needs. The memory of all
-            other weights is KV cache.
+        released: degree whose weights the new instances keep. The memory of all other weights is KV cache.
     """
     count, geometry = instance.tp // tp, cluster.dims.pages
     busy = [len(member.running) for member in instance.paused] or [0] * count
@@ -167,7 +166,7 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
 def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
     """Raise `RequestError` if a running request may become too long for an instance of degree `tp`.
 
-    The memory of weights that an instance of degree `released` does not need counts as KV cache.
+    `released` is the degree whose weights this instance keeps. The memory of all other weights is KV cache.
     """
     limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:

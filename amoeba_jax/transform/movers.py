@@ -22,12 +22,12 @@ Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
-    """Exchange of page pieces between ranks, with the ids of the pieces in device arrays sharded over the ranks.
+    """Exchange of page pieces between ranks, with device arrays of ids. The arrays are sharded over the ranks.
 
     Attributes:
         kind: kind of the program that runs the exchange.
         send: ids of the pieces that each rank sends.
-        receive: ids that the received pieces get on each rank.
+        receive: ids of the slots into which each rank writes the pieces that it receives.
     """
 
     kind: ExchangeKind
@@ -37,11 +37,11 @@ class PlacedExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class MovePlan:
-    """Size of the page moves of one layer, equal in all layers.
+    """Size of the page moves of one layer. The size is the same for all layers.
 
     Attributes:
         num_pieces: number of pieces (parts of pages) that move.
-        num_phases: number of phases (exchanges between ranks) in which these pieces move.
+        num_phases: number of phases in which pieces move. A phase is one exchange between ranks.
     """
 
     num_pieces: int
@@ -51,8 +51,8 @@ class MovePlan:
 class InPlaceMover:
     """Launcher of the programs that move the pages and restore the weights of a layer.
 
-    Pages move inside the extents (page buffers) that the layer already has. They move in phases: exchanges of bounded
-    size between ranks. `move`, `run` and `restore` launch programs and do not wait for them.
+    Pages move inside the extents (page buffers) that the layer already has. The moves run in phases: exchanges of
+    bounded size between ranks. `move`, `run` and `restore` launch programs and do not wait for them.
 
     Attributes:
         exchanges: exchanges of the present plan, in the order of their launch.
@@ -65,9 +65,9 @@ class InPlaceMover:
         self._divided: dict[int, tuple[list[PlacedExchange], list[PlacedExchange]]] = {}
 
     def prepare(self, max_pieces: int) -> int:
-        """Compile missing programs. Return the maximum bytes of temporary memory that a program needs on a device.
+        """Compile missing programs. Return the number of bytes of temporary memory that the programs need on a device.
 
-        If `max_pieces` is 0, no pages move, and the programs that move pages are left out.
+        `max_pieces` is the maximum number of page pieces that move. If it is 0, programs that move pages are left out.
         """
         exchanges = self._programs.exchanges if max_pieces else {}
         return self._programs.move_temporaries(pages=bool(exchanges))
@@ -78,7 +78,7 @@ class InPlaceMover:
         `divided` and `move` use this plan until `plan` is called again.
 
         Args:
-            old: page ids in the old layout: for each lane, a table with a row for each rank and a column for each page.
+            old: page ids in the old layout. Each lane has a table with a row for each rank and a column for each page.
             new: ids of the same pages in the new layout, in the same form.
         """
         programs = self._programs
@@ -91,9 +91,9 @@ class InPlaceMover:
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
         """Divide the exchanges of the plan. Return `(exchanges in separate programs, exchanges in step programs)`.
 
-        The separate programs must run first. The second list has the last phases of the plan, at most `most`, with one
-        phase in each exchange. A phase that moves pieces only inside ranks cannot run in a step program. Such a phase
-        and all earlier phases are therefore in the first list.
+        The separate programs run first. The step programs run the last phases of the plan: at most `most` exchanges,
+        with one phase each. A phase that moves pieces only inside ranks cannot run in a step program. Therefore, this
+        phase and all earlier phases run in separate programs.
         """
         if most not in self._divided:
             count = 0
@@ -119,7 +119,7 @@ class InPlaceMover:
         return self.run(self.exchanges, extents)
 
     def run(self, exchanges: list[PlacedExchange], extents: list[jax.Array]) -> list[jax.Array]:
-        """Run the given exchanges of the plan for one layer. Return the extents after the moves. Donates `extents`."""
+        """Run `exchanges` on the extents (page buffers) of a layer. Return the new extents. Donates `extents`."""
         for kind, send, receive in exchanges:
             extents = self._programs.exchanges[kind](extents, send, receive)
         return extents
@@ -140,6 +140,6 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return the kept weight shards that ranks send to each other to restore `released`: one array for each entry."""
+    """Return, for each entry of `released`, an array over the group with the kept weight shards that the ranks send."""
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

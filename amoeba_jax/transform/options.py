@@ -37,8 +37,7 @@ class PlacementOptions:
         instance: id of the instance that changes. For `scale_in`, the instance that takes over the sequences.
         layers: layers that change. None: all layers.
         modules: kinds of modules that change in these layers.
-        move_kv: argument of `migrate`. False: only the FFNs of the layers move, and the KV cache and the attention
-            stay.
+        move_kv: argument of `migrate`. If False, only FFNs move. The KV cache and the attention stay.
     """
 
     kind: PlacementKind
@@ -72,12 +71,12 @@ class TransformOptions:
     def attention(self) -> int:
         """Requested degree of the attention.
 
-        With data-parallel attention, this degree is lower than `tensor_parallel_size`. Otherwise, the two are equal.
+        With data-parallel attention, this degree is lower than `tensor_parallel_size`. Without it, the two are equal.
         """
         return self.tensor_parallel_size if self.attention_degree is None else self.attention_degree
 
     def is_reached_by(self, degree: int, attention_degree: int) -> bool:
-        """Return whether an instance with this degree and this degree of its attention needs no change."""
+        """Return whether these are the requested degrees of an instance and of its attention."""
         return (degree, attention_degree) == (self.tensor_parallel_size, self.attention)
 
     @property

@@ -1,10 +1,10 @@
-"""Pause the requests of instances while one larger instance serves on all of their devices, and resume the requests.
+"""Pause the requests of several instances, and resume them. In the meantime, one larger instance serves.
 
 A pause or resume moves no pages, restores no weights and computes nothing again. Paused sequences keep their pages,
-slots and sampling state.
+slots and sampling state. Steps that are in flight when a pause begins still run.
 
-The larger instance uses the free pages in the page buffers of the paused instances. For example, the memory of one free
-page at TP1 holds one rank's share of four pages at TP4. Steps in flight run to their end.
+The larger instance has the devices of all paused instances, and uses the free pages in their page buffers. For example,
+the memory of one free page at TP1 holds one rank's share of four pages at TP4.
 """
 
 import time
@@ -66,9 +66,9 @@ def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def forget_paused(plan: RelayoutPlan) -> None:
-    """Drop the instances that were paused for `plan.old`, if their degree is not the requested degree.
+    """For each instance of `plan.old`, drop its paused instances if their degree is not the requested degree.
 
-    The paused instances must have no sequences. Their cached prefixes are dropped too.
+    The dropped instances must have no sequences. Their cached prefixes are dropped too.
     """
     for instance in plan.old:
         if instance.paused and instance.paused[0].tp != plan.options.tensor_parallel_size:
@@ -79,10 +79,7 @@ def forget_paused(plan: RelayoutPlan) -> None:
 
 
 def drop_prefixes(members: Iterable[Instance]) -> bool:
-    """Empty the prefix caches of paused instances. Return whether any page has become free.
-
-    If paused sequences use all cached pages, do nothing, because no page could become free.
-    """
+    """Empty the prefix caches of paused instances, if this frees any page. Return whether any page has become free."""
     caches = [member.lane.cache for member in members]
     if not any(cache.num_evictable_pages for cache in caches):
         return False
@@ -112,12 +109,12 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
 
 
 class KeptPages:
-    """Pages of paused instances that stay in use while the larger instance splits.
+    """Pages that paused instances keep through a split of the merged instance.
 
     The pages are claimed in the allocators of the new layout, so that no other sequence gets these pages.
 
     Args:
-        instance: instance that serves in place of the paused instances.
+        instance: merged instance, which serves in place of the paused instances.
         allocators: empty allocators of the new layout, one for each device of `instance`.
     """
 
@@ -147,7 +144,7 @@ class KeptPages:
 
 
 def _references(lane: Lane) -> Counter[tuple[int, ...]]:
-    """Count the references to each page of a lane, by the sequences and by the prefix cache.
+    """Return, for each page of a lane, the number of sequences that use the page, plus 1 if the page is cached.
 
     Each key of the result is one page, given as a tuple of its ids on all ranks.
     """

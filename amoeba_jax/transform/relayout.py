@@ -1,17 +1,17 @@
 """Relayout: the transition of a group of devices between two tensor-parallel degrees.
 
-The layers switch in segments (runs of consecutive layers), between two steps. The last segment of the model switches
-first. Until the end, some layers have the layout of the lower degree, and all others have the layout of the higher
-degree.
+The layers switch in segments (runs of consecutive layers), from the last segment to the first. Until the end, some
+layers have the layout of the lower degree, and all others have the layout of the higher degree.
 
 One instance of the higher degree serves during a relayout. Its sequences are divided into lanes, one for each instance
 of the lower degree. Its placement tells which devices compute each layer. `instances/runner.py` runs the steps.
 
-Every page has two ids: one in the old layout, and one in the new layout (see `Lane`). A layer uses the ids of the
-layout that it has at that time. Pages that are allocated during a relayout also get both ids.
+Every page has ids in both layouts: the old one and the new one (see `Lane`). A layer uses the ids of the layout that it
+has at that time. Pages that are allocated during a relayout also get ids in both layouts.
 
 With `order="memory_first"`, the FFNs of all layers switch together. A merge switches the FFNs before any page moves. A
-split switches the FFNs after all pages have moved. While pages move, the memory of released FFN weights is KV cache.
+split switches the FFNs after all pages have moved. During the page moves, the memory of released FFN weights is KV
+cache.
 """
 
 import logging
@@ -54,9 +54,10 @@ class Relayout(Transition):
 
     Args:
         instance: instance that serves during the transition, at the higher degree. It has one lane for each of
-            `members`. Its site (device buffers) has the KV extents (page buffers) of all layers in the higher layout.
-        members: buffers for each instance of the lower degree, ordered by first device. They have the KV extents of all
-            layers in the lower layout.
+            `members`. Its site (device buffers) has the KV extents (page buffers) of each layer that has the higher
+            layout.
+        members: device buffers, one `Site` for each instance of the lower degree, ordered by first device. They have
+            the KV extents of each layer that has the lower layout.
         prepared: compiled programs, and the size of the reserved memory.
         allocators: page allocators of the new layout, one for each device.
         cached: `(number of cached pages before the relayout, number of these pages that stay cached)`.
@@ -103,7 +104,7 @@ class Relayout(Transition):
         self._in_step: SwitchInStep | None = None
         self._ffn_first, self._ffn_last = plan.memory_first and self.up, plan.memory_first and not self.up
         self._num_released = 0
-        if self._ffn_last:  # until then, layers keep all extents
+        if self._ffn_last:  # until the FFNs switch, layers keep all extents
             for site in members:
                 site.extent_pages = programs.high_extents
 
@@ -168,7 +169,7 @@ class Relayout(Transition):
     def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
         """Leave the switch of a segment to the programs of the next step. Return False if this is not possible.
 
-        The step must decode for all lanes, and step programs that also exchange pages must be compiled.
+        The step must compute all lanes and no prompt. All step programs that also exchange pages must be compiled.
         """
         segments, index = self.programs.plan.segments, len(self._left) - 1
         beside = segments[index + 1 :] if self.up else segments[:index]  # the step computes them at the higher degree
@@ -231,9 +232,9 @@ class Relayout(Transition):
             jax.block_until_ready(arrays)
 
     def _plan_moves(self) -> None:
-        """Plan the moves of all live pages, the same for every layer.
+        """Plan the moves of all live pages. All layers use the same plan.
 
-        Keep the present plan if no page was allocated or freed since.
+        If the live pages are the same as for the last plan, keep that plan.
         """
         high, low = [], []
         for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
@@ -250,7 +251,7 @@ class Relayout(Transition):
     def _release_ffns(self) -> None:
         """Switch the FFNs of all layers to the higher degree.
 
-        The memory of the FFN weights that each device then no longer needs becomes KV cache.
+        The memory of the FFN weights that a device does not need at the higher degree becomes KV cache.
         """
         self.started = True
         group, programs, runner = self.high.group, self.programs, self.instance.runner
@@ -272,9 +273,9 @@ class Relayout(Transition):
         self._ffn_first = False
 
     def _restore_ffns(self) -> None:
-        """Switch the FFNs of all layers to the lower degree. Restore the FFN weights in memory that was KV cache.
+        """Switch the FFNs of all layers to the lower degree.
 
-        No used pages may be left in this memory.
+        The extents (page buffers) in the former memory of FFN weights become weights again. Their pages must be free.
         """
         programs, runner = self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(self.num_layers)
@@ -294,8 +295,8 @@ class Relayout(Transition):
     def take_extents(self, layer: int) -> list[jax.Array]:
         """Begin the switch of a layer. Return its KV extents (page buffers), as arrays over the devices of the group.
 
-        In a merge, the extents move from the lower to the higher layout. If the layer releases weights, the memory of
-        these weights becomes further extents, which are also returned.
+        In a merge, remove the extents from the lower layout. If the layer releases weights, the result also has the
+        memory of these weights, as further extents.
         """
         if not self.up:
             return self.high.kv[layer]
@@ -319,11 +320,11 @@ class Relayout(Transition):
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
         """End the switch of a layer, after its pages have moved. Return the arrays that the layer now has.
 
-        In a split, some of the last extents may become weights again. The result then has these weights instead of
-        these extents.
+        In a split, the memory of the last extents may become weights again. The result then has these weights instead
+        of the last extents.
 
         Args:
-            kv: extents (page buffers) of the layer, which go to the new layout.
+            kv: extents (page buffers) of the layer. They go to the new layout.
         """
         self.high.kv[layer] = kv
         if self.up:
@@ -418,8 +419,8 @@ class Relayout(Transition):
         """Create instances of the lower degree over the buffers of `members`. The new instances have no sequences.
 
         Args:
-            released: a degree for each new instance. The instance keeps the weights that an instance of this degree
-                needs. The memory of all other weights is KV cache.
+            released: degree whose weights an instance keeps, for each new instance. The memory of all other weights is
+                KV cache.
         """
         factory, tp = self.cluster.factory, self.plan.lower
         tokens = disassemble(self.instance.group, self.instance.runner.last_tokens)
@@ -473,11 +474,11 @@ class Relayout(Transition):
         self.cluster.replace([instance], old)
 
     def fail_settled(self, requeue: Requeue) -> str:
-        """Recover a group whose last result is an error. Return a text that tells what happened to the group.
+        """Recover a group after an error of `last_result`. Return a text that tells what happened to the group.
 
-        After a merge, the last result is the result of a step. `Steps.recover` has already handled the error, so
-        nothing more is done. After a split, the last result is the restored weights. These weights are loaded again,
-        and the requests are computed again.
+        After a merge, `last_result` is the result of a step. `Steps.recover` has already handled this error, so nothing
+        is done here. After a split, `last_result` tells when the restored weights are ready. These weights are loaded
+        again, and the requests are computed again.
         """
         if self.up:
             return RECOMPUTED
@@ -495,23 +496,23 @@ class Relayout(Transition):
 
 @dataclass(eq=False)
 class SwitchInStep:
-    """Switch of one segment of layers inside the next step, so that pages move while the step computes.
+    """Switch of one segment of layers inside the next step, so that pages can move during the computation.
 
     The pages of the segment move in n phases (exchanges between ranks). The first phases run as separate programs. Each
-    of the last phases runs inside a step program that computes another segment. In these examples, layers 8-11 switch,
-    and the work is listed in the order in which it runs:
+    of the last phases runs inside a step program that computes another segment. In these examples, layers 8-11 of 20
+    layers switch. The work is listed in the order in which it runs:
 
-        merge   layers 8-11 at 4 x TP1 | their first phases | layers 12-15 and phase n-1, layers 16-19 and phase n
-        split   their first phases | layers 0-3 and phase n-1, layers 4-7 and phase n | layers 8-11 at 4 x TP1
+        merge   layers 0-11 at 4 x TP1 | first phases | layers 12-15 and phase n-1 | layers 16-19 and phase n
+        split   first phases | layers 0-3 and phase n-1 | layers 4-7 and phase n | layers 8-19 at 4 x TP1
 
-    In both cases, the step computes layers 8-11 at the lower degree: before `begin` in a merge, and after `end` in a
-    split. A backend with asynchronous collectives exchanges pages and computes at the same time. The CPU backend does
-    not.
+    In both examples, this step still computes layers 8-11 at the lower degree, and the step programs with a phase run
+    at the higher degree. A backend with asynchronous collectives computes and exchanges pages at the same time. The CPU
+    backend does not.
 
     Attributes:
         shape: shape of the step for which `parts` was made.
-        first: exchanges that run as separate programs, before `parts`.
-        parts: exchanges that run inside programs of the step, by the segment that the program computes.
+        first: exchanges that run as separate programs, before the exchanges of `parts`.
+        parts: exchanges that run inside step programs. Each key is the segment that the step program computes.
     """
 
     relayout: Relayout
@@ -522,13 +523,13 @@ class SwitchInStep:
     _begin_s: float = field(default=0.0, init=False)
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the first exchanges. Return the other exchanges, by segment, to run inside the step.
+        """Launch the page exchanges that are separate programs. Return the exchanges that step programs must run.
 
-        The program that computes a segment must also run the exchange of this segment. If the step does not have the
-        planned shape, launch all exchanges now, and return an empty mapping.
+        Each key of the result is a segment. The step program that computes this segment must also run the exchange. If
+        the step does not have the planned shape, launch all exchanges now, and return an empty mapping.
 
         Args:
-            shape: shape of the step. None if there is no step, or if the step has only one of the lanes.
+            shape: shape of the step. None if there is no step, or if the step computes only one of the lanes.
         """
         start, fits, relayout = time.perf_counter(), shape == self.shape, self.relayout
         relayout._in_step = None

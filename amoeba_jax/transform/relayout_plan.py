@@ -1,6 +1,6 @@
 """Plan merges and splits: check the options, find the groups that change, and list the needed programs.
 
-All programs are compiled before a change begins. No request then waits for a compiler during the change.
+All programs are compiled before a change begins, so that no request waits for a compiler during the change.
 """
 
 import time
@@ -32,7 +32,7 @@ def check_options(
 
     - two options exclude each other,
     - a device is changing or out of service,
-    - a device has paused requests that ran at a degree other than the requested one.
+    - a device has paused requests, and their degree is not the requested degree.
 
     Args:
         present: options of the changes that have not ended.
@@ -142,11 +142,12 @@ class RelayoutPlan:
     Attributes:
         old: instances that change. A merge or pause has several, and any other change has one.
         group: devices of the change, as one group of the higher degree.
-        lower: lower one of the two degrees. In `divide` and `join`, the lower degree of the attention.
-        released: `(degree before, degree after)`. Before the change, a device keeps the weights that an instance of the
-            first degree needs. After the change, the second degree counts. The memory of all other weights is KV cache.
-        memory_first: whether the FFNs of all layers change together: before any page moves in a merge, and after all
-            pages have moved in a split. If False, the FFN of a layer changes when its pages move.
+        lower: lower degree of the change. In `divide` and `join`, degree of the data-parallel attention.
+        released: degree whose weights each device keeps, as `(before the change, after the change)`. The memory of all
+            other weights is KV cache.
+        memory_first: whether the FFNs of all layers change together. In a merge, they change before any page moves. In
+            a split, they change after all pages have moved. If False, each FFN changes when the pages of its layer
+            move.
     """
 
     options: TransformOptions
@@ -202,8 +203,7 @@ class RelayoutPlan:
     def draining(self) -> list[Instance]:
         """Instances whose steps in flight must end before the change begins.
 
-        In a `pause`, these are only the instances that must first release weights. In any other change, these are all
-        of `old`.
+        In a `pause`: the instances that must first release weights. In any other change: all of `old`.
         """
         if self.kind != "pause":
             return self.old
@@ -247,9 +247,9 @@ class RelayoutPlan:
 def relayout_plans(cluster: Cluster, options: TransformOptions) -> list[RelayoutPlan]:
     """Return the plans of all groups that can change next.
 
-    Each plan merges several instances of equal degree, or changes one instance. When the planned changes have ended,
-    call this function again, because some instances need two changes, one after the other. For example, an instance
-    with data-parallel attention must end its data-parallel attention before it merges or splits.
+    Each plan merges or pauses several instances of equal degree, or changes one instance. Some instances need two
+    changes, one after the other. For example, an instance must end its data-parallel attention before it merges or
+    splits. Call this function again when the planned changes have ended.
     """
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
@@ -284,9 +284,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Prepared:
-    """Compile the programs of a merge or split, and reserve memory for temporaries of the page moves.
+    """Compile the programs of a merge or split, and reserve temporary memory for the page moves.
 
-    Raises `RequestError` if the memory exceeds the budget. Raises `NotCompiledError` if programs are missing and
+    Raises `RequestError` if the budget has too little memory. Raises `NotCompiledError` if programs are missing and
     `strict_compile` is set.
 
     Args:
@@ -313,10 +313,10 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
 
 
 def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]) -> TransitionPrograms:
-    """Return the programs of a transition, for a batch size of at least `rows`.
+    """Return the programs of a transition. All decode steps have one batch size.
 
-    The result is for the smallest such batch size whose step programs are all compiled. If there is none, the result is
-    for the largest batch size. Its programs also serve sequences that start while the programs are compiled.
+    Choose the smallest batch size of at least `rows` whose step programs are all compiled. If there is none, choose the
+    largest batch size, because more sequences may start during the compilation.
 
     Args:
         rows: number of sequences that each instance of the lower degree must be able to decode in one step. If 0, no
@@ -365,10 +365,10 @@ def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
 
 
 def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
-    """Set the memory that is reserved for temporaries of a transition (staging) on each of the devices.
+    """Reserve memory (staging) for temporaries of a transition on each of the devices. Replace an earlier reservation.
 
-    The reservation is `num_bytes` on each device, but at least the staging bytes of the memory plan. To return to the
-    memory plan, pass 0. Raises `MemoryBudgetError` if too little memory is free.
+    The size is `num_bytes` or, if this is larger, the staging size in the memory plan. To return to the memory plan,
+    pass 0. Raises `MemoryBudgetError` if too little memory is free.
     """
     for device in devices:
         cluster.ledgers[device].reserve("staging", max(num_bytes, cluster.memory_plan.staging_bytes))

@@ -1,14 +1,14 @@
 """Relocation: modules of an instance are replicated, migrated or removed while the requests of the instance run.
 
 A module is the attention or the FFN of a layer. A home is a group of devices that compute modules together. A
-relocation changes the homes of an instance's modules. Ranges of layers switch one after another, between two steps. The
-weights of a range are copied to the new home before the switch, and the pages at the switch.
+relocation changes the homes of an instance's modules. The layers switch in ranges, one range after another, between
+steps. The weights of a range are copied to the new home before the switch. The pages are copied during the switch.
 
 A microbatch is a share of the instance's sequences. Each sequence has page ids at all old and new homes of its
-microbatch. The instance can therefore serve after the switch of any range, and the relocation may also end there.
+microbatch. The instance can therefore serve after each switch, and the relocation may end after any switch.
 
-Only homes of one device take part. A device may already compute layers of another instance with the same model. In that
-case, weights that the device holds are not copied, and the new pages come from the allocator of that instance.
+Modules move only between homes that have one device each. If a device already computes layers of another instance, the
+two instances share the weights on the device. New pages then come from the page allocator of the other instance.
 """
 
 import time
@@ -50,15 +50,15 @@ from sharding.placement import Home, Placement
 class _Part(NamedTuple):
     """Sequences and cached pages that become a microbatch with a lane of its own.
 
-    Two new lanes must not share a page, because a prefix cache only notices when sequences of its own lane release
-    pages. If several parts of an old lane use the same page, the first part keeps the page, and each other part gets a
+    A prefix cache does not notice when sequences of another lane release pages. Two new lanes must therefore not share
+    a page. If several parts of an old lane use the same page, the first part keeps the page, and each other part gets a
     copy.
 
     Attributes:
         pages: the sequences and cached pages.
         lane: lane that has the sequences before the relocation.
-        shared: boolean mask over the columns of `pages.table`. True for a page that must be copied, because an earlier
-            part of the same lane has it.
+        shared: boolean mask over the columns of `pages.table`. True if an earlier part of the same lane also has the
+            page, so that the page must be copied.
     """
 
     pages: LanePages
@@ -67,7 +67,7 @@ class _Part(NamedTuple):
 
 
 class Relocation(Transition):
-    """Transition in which modules replicate, migrate or leave a device.
+    """Transition in which modules are replicated, migrated or removed from a device.
 
     Attributes:
         copied_bytes: bytes of weights that were copied so far.
@@ -91,10 +91,7 @@ class Relocation(Transition):
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether a device keeps the weights of modules that move away from the device.
-
-        True only for `migrate` with `modules="kv"`, which moves only the KV cache and the attention over this cache.
-        """
+        """Whether the old device keeps the weights of moved modules. True only for `migrate` with `modules="kv"`."""
         return self.plan.options.kind == "migrate" and self.plan.options.modules == "kv"
 
     @property
@@ -110,7 +107,7 @@ class Relocation(Transition):
     def begin(self, requeue: Requeue) -> None:
         """Divide the sequences among the microbatches, and allocate pages for every sequence at the new homes.
 
-        Raises `OutOfPagesError` or `MemoryBudgetError` if there is too little memory. After such an error, sequences
+        Raises `OutOfPagesError` or `MemoryBudgetError` if there is too little memory. If an error is raised, sequences
         and placement have not changed.
         """
         plan, cluster = self.plan, self.cluster
@@ -140,7 +137,6 @@ class Relocation(Transition):
             undo.pop_all()
 
     def _parts(self) -> list[_Part]:
-        """Return the part of each microbatch: the sequences and cached pages that the microbatch gets."""
         count, old = self.plan.before.num_microbatches, self.instance.lanes
         joining: list[Lane] = self.plan.joining.lanes if self.plan.joining else []
         parts: list[_Part] = []
@@ -158,11 +154,10 @@ class Relocation(Transition):
         return list(dict.fromkeys([*before, *after]))
 
     def _make_room(self, parts: list[_Part]) -> None:
-        """Evict cached prefixes of other instances at homes where microbatches need free pages.
+        """Evict cached prefixes of other instances, so that each microbatch gets enough free pages at all of its homes.
 
-        A microbatch needs free pages for all of its pages at each new home. At a home where it already has pages, it
-        needs free pages only for copies of the pages that it shares with an earlier microbatch. Raises
-        `OutOfPagesError` if too few pages become free.
+        At a new home, a microbatch needs free pages for all of its pages. At an old home, it needs free pages only for
+        copies of the pages that an earlier microbatch also has. Raises `OutOfPagesError` if too few pages become free.
         """
         needed: dict[Home, int] = defaultdict(int)
         for number, part in enumerate(parts):
@@ -187,8 +182,8 @@ class Relocation(Transition):
         """Return the buffers and the page allocators of a new home. If the device is empty, first prepare it.
 
         Args:
-            undo: functions that the caller runs after an error. This method adds a function that makes the device empty
-                again.
+            undo: functions that the caller runs after an error. If this method prepares the device, it adds a function
+                that makes the device empty again.
         """
         cluster = self.cluster
         site, allocators = site_at(cluster, home), allocators_at(cluster, home)
@@ -204,9 +199,10 @@ class Relocation(Transition):
     def _places(
         self, number: int, part: _Part, allocators: Mapping[Home, SequenceOf[BuddyAllocator]], undo: ExitStack
     ) -> dict[Home, tuple[PagePool, np.ndarray]]:
-        """Allocate the pages that a microbatch lacks. Return `{home: (page pool, page ids)}` for all of its homes.
+        """Allocate new pages for a microbatch. Return `{home: (page pool, page ids)}` for all homes of the microbatch.
 
-        Pages that an earlier microbatch also has are copied.
+        At a new home, all pages are new. At an old home, a page is new only if an earlier microbatch has the same page.
+        The old page is then copied.
 
         Args:
             number: index of the microbatch.
@@ -269,9 +265,9 @@ class Relocation(Transition):
     # Switches
 
     def switch_layers(self, step: StepPlan | None = None) -> None:
-        """Switch the next range of layers, but only if the weights of these layers have arrived.
+        """Switch the next range of layers if its weights have arrived.
 
-        If no sequence runs, switch all remaining ranges, and wait for their weights.
+        If no sequence runs, wait for the weights of all remaining ranges, and switch these ranges.
         """
         while self._left:
             chunk = self._left[0]
@@ -378,11 +374,11 @@ class Relocation(Transition):
     # End
 
     def _stop(self) -> None:
-        """Stop the relocation at the present placement. Free the weights copied for layers that have not switched."""
+        """Stop the relocation at the present placement. Free the copied weights of layers that have not switched."""
         for layer in [layer for chunk in self._left for layer in chunk]:
             self._drop(self._gained(layer))
         self._left, self._after = [], self.instance.runner.placement
-        self.arrays, self._waiting = [], []  # a kept error would keep the buffers
+        self.arrays, self._waiting = [], []  # frees the buffers, even if the error is kept
 
     def fail(self, requeue: Requeue) -> str:
         self._stop()
@@ -390,7 +386,7 @@ class Relocation(Transition):
         return "what had not switched is as it was"
 
     def forget(self) -> str:
-        """End the relocation because the KV cache is lost. Return a text that tells what happened.
+        """End the relocation, because the KV cache of the instance is lost. Return a text that tells what happened.
 
         The instance keeps its present placement.
         """
@@ -407,9 +403,10 @@ class Relocation(Transition):
     def settle(self, requeue: Requeue) -> "Future[Any] | None":
         """Let the instance serve at the final placement.
 
-        Microbatches with the same homes become one microbatch. Homes that are no longer needed are freed. If layers
-        have left a device, the layers that stay there get extra page buffers. In a `scale_out`, the last microbatch
-        becomes a separate instance.
+        - Microbatches with the same homes become one microbatch.
+        - Homes that are no longer needed are freed.
+        - If layers have left a device, its remaining layers get extra page buffers.
+        - In a `scale_out`, the last microbatch becomes a separate instance.
 
         Return a future that is done when all weight copies have arrived. Return None if no weights were copied.
         """
@@ -433,8 +430,7 @@ class Relocation(Transition):
     def _leave_homes(self) -> None:
         """Remove all homes from the instance, except the homes of the present placement.
 
-        The KV cache at a removed home is freed, unless another instance uses the home. A device that no instance uses
-        becomes empty.
+        If no other instance uses a removed home, its KV cache is freed. A device that no instance uses becomes empty.
         """
         instance, placement = self.instance, self.instance.runner.placement
         gone = [home for home in instance.runner.sites if home not in homes_of(placement)]
@@ -496,7 +492,7 @@ class Relocation(Transition):
 
 
 def _free(pool: PagePool, table: np.ndarray, references: np.ndarray) -> None:
-    """Release references to pages: `references[i]` references to the page in column `i` of `table`."""
+    """Release `references[i]` references to the page in column `i` of `table`, for each `i`."""
     for extra in range(int(references.max(initial=0))):
         pool.free(table[:, references > extra])
 

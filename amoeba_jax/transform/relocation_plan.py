@@ -28,8 +28,8 @@ class RelocationPlan:
         before: placement at the start. `before` and `after` have the same number of microbatches.
         after: placement at the end.
         chunks: ranges of layers, in the order of their switches. The layers of a range switch together.
-        extents: for each home of `after`, the number of pages of each extent (page buffer) of a layer, after all layers
-            have switched.
+        extents: numbers of pages, for each home of `after`: one number for each extent (page buffer) that a layer has
+            after all layers have switched.
         joining: in a `scale_in`, the instance that ends. Its sequences become a microbatch of `instance`. None in all
             other methods.
     """
@@ -181,7 +181,7 @@ def _check(cluster: Cluster, instance: Instance, before: Placement, after: Place
 
 
 def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ...]]:
-    """Return, for each home of the new placement, the number of pages of each extent (page buffer) of a layer.
+    """Return, for each home of the new placement, the number of pages in each extent (page buffer) of a layer.
 
     Raises `MemoryBudgetError` if a device has too little memory for new modules. Raises `LayoutError` if a device
     without KV cache would have to compute attention.
@@ -255,7 +255,7 @@ def _modules(placement: Placement, layer: int) -> set[Module]:
 
 
 def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
-    """Return whether any instance other than `but` computes a module `(device, layer, kind)` on that device."""
+    """Return whether any instance other than `but` computes the module `(device, layer, kind)`."""
     return any(module in _modules(i.runner.placement, module[1]) for i in cluster.instances if i is not but)
 
 

@@ -54,18 +54,16 @@ class GroupTransform:
             the change are included.
         layers: switches of the layers, in the order of the switches.
         steps: number of steps that ran during the change.
-        tokens: number of tokens that these steps generated.
+        tokens: number of tokens that were generated during the change.
         staging_bytes: maximum bytes of temporary memory on a device, for the page moves.
         restored_bytes: bytes of restored weights that came from other ranks, summed over the ranks.
-        recomputed: number of times that a sequence lost its pages because no page was free. The sequence was then
-            computed again.
+        recomputed: number of preemptions during the change. A preempted sequence loses its pages and is computed again.
         paused: number of sequences that this change paused.
         resumed: number of sequences that this change resumed after a pause.
         prefix_pages_kept: number of pages that were cached before the change and were still cached after the change.
-        prefix_pages_dropped: number of pages that were cached before the change and were no longer cached after the
-            change.
-        step_s: median duration in seconds of the latest 16 decode steps before the change. If there were several
-            instances, the slowest one counts. None if no step had run.
+        prefix_pages_dropped: number of pages that were cached before the change and were not cached after the change.
+        step_s: median duration in seconds of the latest 16 decode steps before the change. With several instances, the
+            largest of their medians. None if no instance had run a decode step.
     """
 
     devices: tuple[int, ...]
@@ -86,10 +84,10 @@ class GroupTransform:
 
     @property
     def step_overhead(self) -> float | None:
-        """Share of `seconds` that was not needed for the steps themselves, from 0 to 1.
+        """Fraction of `seconds` that the change added to the time of the steps, from 0 to 1.
 
-        Without the change, the steps would have taken `steps * step_s` seconds. The rest of `seconds` is the overhead.
-        None if no step ran before the change, or if no step ran during it.
+        This is `1 - steps * step_s / seconds`, or 0 if the result is negative. None if no decode step ran before the
+        change, or if no step ran during the change.
         """
         if not self.steps or self.step_s is None:
             return None
@@ -134,13 +132,12 @@ class TransformReport:
     Attributes:
         tensor_parallel_size: requested degree.
         seconds: duration of the call in seconds. The compilation of missing programs is included.
-        prepare_s: the part of `seconds` in which the engine stopped to compile missing programs. Compilation in the
-            background does not count.
+        prepare_s: the part of `seconds` in which the engine compiled missing programs and launched no steps.
+            Compilation in the background is not included.
         groups: reports of the groups, in the order in which the groups completed their change. Empty if all instances
             already had the requested degree.
         awaited_programs: number of programs for which the call had to wait.
-        waited_s: the part of `seconds` in which the call waited for these programs. Requests ran as before during this
-            time.
+        waited_s: the part of `seconds` in which the call waited for programs. Meanwhile, requests ran as before.
     """
 
     variant: TransformVariant

@@ -29,18 +29,18 @@ class Transition(ABC):
 
     Args:
         instance: instance whose layers switch. The instance serves during the transition.
-        devices: indices of all devices of the two placements, in order.
+        devices: indices of all devices of the two placements, in ascending order.
         num_layers: number of layers that must switch.
 
     Attributes:
         changes_degree: whether the instance or its attention changes its degree.
         num_switched: number of layers that have switched to their new homes.
-        started: whether the first switch has begun. After that, the transition can no longer be aborted.
-        last_result: future of the last work on the devices. The transition ends when this future is done. None while
-            layers switch.
-        prepare_s: seconds in which the engine stopped to compile missing programs.
+        started: whether the first switch has begun. If True, the transition can no longer be aborted.
+        last_result: future of the last work on the devices. The transition ends when this future is done. None until
+            all layers have switched.
+        prepare_s: seconds in which the engine compiled missing programs and launched no steps.
         steps: number of steps launched during the transition.
-        tokens: number of tokens sampled by these steps.
+        tokens: number of tokens sampled during the transition.
         recomputed: number of times that a sequence lost its pages during the transition.
     """
 
@@ -76,21 +76,21 @@ class Transition(ABC):
         """Launch the switch of the next layers. If no sequence runs, launch the switch of all layers.
 
         Args:
-            step: next step. None if the next step is not known. If `overlaps` is True, the last part of the switch may
-                be left to the programs of this step.
+            step: next step. If `overlaps` is True, programs of this step may run the last part of the switch. If `step`
+                is None, the whole switch runs before the next step.
         """
 
     @abstractmethod
     def switch_alone(self) -> None:
-        """Launch a switch that `switch_layers` left to the next step, without the step.
+        """Launch, without a step, the switch that `switch_layers` left to the next step.
 
-        Do nothing if no switch was left to a step, or if the step has already launched the switch.
+        Do nothing if no switch is waiting for a step.
         """
 
     def drop_spent(self) -> None:
         """Drop arrays whose buffers now belong to other arrays.
 
-        After a switch of all layers, there are hundreds of such arrays, and dropping them takes time. Call this method
+        After a switch of all layers, there are hundreds of these arrays, and dropping them takes time. Call this method
         after the launch of the next step, so that the step does not wait for this work.
         """
         self._spent.clear()
@@ -106,8 +106,8 @@ class Transition(ABC):
     def fail(self, requeue: Requeue) -> str:
         """End the transition after an error. Return a text that tells what happened to the instances.
 
-        If no switch has begun, restore the old instances. Otherwise, give the instance a placement at which it can
-        serve.
+        If no switch has begun, restore the old instances. If a switch has begun, give the instance a placement at which
+        it can serve.
         """
 
     @abstractmethod
@@ -116,7 +116,7 @@ class Transition(ABC):
 
     @abstractmethod
     def report(self) -> GroupTransform | PlacementReport:
-        """Return the report of the transition, which has ended."""
+        """Return the report of the transition. Call this method after the end of the transition."""
 
     def serve(
         self, lanes: SequenceOf[Lane], placement: Placement, numbers: SequenceOf[int], pools: Mapping[Home, PagePool]
@@ -125,9 +125,10 @@ class Transition(ABC):
 
         Args:
             lanes: old lanes. Their sequences and cached pages move to the new lanes.
-            numbers: for each old lane, the index of the microbatch that gets the sequences of this lane.
-            pools: page pools by home. If a new lane lacks one of these homes, the pages of its sequences at that home
-                are freed.
+            numbers: indices of microbatches, one index for each old lane. This microbatch gets the sequences of the
+                lane.
+            pools: `{home: page pool}`. If a home in `pools` is not a home of a new lane, the pages of the lane's
+                sequences at this home are freed.
         """
         cluster, instance = self.cluster, self.instance
         new = cluster.factory.new_lanes(placement, instance.allocators, instance.width)

@@ -15,10 +15,10 @@ Place = tuple[int, bool]
 
 
 class GroupViews:
-    """Cached views by group of devices. A view is an array over the devices, which shares the buffers of the shards.
+    """Cached views by group of devices. A view is an array over the devices. It shares the buffers of the shards.
 
-    Building a view takes time, so it is kept until one of its buffers changes. The caller adds views to the dicts that
-    the methods `of_...` return, and drops them with the methods `forget_...`.
+    Building a view takes time, so a view is kept until one of its buffers changes. The methods `of_...` return dicts of
+    cached views, and the caller adds new views to these dicts. The methods `forget_...` drop views.
     """
 
     def __init__(self) -> None:
@@ -27,18 +27,18 @@ class GroupViews:
         self._extents: dict[tuple[int, int], dict[int, dict[int, jax.Array]]] = defaultdict(lambda: defaultdict(dict))
 
     def of_parameter(self, group: SubMesh, name: str) -> dict[Place, jax.Array]:
-        """Return the cached views of a parameter on a group of devices. The caller adds missing views to the dict."""
+        """Return the cached views of a parameter on a group of devices, by `Place`. The caller adds missing views."""
         return self._parameters.setdefault((group.start, group.tp), {}).setdefault(name, {})
 
     def of_segments(self, group: SubMesh) -> dict[SegmentPlan, list[jax.Array]]:
-        """Return the cached weight arguments of each segment's program on a group of devices.
+        """Return the cached weight arguments of programs on a group of devices, by segment.
 
         The caller adds missing entries to the dict.
         """
         return self._segments.setdefault((group.start, group.tp), {})
 
     def of_extents(self, group: SubMesh, layer: int) -> dict[int, jax.Array]:
-        """Return the cached views of the shards of a layer that can become KV cache, on a group of devices.
+        """Return the cached views of those shards of a layer that can become KV cache, on a group of devices.
 
         The key of a view is the position of its shard in the order of release (`WeightLayout.released`). The caller
         adds missing views to the dict.
@@ -46,14 +46,14 @@ class GroupViews:
         return self._extents[group.start, group.tp][layer]
 
     def forget_shards(self, group: SubMesh, layer: int, places: Iterable[int], degrees: Mapping[str, int]) -> None:
-        """Drop the views of shards of a layer that become KV cache, or become weights again.
+        """Drop the views of some shards of a layer. The shards become KV cache, or become weights again.
 
         Args:
             group: devices of the shards. Views on all groups that share a device with this group are dropped.
             layer: layer of the shards.
             places: positions of the shards in the order of release.
-            degrees: for each parameter name, the lowest degree at which a rank needs none of the shards. Views on
-                groups of this degree or a higher degree do not contain the shards and are kept.
+            degrees: lowest degree that needs none of the shards, by parameter name. Views on groups of this degree or a
+                higher degree do not contain the shards and are kept.
         """
         for (_, tp), views in _over(group, self._parameters):
             for name, degree in degrees.items():
@@ -66,19 +66,20 @@ class GroupViews:
                     extents.pop(place, None)
 
     def forget_parameter(self, group: SubMesh, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on the devices of a group, and cached weight arguments of its layer's segments.
+        """Drop all views of a parameter on all groups that share a device with `group`.
 
-        If the parameter belongs to no layer (`layer` None), the arguments of all segments are dropped.
+        On these groups, also drop the cached weight arguments of the segments that contain `layer`. If `layer` is None
+        (the parameter belongs to no layer), drop the weight arguments of all segments.
         """
         for _, views in _over(group, self._parameters):
             views.pop(name, None)
         self._forget_segments(group, layer)
 
     def forget_parameter_on(self, device: int, layer: int | None, name: str) -> None:
-        """Drop all views of a parameter on groups that contain one device.
+        """Drop all views of a parameter on all groups that contain `device`.
 
-        On these groups, also drop the cached weight arguments of the layer's segments (`layer` None: of all segments)
-        and the views of the layer's buffers that have become KV cache.
+        On these groups, also drop the cached weight arguments of the segments that contain `layer`, and the views of
+        `of_extents` for this layer. If `layer` is None, drop the weight arguments of all segments.
         """
         for (start, tp), views in self._parameters.items():
             if start <= device < start + tp:
@@ -111,9 +112,9 @@ class GroupViews:
 
 
 def _over(group: SubMesh, views: Mapping[tuple[int, int], T]) -> list[tuple[tuple[int, int], T]]:
-    """Return the pairs `(key, value)` of `views` whose group of devices shares a device with `group`.
+    """Return the pairs `(key, value)` of `views` for all groups that share a device with `group`.
 
-    A key is the first device of a group and its number of devices.
+    A key is the index of the first device of a group, and the number of devices of the group.
     """
     first, stop = group.start, group.start + group.tp
     return [(key, found) for key, found in views.items() if key[0] < stop and first < key[0] + key[1]]

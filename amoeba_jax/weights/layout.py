@@ -58,9 +58,9 @@ class WeightLayout:
         """Return the indices of the shards that each device of a placement needs, by device and parameter name.
 
         A device needs the shards of its rank (`ParamSpec.shard_indices`) for the modules that its homes compute. The
-        devices of `Placement.head` also need the embedding, the final norm and the output projection. With tied
-        embeddings, they need all shards of the projection, because each rank looks up the embeddings of all tokens in
-        these shards.
+        devices of `Placement.head` also need the embedding, the final norm and the output projection. If the embeddings
+        are tied, the devices of the head need all shards of the projection, because each rank looks up the embeddings
+        of all tokens.
         """
         found: dict[int, dict[str, set[int]]] = {device: defaultdict(set) for device in placement.devices}
         for name, spec in self.specs.items():
@@ -93,12 +93,15 @@ class WeightLayout:
         return {kind: Padding(stored, model) for kind, (stored, model) in totals.items()}
 
     def released(self, layer: int, degree: int) -> tuple[ReleasedShard, ...]:
-        """Return the shards of a layer whose memory is KV cache at degree `degree`, in the order of release.
+        """Return the shards of a layer that are KV cache at degree `degree`, in the order of release.
 
-        The result includes shards that are KV cache at a lower degree. At degree 1 it is empty.
+        Shards that are already KV cache at a lower degree are included. At degree 1, the result is empty.
         """
         return tuple(shard for shard in self._released[layer] if shard.degree <= degree)
 
     def extent_pages(self, degree: int) -> tuple[int, ...]:
-        """Return the number of KV pages in each shard that `released` returns for `degree`, equal in all layers."""
+        """Return the number of KV pages of each shard that is KV cache at degree `degree`, in the order of release.
+
+        The numbers are the same for all layers.
+        """
         return tuple(shard.num_pages for shard in self.released(0, degree))

@@ -50,9 +50,11 @@ def default_threads() -> int:
 def read_ahead(specs: Sequence[ParamSpec], reader: WeightReader, dtype: np.dtype, slot_bytes: int) -> Parameters:
     """Yield each parameter with all its shards, in the order of `specs`, while threads read the next parameters.
 
-    The shards are valid until the next parameter is requested. Then their memory is reused. There are
-    `reader.threads + 1` buffers of `slot_bytes` bytes for parameters. If all buffers together would exceed 4 GiB, there
-    are fewer buffers and threads, but at least 2 buffers. A larger parameter gets temporary memory.
+    The shards are valid until the next parameter is requested. Then their memory is reused.
+
+    There are `reader.threads + 1` buffers of `slot_bytes` bytes. If all buffers together would exceed 4 GiB, there are
+    fewer buffers and threads, but at least 2 buffers. A parameter that needs more than `slot_bytes` gets memory of its
+    own.
 
     Errors of `reader.fill` are raised here. If you leave the iterator early, close it, so that it waits for its
     threads.

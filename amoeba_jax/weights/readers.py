@@ -20,10 +20,10 @@ _COMPARED_ROWS = 1 << 12
 
 
 def untie_stored_head(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config. Untie the embeddings if the stored output projection differs from the embedding.
+    """Return the config. If the stored output projection differs from the embedding, untie the embeddings.
 
-    In this case, `tie_word_embeddings` is False in the result, and a warning is logged. In all other cases, the config
-    is unchanged. `transformers` 5 does the same.
+    To untie means that `tie_word_embeddings` is False in the result, and that a warning is logged. In all other cases,
+    the config is returned unchanged. `transformers` 5 does the same.
     """
     if not config.get("tie_word_embeddings") or not checkpoint.names() >= {EMBEDDING, HEAD}:
         return config

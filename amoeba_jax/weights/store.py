@@ -29,10 +29,10 @@ class _Change:
 
     Attributes:
         places: positions of the shards in the order of release.
-        keys: keys of the shards: `keys[rank][i]` is the shard of a rank at `places[i]`.
+        keys: keys of the shards: `keys[rank][i]` is for the shard of rank `rank` at position `places[i]`.
         releases: release keys of the shards (`DeviceShards.take`).
         sizes: bytes of the shards on one device, by owner. The bytes are equal on all devices.
-        degrees: for each parameter name, the lowest degree at which a rank needs none of the shards.
+        degrees: lowest degree that needs none of the shards, by parameter name.
     """
 
     places: tuple[int, ...]
@@ -113,8 +113,8 @@ class WeightStore(WeightLayout):
     def _read(self, reader: WeightReader) -> Parameters:
         """Yield every parameter with its shards. The shards are valid until the next parameter is requested.
 
-        Parameters that belong to no layer come first, in descending order of size. They may need extra host memory,
-        which is still free while the devices hold few weights.
+        Parameters that belong to no layer come first, in descending order of size. They may need extra host memory. At
+        the start, most host memory is still free.
         """
         dtype = jnp.dtype(self.dims.dtype)
         order = sorted(self.specs.values(), key=lambda it: 0 if it.layer is not None else -it.num_elements)
@@ -122,16 +122,16 @@ class WeightStore(WeightLayout):
         return read_ahead(order, reader, dtype, slot_bytes)
 
     def reload(self, reader: WeightReader, group: SubMesh, degrees: Sequence[int]) -> None:
-        """Read the weights of a group of devices again, except shards whose memory is KV cache at `degrees`.
+        """Read the weights of a group of devices again, except shards that are KV cache.
 
-        Each shard is replaced only when its new buffer is ready. If reading fails, the group still has all shards that
-        it had before. Shards that the group did not have before the call are added at the end.
+        Each shard is replaced only when its new buffer is ready. If reading fails, the group still has a buffer of each
+        shard that it had before. Shards that the group did not have before are added at the end.
 
         Args:
             reader: source of the weights.
             group: devices to read for.
-            degrees: tensor-parallel degree of each rank. The degree determines which shards of the rank are KV cache
-                (`released`).
+            degrees: tensor-parallel degree of each rank. Shards that are KV cache at this degree (`released`) are not
+                read.
         """
         back: list[dict[ShardKey, jax.Array]] = [{} for _ in group.devices]
         with closing(self._read(reader)) as parameters:
@@ -222,7 +222,7 @@ class WeightStore(WeightLayout):
         ]
 
     def bytes_to_copy(self, device: int, layer: int | None, module: ModuleKind = "layer") -> int:
-        """Return the number of bytes that must be copied to a device before it can compute a layer alone.
+        """Return the number of bytes that must be copied to a device, so that the device can compute a layer alone.
 
         `module` selects the whole layer, its attention or its FFN. `layer` None: weights that belong to no layer.
         """
@@ -246,11 +246,12 @@ class WeightStore(WeightLayout):
         )
 
     def copy_modules(self, device: int, layer: int | None, module: ModuleKind = "layer") -> list[jax.Array]:
-        """Copy weights of a layer, or of its attention or FFN (`module`), to a device that lacks them.
+        """Copy the missing weights of a layer, or of its attention or FFN (`module`), to a device.
 
-        Return the new buffers. The copies may still run when this method returns.
+        Return the new buffers. The copies may still run when this method returns. If `layer` is None, copy the weights
+        that belong to no layer.
 
-        Raises `MemoryBudgetError` if a shard does not fit. Shards that the call copied earlier stay on the device.
+        Raises `MemoryBudgetError` if a shard does not fit. Shards that were copied before the error stay on the device.
         """
         copies: list[jax.Array] = []
         for spec in self.specs_of(layer, module):
@@ -284,7 +285,7 @@ class WeightStore(WeightLayout):
     # Shards that are KV extents at higher degrees
 
     def prepare_release(self, group: SubMesh, before: int, degree: int) -> None:
-        """Build and cache, for all layers, the arrays that a later `release` with the same arguments returns.
+        """Build and cache the arrays that `release` returns for the same `before` and `degree`, for all layers.
 
         Building the arrays is the slowest part of `release`.
         """
@@ -300,15 +301,15 @@ class WeightStore(WeightLayout):
         """Turn the shards that `degree` does not need into KV cache. Return them as extents `[tp * pages, page_elems]`.
 
         An extent is a KV buffer over all devices of the group. The extents share the buffers of the shards, without a
-        copy. Cached arrays of these shards are dropped.
+        copy. The store no longer has the shards.
 
         Args:
             group: devices to release on.
             layer: layer of the shards.
             before: tensor-parallel degree so far. Shards that this degree does not need are KV cache already.
             degree: tensor-parallel degree from now on, at least `before` and at most the degree of `group`.
-            spent: list to which the weight arrays are appended. The caller drops them later, because dropping takes
-                time.
+            spent: list to which the weight arrays are appended. The caller can drop them at a better time, because
+                dropping takes time.
         """
         change, views = self._change(group, layer, before, degree), self._views.of_extents(group, layer)
         extents = [
@@ -370,7 +371,7 @@ class WeightStore(WeightLayout):
         return self._changes[key]
 
     def _releases(self, device: int) -> dict[ShardKey, ReleaseKey]:
-        """Return the release keys of all shards on a device that can become KV cache."""
+        """Return the release keys of the shards on a device. Shards that never become KV cache have no release key."""
         return {
             (shard.spec.name, self._shard_on(shard, device)): (layer, shard.degree)
             for layer, released in enumerate(self._released)

@@ -57,24 +57,24 @@ def paged_attention(
 
     Args:
         queries: queries after rotary embedding; f32, bf16 or f16.
-        extents: KV buffers (extents) of pages, each `[pages, K, 2, S, h]` with keys at index 0 and values at index 1.
-            Their dtype is the dtype of the queries, or fp8 (e4m3fn, e5m2).
-        tables: pages of each extent that the sequences use, with the positions of the pages in the sequences.
+        extents: KV buffers (extents) of pages. The logical axes are `[pages, K, 2, S, h]`, with keys at index 0 and
+            values at index 1 of axis 2. The dtype is the dtype of the queries, or fp8 (e4m3fn, e5m2).
+        tables: for each extent: the pages of each sequence in this extent, with their positions in the sequence.
         query_positions: position of each query in its sequence. -1 marks padding, whose output is zero.
         scale: factor on the scores, usually `h ** -0.5`.
         sliding_window: number of positions that a query sees, including its own. None: no limit.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`. None: unchanged.
-        sinks: one extra score for each query head, which takes part in the softmax but has no value.
+        sinks: one extra score for each query head: part of the softmax, but without a value.
         kv_scales: factors on the stored keys (row 0) and values (row 1) of each KV head.
-        stride_order: permutation that transposes an extent to `[pages, K, 2, S, h]`: the value of a `PageLayout`.
+        stride_order: permutation that transposes an extent to its logical axes: the value of a `PageLayout`.
         implementation: implementation to use. `auto` chooses `mosaic_gpu` on a Hopper GPU if this kernel supports the
             call, and `xla` in all other cases. If `auto` chooses `xla` on a GPU, the reason is logged.
         debug: whether to check the contents of the tables too, on the host. This is slow.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together, the implementation is unknown, or `mosaic_gpu` is
-            given and does not support the call. With `debug`, also if a page is out of range or a position occurs
-            twice. Inside `jit`, JAX raises a run-time error for bad contents instead.
+            given and does not support the call. With `debug`, also: a page is out of range, or a position occurs twice.
+            Inside `jit`, JAX raises a run-time error in these two cases.
     """
     options = Options(scale, sliding_window, soft_cap, sinks, kv_scales, tuple(stride_order))
     check_arguments(queries, extents, tables, query_positions, options)

@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 
 
 class PageTable(NamedTuple):
-    """Pages of one KV buffer (extent) that a batch of sequences uses. Entries are packed to the left.
+    """Block tables of a batch of sequences, reduced to the pages in one KV buffer (extent). Used entries come first.
 
     Attributes:
         page_ids: `[B, W]` index of the page in its extent.

@@ -51,7 +51,7 @@ class Workload:
         return -(-self.tokens // self.page_size)
 
     def kernel_shape(self, kv_itemsize: int = 2) -> KernelShape:
-        """Return the shape by which the GPU kernel chooses its block sizes, for a cache in one buffer."""
+        """Return the `KernelShape` of a call with this workload and with a cache in one KV buffer."""
         return KernelShape(
             batch=self.batch,
             kv_heads=self.kv_heads,

@@ -85,7 +85,7 @@ def tune(
         processors: number of streaming multiprocessors of the device.
         workloads: workloads to measure.
         time_s: function that measures a workload with the given sizes, in seconds.
-        about: device and version of JAX, stored in the file.
+        about: name of the device and version of JAX, stored in the file.
     """
     entries = []
     for workload in workloads:

@@ -1,7 +1,7 @@
 """Sizes of a launch of the GPU kernel. They come from a measured table, or from a rule if there is no table.
 
 There is a table for each kind of device, `tables/<device kind>.json`. `python -m pallas_kernels.paged_attention.tune`
-measures on the local device and writes the table of its kind.
+measures the local device, and writes the table for this kind of device.
 """
 
 import json
@@ -26,9 +26,9 @@ class KernelConfig:
     """Sizes of a launch of the GPU kernel. `mosaic_gpu.kernel` defines stages and items.
 
     Attributes:
-        block_tokens: keys of a stage, a multiple of 64.
-        stages: stages of shared memory; with `split_keys` a multiple of `warpgroups`.
-        warpgroups: computing warpgroups, 1 or 2.
+        block_tokens: number of keys in a stage, a multiple of 64.
+        stages: number of stages in shared memory; with `split_keys` a multiple of `warpgroups`.
+        warpgroups: number of computing warpgroups, 1 or 2.
         split_keys: whether the warpgroups share 64 query rows and take stages in turn. False: each warpgroup has its
             own 64 rows.
         splits: number of parts into which the keys of a sequence are divided.
@@ -108,8 +108,8 @@ def kernel_config(shape: KernelShape, device: Any = None) -> KernelConfig:
     * No entry has the same phase (prefill or decode), head size and element size of the cache.
     * The measured sizes need too much shared memory for this shape.
 
-    The most similar shape may have another page size and another amount of work. If both differences together are a
-    factor of 2 or more, the number of splits is computed for `shape`, not taken from the table.
+    The most similar shape may differ from `shape` in page size and in the amount of work. If the product of both
+    ratios is 2 or more, the number of splits is computed for `shape`, not taken from the table.
     """
     processors = getattr(device, "core_count", None) or DEFAULT_PROCESSORS
     chosen = default_config(shape, processors)

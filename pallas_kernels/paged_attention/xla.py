@@ -3,8 +3,8 @@
 The softmax runs online over blocks of pages. Each block is gathered, used and discarded, so that the data in use stay
 in the CPU cache. One loop reads the first KV buffer (extent), and a second loop reads all other extents.
 
-The number of iterations of a loop is computed at run time, from the sequence with the most pages in the extents of the
-loop. One executable therefore serves every context length, and unused table entries cost nothing.
+A loop ends after the last page of the sequence with the most pages in the extents of the loop. One executable therefore
+serves every context length, and unused table entries cost nothing.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from pallas_kernels.paged_attention.layouts import PageLayout
 def block_tokens(batch: int, kv_heads: int) -> int:
     """Return the number of tokens of each sequence that one iteration of `xla_paged_attention` gathers.
 
-    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. The best sizes for decode on 2
-    cores (f32, head size 64, 2,048 tokens) are 32 tokens for 16 sequences with 8 KV heads, and 128 tokens for 8
-    sequences with 4 KV heads. Blocks above 128 tokens are not used, because short contexts would waste most of a block.
+    Small blocks suffer from loop overhead, and large blocks do not fit the L2 cache. The best sizes were measured for
+    decode on 2 cores (f32, head size 64, 2,048 tokens): 32 tokens for 16 sequences with 8 KV heads, and 128 tokens for
+    8 sequences with 4 KV heads. 128 is the maximum, because short contexts would waste most of a larger block.
     """
     return min(128, max(32, 4096 // (batch * kv_heads)))
 

@@ -16,8 +16,8 @@ def draw_arrivals(
 
     Args:
         rate: mean number of requests per second. At an infinite rate, all requests arrive at time 0.
-        burstiness: shape of the gamma distribution of the intervals between arrivals. 1: a Poisson process; below 1:
-            burstier; infinity: equal intervals.
+        burstiness: shape of the gamma distribution of the intervals between arrivals. 1: a Poisson process. Below 1:
+            burstier. Infinity: equal intervals.
         count: maximum number of requests. Required if `rate` is infinite.
         duration_s: end of the arrivals in seconds. At least one of `count` and `duration_s` is required.
     """

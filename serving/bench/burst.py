@@ -47,7 +47,7 @@ def draw_phases(
         low: lowest and highest rate of low phases, in requests per second.
         high: lowest and highest rate of high phases, in requests per second.
         phase_s: seconds of each phase.
-        burstiness: shape of the distribution of the intervals between arrivals; see `draw_arrivals`.
+        burstiness: shape of the distribution of the intervals between arrivals. See `draw_arrivals`.
         most: maximum number of requests.
         duration_s: end of the arrivals in seconds. At least one of `most` and `duration_s` is required.
     """

@@ -44,7 +44,7 @@ class Record:
     status: str = ""
     """Name of the gRPC status of a failed request."""
     error: str = ""
-    """Message of the gRPC status of a failed request; may be empty."""
+    """Message of the gRPC status of a failed request. May be empty."""
     server_queue_s: float | None = None
     """Seconds that the request waited in the server's queue, by the server's clock."""
     preemptions: int = 0
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from sending to the first token; None without a token."""
+        """Seconds from sending to the first token. None: there is no token."""
         return self.chunk_times[0] - self.start_s if self.start_s is not None and self.chunk_times else None
 
     @property
@@ -67,19 +67,19 @@ class Record:
 
     @property
     def e2el_s(self) -> float | None:
-        """Seconds from sending to the last token; None without a token."""
+        """Seconds from sending to the last token. None: there is no token."""
         return self.chunk_times[-1] - self.start_s if self.start_s is not None and self.chunk_times else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds for each token after the first; None without a second token."""
+        """Mean seconds for each token after the first. None: there is no second token."""
         if self.output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds from `arrival_s` to sending; None if the request was not sent."""
+        """Seconds from `arrival_s` to sending. None: the request was not sent."""
         return None if self.start_s is None else self.start_s - self.arrival_s
 
 

@@ -97,8 +97,8 @@ def compute_metrics(records: Sequence[Record], duration_s: float, config: Metric
     Totals, throughput and latencies count completed requests only. The peaks of throughput and of concurrent requests
     count all requests. A latency is None if no completed request has a value for it.
 
-    `request_goodput` is the number of requests per second that meet their latency limits. It is None if no limit is
-    set, either in `config` or by a request.
+    `request_goodput` is the number of requests per second that meet their latency limits. It is None if neither
+    `config` nor a request sets a limit.
     """
     done = [record for record in records if record.outcome is Outcome.COMPLETED]
     input_tokens = sum(record.request.input_len for record in done)

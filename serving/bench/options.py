@@ -126,8 +126,8 @@ class BenchConfig:
 def bench_config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> BenchConfig:
     """Convert the options of `amoeba bench` (`flags`, by name) to settings. Raises `ConfigError` for invalid settings.
 
-    Access tokens are read from the files that the options name. Without these options, they are the values of
-    `AMOEBA_API_TOKEN` and `AMOEBA_ADMIN_TOKEN` in `environment`.
+    An access token is read from the file that its option names. Without this option, the token is the value of
+    `AMOEBA_API_TOKEN` or `AMOEBA_ADMIN_TOKEN` in `environment`.
     """
     from serving.bench.metrics import MetricsConfig
 

@@ -15,10 +15,10 @@ _RATES = ("request_throughput", "request_goodput", "output_throughput", "total_t
 def by_phase(
     records: Sequence[Record], duration_s: float, phase_s: float, load_s: float | None, config: MetricsConfig
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of requests by the phase in which they arrived: of low load (`low`) or high load (`high`).
+    """Return the metrics of requests by the phase in which they arrived: `low` for low load, `high` for high load.
 
-    Rates are per second of these phases, without the time of the other phases. The dict is empty if the load has no
-    phases.
+    Rates of `low` are per second of low phases, and rates of `high` are per second of high phases. The dict is empty if
+    the load has no phases.
 
     Args:
         duration_s: seconds of the run.
@@ -60,8 +60,8 @@ def by_priority(records: Sequence[Record], duration_s: float, config: MetricsCon
 def transition_windows(samples: Sequence[Sample], settle_s: float) -> list[tuple[float, float]]:
     """Return `(start, end)` in seconds of each period in which instances merged or split.
 
-    A period starts at the last sample before a merge or split. It ends `settle_s` seconds after the next sample.
-    Overlapping periods are joined.
+    A period starts at the last sample before a merge or split. It ends `settle_s` seconds after the first sample that
+    shows the merge or split. Overlapping periods are joined.
     """
     windows: list[tuple[float, float]] = []
     for before, after in pairwise(samples):

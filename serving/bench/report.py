@@ -126,7 +126,7 @@ def failures_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _details(records: Sequence[Record]) -> dict[str, Any]:
-    """Return details of the requests as lists by name, such as `ttfts`. Names are as in vLLM's report if it has them.
+    """Return details of the requests as lists by name, such as `ttfts`. If possible, names are as in vLLM's report.
 
     Each list has one entry for each request, in the order of arrival. Times are in seconds.
     """
@@ -158,7 +158,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_path(run: Run, directory: Path | None, filename: str | None) -> Path:
-    """Return the path of the report file: `filename` in `directory`. None: a default.
+    """Return the path of the report file: `filename` in `directory`.
 
     The default name has the workload, rate, model and time of the run. The default directory is the current directory.
     """

@@ -157,9 +157,9 @@ def scale_rate(trace: Trace, scale: float, random: np.random.Generator) -> Trace
 def _of_copies(
     blocks: Mapping[int, tuple[int, ...]], rows: np.ndarray, copies: np.ndarray
 ) -> dict[int, tuple[int, ...]]:
-    """Return the ids of the prompt blocks of requests, which are originals or copies, by index of the request.
+    """Return the ids of the prompt blocks of each request, by index. A request is an original or a copy.
 
-    Blocks of copies get new ids. Two n-th copies share an id if their originals share an id.
+    Blocks of copies get new ids. The n-th copies of two originals share an id if the two originals share an id.
 
     Args:
         blocks: block ids of the originals, by row.
@@ -174,8 +174,8 @@ def _of_copies(
 def fit_context(inputs: np.ndarray, outputs: np.ndarray, max_model_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Shorten prompts and outputs so that each prompt and its output together have at most `max_model_len` tokens.
 
-    Return the new lengths as `(inputs, outputs)`. If only one of the two is longer than half of `max_model_len`, only
-    this one is shortened.
+    Return the new lengths as `(inputs, outputs)`. If a prompt and its output are both longer than half of
+    `max_model_len`, both are shortened to half. If one is longer, only this one is shortened.
     """
     half = max_model_len // 2
     outputs = np.minimum(outputs, np.maximum(half, max_model_len - inputs))

@@ -245,8 +245,8 @@ class Plan:
 def plan_requests(config: WorkloadConfig, max_model_len: int) -> list[PlannedRequest]:
     """Plan the requests of a workload, in the order of arrival.
 
-    A request of a trace is shortened to the context of `max_model_len` tokens. Raises `ConfigError` if a request of
-    another dataset exceeds this context, or if a trace is invalid or has too few requests.
+    Requests of a trace are shortened to the context of `max_model_len` tokens. Requests of any other dataset must fit
+    this context. Raises `ConfigError` if a request does not fit, or if a trace is invalid or has too few requests.
     """
     plan = plan_columns(config, max_model_len)
     lengths = plan.input_len, plan.output_len

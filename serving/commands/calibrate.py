@@ -35,7 +35,7 @@ class _PinPolicy:
         self._width, self._next = width, 0
 
     def decide(self, view: ClusterView) -> list[Action]:
-        """Return actions that start waiting requests on these instances, in the order of the queue."""
+        """Return actions that start waiting requests on the first `width` instances, in the order of the queue."""
         actions: list[Action] = []
         steady = [i for i in view.instances if i.transition_to is None][: self._width]
         given = {i.id: 0 for i in steady}
@@ -155,8 +155,8 @@ def _layer_s(llm: LLM, degree: int, layers_per_step: int, layers: int) -> float:
 def _page_layer_s(llm: LLM, low: int, high: int) -> float:
     """Measure how many seconds each used KV page adds to the switch of one layer between the degrees `low` and `high`.
 
-    This is the time of a switch with a partly full cache, less the time of a switch with an empty cache, divided by the
-    number of used pages.
+    Time a switch with a partly full cache and a switch with an empty cache. The result is the difference of the two
+    times, divided by the number of used pages.
     """
     found = []
     for turn in range(_REPEATS + 1):
@@ -174,7 +174,7 @@ def _page_layer_s(llm: LLM, low: int, high: int) -> float:
 
 
 async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[int, float] | None:
-    """Transform the first `high` devices to `degree` while about two fifths of their KV cache are in use.
+    """Transform the first `high` devices to `degree` while requests use about two fifths of the devices' KV cache.
 
     Return `(used pages, mean seconds to switch a layer)`, or None if all requests ended before the transformation.
     `degree` must be `low` or `high`.
@@ -205,7 +205,7 @@ async def _switch_beside(llm: LLM, low: int, high: int, degree: int) -> tuple[in
 def _switch_s(report: TransformReport) -> float:
     """Return the mean seconds to switch a layer in a transformation.
 
-    If several groups of devices changed, the slowest group counts.
+    If several groups of devices changed, return the mean of the slowest group.
     """
     return max(
         sum(layer.plan_s + layer.kv_s + layer.weights_s for layer in group.layers) / len(group.layers)
@@ -248,7 +248,7 @@ class _Timer:
         return median(max(_value(output.metrics, "ttft_s") for output in outputs) for outputs in runs)
 
     def decodes(self, sizes: list[int]) -> dict[int, float]:
-        """Measure the seconds of a decode step for each batch size in `sizes`. Return them by batch size.
+        """Measure the seconds of a decode step for each batch size in `sizes`. Return a dict by batch size.
 
         If a batch size does not fit the KV cache, it is left out.
         """
@@ -313,9 +313,9 @@ class _Timer:
     def crowding(self, instances: int, decode_s: dict[int, float]) -> dict[int, float]:
         """Measure how much longer decode steps take while several instances are busy.
 
-        Return a factor, at least 1, for each number of busy instances from 2 on. The factor is the duration of a step
-        divided by its duration with one busy instance. It is the median over the batch sizes in `decode_s`, which is
-        the result of `decodes`.
+        Return a factor, at least 1, for each number of busy instances from 2 to `instances`. For one batch size, the
+        factor is the duration of a step divided by its duration with one busy instance. The returned factor is the
+        median over the batch sizes in `decode_s`. `decode_s` is the result of the method `decodes`.
         """
         found = {}
         for busy in range(2, instances + 1):

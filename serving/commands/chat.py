@@ -101,7 +101,7 @@ def run_transform(
     order: str,
     wait: bool,
 ) -> None:
-    """Ask the server to merge or split instances, and print its report."""
+    """Ask the server to merge or split instances, and print the report of the server."""
     with server_errors(), _progress(client, tensor_parallel_size, devices or ()) if wait else nullcontext():
         done = client.transform(
             tensor_parallel_size,
@@ -159,8 +159,9 @@ def _progress(client: Client, degree: int, devices: Collection[int]) -> Iterator
 def server_errors(fatal: bool = True) -> Iterator[None]:
     """Handle errors of calls to a server in the `with` block.
 
-    If a call fails, print the error on stderr. If `fatal` is true, also exit with 1. A `RequestError` (an invalid
-    request) is different: if `fatal` is true, it is raised and not printed.
+    With `fatal`, a failed call is printed on stderr, and the program exits with 1. A `RequestError` (an invalid
+    request) is raised and not printed. Without `fatal`, both are printed on stderr, and the program continues after the
+    block.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Run of `amoeba demo`.
 
-A gRPC server serves short requests on small instances. When a long prompt arrives, its scheduler merges the instances.
-When the long answer is complete, the scheduler splits the merged instance.
+A gRPC server serves short requests on small instances. When a long prompt arrives, the scheduler of the server merges
+the instances. When the long answer is complete, the scheduler splits the merged instance.
 """
 
 import itertools
@@ -214,8 +214,8 @@ class Work:
 def plan_work(tokenizer: Tokenizer, num_layers: int, texts: Sequence[str], num_devices: int) -> Work:
     """Choose the prompts of the demo, and the lengths of the answers.
 
-    The short requests, with the prompts `texts`, run until the split has ended. The long prompt fits only the merged
-    instance.
+    The answers to the short prompts `texts` are long enough to run until the split has ended. The long prompt fits only
+    the merged instance.
     """
     chat = uses_chat(tokenizer)
 
@@ -318,9 +318,9 @@ def _phase(name: str, start: float, stop: float, streams: list[Stream]) -> Phase
 def half_way(maps: list[MemoryReport]) -> list[tuple[str, MemoryReport]]:
     """Return the memory report from the middle of a merge or split, as a list with one pair `("half way", report)`.
 
-    `maps` has the reports of the merge or split in the order of time. The KV cache of device 0 changes its size in this
-    time. In the returned report, the size is closest to the mean of the first and the last size. If `maps` is empty,
-    the list is empty.
+    `maps` has the reports of the merge or split in the order of time. During a merge or split, the KV cache of device 0
+    changes its size. The returned report is the one with the size closest to the mean of the first and the last size.
+    If `maps` is empty, return an empty list.
     """
     if not maps:
         return []

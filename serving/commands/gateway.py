@@ -1,6 +1,6 @@
 """`amoeba gateway`: starts the gateway `smg` (Shepherd Model Gateway) in front of several servers.
 
-Its settings are tested with servers that `amoeba serve` starts.
+The settings of the gateway are tested with servers that `amoeba serve` starts.
 """
 
 import os

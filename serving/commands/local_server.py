@@ -43,7 +43,7 @@ def local_server(
 ) -> Iterator[LocalServer]:
     """Serve an LLM until the `with` block ends. The LLM stays open after the block.
 
-    The scheduler of the server decides where requests run only until the block ends. Raises `ConfigError` if the port
+    Until the block ends, the scheduler of the server decides where requests run. Raises `ConfigError` if the port
     cannot be bound.
 
     Args:

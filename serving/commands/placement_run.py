@@ -82,8 +82,8 @@ def draw(placement: Placement, width: int) -> str:
     """Return a drawing of a placement: a row for each device and a column for each layer.
 
     A filled cell means that the device computes the whole layer. `A` means only the attention, and `F` only the FFN. If
-    the layers do not fit in `width` characters, the drawing has several blocks. Below the drawing, the result has the
-    same placement as text.
+    the layers do not fit in `width` characters, the drawing has several blocks. After the drawing, the returned string
+    has the text form of the placement.
     """
     columns = max((width - _INDENT) // 10 * 10, 10)
     lines = []

@@ -40,13 +40,13 @@ def run_server(
 ) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 70 if the engine fails.
 
-    If the engine does not respond, this function ends the process. Raises `ConfigError` if a port cannot be bound.
-    Errors from loading the model are also raised.
+    If the engine does not respond, this function ends the process. Raises `ConfigError` if a port cannot be bound. Also
+    raises the errors of loading the model.
 
     Args:
-        warm_up: programs that must be compiled before the server is ready. "start": the programs of the instances at
-            the start, while the other programs are compiled during serving. "all": all programs. None: no program, so
-            that each program is compiled when it is first used.
+        warm_up: programs that must be compiled before the server is ready. "start": the programs of the first
+            instances. All other programs are compiled during serving. "all": all programs. None: no programs. Each
+            program is then compiled when it is first used.
     """
     # The import of Orbax configures a log without times.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
@@ -163,10 +163,10 @@ def _degrees(config: EngineConfig) -> list[int]:
 
 
 async def _warm_up_beside(llm: "LLM", degrees: list[int]) -> None:
-    """Compile the programs of these tensor-parallel degrees while the server serves.
+    """Compile the programs of the tensor-parallel degrees `degrees` while the server serves.
 
-    Print a line for each degree whose programs are ready. If a compilation fails, log the error. Missing programs are
-    then compiled when they are first used.
+    Print a line for each degree whose programs are ready. If a compilation fails, log the error. The missing programs
+    are then compiled when they are first used.
     """
     ready: set[int] = set()
     try:

@@ -33,7 +33,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def merge_settings(file: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the settings of options and of a YAML file, if a file is given. An option overrides the file.
+    """Merge the settings of a YAML file, if there is one, with the options `flags`. An option overrides the file.
 
     Raises `ConfigError` for an invalid file.
     """
@@ -91,9 +91,9 @@ def _tls(values: Mapping[str, Any]) -> TLS | None:
 
 
 def _tokens(path: str | None, from_environment: str | None) -> tuple[str, ...] | None:
-    """Return the access tokens of clients: the lines of the file `path`.
+    """Return the access tokens of clients: the lines of the file `path`, or of `from_environment` if `path` is None.
 
-    If `path` is None, return the lines of `from_environment`. If that is None too, return None.
+    Return None if both are None.
     """
     text = _token(path, from_environment)
     return None if text is None else tuple(line.strip() for line in text.splitlines() if line.strip()) or ("",)

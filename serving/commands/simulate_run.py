@@ -146,9 +146,9 @@ def simulation_config(flags: Mapping[str, Any], given: Collection[str] = ()) -> 
 def run_simulation(config: SimulationConfig, output: OutputConfig, console: Console | None = None) -> int:
     """Simulate all policies, print and save the results, and return the exit code.
 
-    The exit code of a comparison is 1 if no request completed. The exit code of a search (`find_max_rate` or
-    `find_min_devices`) is 1 if it found nothing. Otherwise, the exit code is 0. If a policy does not fit the model or
-    the devices, its results have only the reason. Raises `ConfigError` for invalid settings.
+    The exit code is 1 in two cases: no request of a comparison completed, or a search (`find_max_rate` or
+    `find_min_devices`) found nothing. In all other cases, it is 0. If a policy does not fit the model or the devices,
+    its results are replaced by the reason. Raises `ConfigError` for invalid settings.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     reasons: dict[str, str] = {}
@@ -276,7 +276,7 @@ def _search(
 
 
 class _Progress:
-    """Progress on stderr: a bar in a terminal, and otherwise a line for each simulation of a series."""
+    """Progress on stderr. A terminal shows a bar. Other outputs get a line for each simulation of a series."""
 
     def __init__(self) -> None:
         columns: Sequence[Any] = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())

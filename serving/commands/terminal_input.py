@@ -7,8 +7,8 @@ import sys
 def accept_any_bytes() -> None:
     """Let stdin accept bytes that are not UTF-8, as Python does for command-line arguments.
 
-    `check_unicode` later refuses such a text with a clear message. Without this function, reading the text would end
-    with a traceback.
+    `check_unicode` later refuses text with these bytes, with a clear message. Without this function, reading the text
+    would end with a traceback.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -97,7 +97,7 @@ def print_plan(config: EngineConfig, plan: EnginePlan, short_bytes: int) -> None
 
 
 def print_requests(requests: Sequence[ProgramSpec]) -> None:
-    """Print the number of programs of each kind, and the bytes on each device that such a program updates in place."""
+    """Print, for each kind, the number of programs and the bytes that one program updates in place on each device."""
     table = Table("layout", "kind", "programs", "updated in place, each device")
 
     def group(request: ProgramSpec) -> tuple[int, str]:

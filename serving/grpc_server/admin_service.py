@@ -143,7 +143,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return read_index("device", request.device, most), read_index("instance", request.instance, most)
 
     async def _change_placement(self, kind: PlacementKind, *arguments: Any) -> pb.PlacementReport:
-        """Call the method of the `LLM` that is named `kind`, such as `replicate`. Return its report."""
+        """Call the method `kind` of the `LLM`, such as `replicate`. Return the report of the method."""
         if self._handler.state is not State.READY:
             raise PreconditionError("the server is shutting down: placements can no longer be changed")
         change = partial(getattr(self._handler.backend, kind), *arguments)

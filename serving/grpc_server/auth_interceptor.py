@@ -73,9 +73,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _guarded(self, handler: Any) -> grpc.RpcMethodHandler:
         """Return a handler that parses messages, calls `handler`, and turns errors of `handler` into statuses.
 
-        `handler` returns its answer, or writes the answer itself and returns None. The returned handler streams
-        requests and answers, even if a call has only one request message. Otherwise, gRPC would keep that message in
-        memory until the call ends.
+        `handler` returns its answer, or writes the answer itself and returns None. The returned handler is always a
+        streaming handler. With any other handler, gRPC would keep the request message in memory until the call ends.
         """
         parse = handler.request_deserializer
 

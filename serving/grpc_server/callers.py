@@ -19,8 +19,8 @@ class Caller:
     """Identity of the client that sent a call.
 
     Attributes:
-        client: IP address, in the same form for gRPC and HTTP. All connections from one address share the limits of
-            requests and bytes.
+        client: IP address, in the same form for gRPC and HTTP. The limits of a client's requests and bytes count all
+            connections from one address together.
         scope: namespace of the caller's request ids, different for each access token. For a caller without a token, it
             is different for each connection.
         account: name under which the caller gets its fair share of the engine, different for each token. For a caller
@@ -88,7 +88,7 @@ class Callers:
         """Return the identity of a caller, for the limits and the fair sharing of the server.
 
         Args:
-            client: IP address, in any of its forms; "unix" for a caller without an IP address.
+            client: IP address, in any of its forms. "unix": the caller has no IP address.
             connection: address of the client with the port.
             token: token that the caller sent, or None.
         """
@@ -117,7 +117,7 @@ def _normal(host: str) -> str:
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """Return the bearer token in the metadata of a call; None if the metadata has no token."""
+    """Return the bearer token in the metadata of a call, or None if the metadata has no token."""
     for key, value in metadata:
         if key == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
             return value[7:].strip()

@@ -32,19 +32,19 @@ class Call:
     """Generation request of a client, in a form that is the same for all protocols.
 
     Attributes:
-        name: id that the client chose; "" if the client chose no id. Replies, traces and `Abort` use this id. Inside
-            the server, the request has another id, which no client can choose.
+        name: id that the client chose. "": the client chose no id. Replies, traces and `Abort` use this id. Inside the
+            server, the request has another id, which no client can choose.
         prompt: text, token ids or conversation.
         params: sampling settings.
         caller: identity of the client.
         timeout_s: time limit of the request in seconds. None: no limit.
-        num_bytes: bytes that count against the client's limit: the request message, and the copies of the prompt that
-            the reply repeats.
+        num_bytes: number of bytes that count against the client's limit. These are the bytes of the request message,
+            and of all copies of the prompt in the reply.
         cache_salt: salt of the prefix cache that the client sent, or "".
         unique_name: whether to refuse the request if another unfinished request of the caller has the same `name`.
         add_special_tokens: whether the tokenizer may put its BOS token before a text prompt.
         with_tokens: function that gets the token ids of the prompt, and returns the final sampling settings. It may
-            change `max_tokens` only. None: `params` are final.
+            change only `max_tokens`. None: `params` are final.
         trace_headers: `traceparent` and `tracestate` of W3C Trace Context, if the client sent them.
     """
 

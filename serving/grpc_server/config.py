@@ -73,7 +73,7 @@ class Limits:
     """Bytes of `sampling_parameters`, as JSON (Open Inference Protocol)."""
     max_reply_entries: int = 2**20
     """Tokens and log-probabilities that a reply of ModelInfer may have, computed from `n`, `max_tokens` and `logprobs`.
-    Also of an HTTP reply that is no stream, and of the prompts that an HTTP reply repeats for each sample."""
+    The limit also holds for an HTTP reply without a stream, and for the prompts that it repeats for each sample."""
     max_echo_bytes: int = 16 * 2**20
     """Bytes of a prompt times `n`, if ModelInfer, ModelStreamInfer or an HTTP completion repeats the prompt before each
     sample."""

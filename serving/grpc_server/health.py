@@ -16,8 +16,8 @@ NOT_SERVING = _messages.HealthCheckResponse.NOT_SERVING
 class HealthServicer(health_pb2_grpc.HealthServicer):
     """`grpc.health.v1.Health` with Check, List and Watch.
 
-    A client that watches the status and reads nothing does not delay other clients. In the implementation of
-    `grpcio-health-checking`, such a client delays the others.
+    A client that watches the status and reads nothing does not delay other clients. With the implementation in
+    `grpcio-health-checking`, this client would delay other clients.
     """
 
     def __init__(self) -> None:

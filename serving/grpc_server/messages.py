@@ -121,7 +121,7 @@ def responses(request_id: str, delta: RequestDelta, usage: "pb.Usage | None") ->
 def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> pb.Completion:
     """Return a message with the new tokens `start` to `stop - 1` of a sample.
 
-    If `ended`, the message is the last for `delta`. It then also has the text and the finish reason.
+    `ended` is whether this is the last message for `delta`. The last message also has the text and the finish reason.
     """
     message = pb.Completion(
         index=delta.index,
@@ -143,7 +143,7 @@ def _completion(delta: CompletionDelta, start: int, stop: int, ended: bool) -> p
 
 
 def _logprobs(entry: dict[int, Logprob] | None, first: int | None = None) -> pb.PositionLogprobs:
-    """Return a message with the log-probabilities at one position: first the token `first`, then the most probable."""
+    """Return the log-probabilities at one position as a message: first the token `first`, then the others by rank."""
     items = sorted((entry or {}).items(), key=lambda item: (item[0] != first, item[1].rank))
     return pb.PositionLogprobs(
         tokens=[

@@ -55,7 +55,7 @@ class _Infer:
         id: id that the client chose, or "". Replies repeat it.
         streams: whether output is sent as soon as it is generated. False: one message at the end has the whole output.
         outputs: names of the output tensors.
-        prefix: prompt, if the client wants it before the output of each sample. Otherwise "".
+        prefix: text to send before the output of each sample: the prompt, or "" if the client does not want it.
     """
 
     id: str
@@ -368,8 +368,8 @@ def _cache_salt(request: pb.ModelInferRequest, limits: Limits) -> str:
 def _settings(request: pb.ModelInferRequest, inputs: Inputs, limits: Limits) -> dict[str, Any]:
     """Return the sampling settings of a request by name.
 
-    The settings come from the tensor `sampling_parameters` or, if the request has no such tensor, from the request
-    parameters. A request parameter for priority or an SLO (`_SERVICE`) overrides the tensor.
+    If the request has the tensor `sampling_parameters`, the settings come from this tensor, except that request
+    parameters for priority and SLOs (`_SERVICE`) override it. If not, all settings come from request parameters.
     """
     if len(request.parameters) > _MAX_PARAMETERS:
         raise RequestError(
@@ -401,7 +401,7 @@ def _parameter(key: str, value: pb.InferParameter) -> Any:
 def _timeout_s(request: pb.ModelInferRequest, context: Context) -> float | None:
     """Return the time limit of a request in seconds, or None if there is no limit.
 
-    The limit is the deadline of the call or the request's parameter `timeout`, whichever is earlier.
+    The limit is the earlier of two times: the deadline of the call, and the parameter `timeout` of the request.
     """
     limits = [] if (left := time_left(context)) is None else [left]
     if "timeout" in request.parameters:

@@ -102,7 +102,7 @@ def wanted_outputs(request: pb.ModelInferRequest, inputs: Inputs) -> tuple[str, 
     """Return the names of the output tensors to send.
 
     These are `text_output` and the outputs that input tensors ask for (`return_logprobs` asks for `logprobs`). If the
-    request lists outputs, only listed outputs are sent. Raises `RequestError` if the list has an unknown name.
+    request lists outputs, only outputs in the list are sent. Raises `RequestError` if the list has an unknown name.
     """
     if len(request.outputs) > len(OUTPUTS):
         raise RequestError(f"{len(request.outputs)} outputs are listed: there are {len(OUTPUTS)}, {', '.join(OUTPUTS)}")

@@ -136,10 +136,10 @@ class OpenRequests:
             )
 
     def find(self, caller: Caller, name: str) -> list[str]:
-        """Return the server's ids of the requests with a name, which is the id that a client chose.
+        """Return the server's ids of the requests for which clients chose the id `name`.
 
-        If the caller has a request with this name, return only its id. Otherwise, if `caller.may_abort_all` is true,
-        return the ids of all requests of other callers with this name. In all other cases, return an empty list.
+        If the caller has a request with this name, return only the id of this request. If the caller has none, and
+        `caller.may_abort_all` is true, return the ids of all requests with this name. In all other cases, return [].
         """
         own = self._named.get((caller.scope, name))
         if own is not None:
@@ -151,8 +151,8 @@ class OpenRequests:
     def add_tokens(self, num_tokens: int, mine: PriorityClass) -> None:
         """Add the tokens of a prompt of priority class `mine` to the queued tokens.
 
-        Prompts of this class and of more urgent classes count together. Raises `LimitError` if they would have more
-        than `max_queued_tokens` tokens. If none of them is queued yet, a prompt of any length is accepted.
+        The limit `max_queued_tokens` holds for the queued tokens of this class and of more urgent classes together.
+        Raises `LimitError` if the new prompt would exceed it. The first queued prompt may have any length.
         """
         queued, most = _up_to(mine, self.tokens_by_class), self._limits.max_queued_tokens
         if queued and queued + num_tokens > most:
@@ -198,5 +198,5 @@ def _up_to(mine: PriorityClass, counts: Counter[PriorityClass]) -> int:
 
 
 def _and_before(mine: PriorityClass) -> str:
-    """Return the counted classes for an error message, such as " of class standard or more urgent". "": all."""
+    """Return words such as " of class standard or more urgent" for an error message, or "" for all classes."""
     return "" if mine is PriorityClass.BEST_EFFORT else f" of class {mine.label} or more urgent"

@@ -15,7 +15,7 @@ CUT_OFF_S = 2.0
 """Seconds that a write may stay blocked after the unread output has exceeded its limit."""
 LAST_READ_S = 60.0
 """Seconds that the last message of a request waits for a client that does not read it."""
-# Further time for a write that may have ended already, if this event loop was late.
+# Seconds from the time limit of a write to its cancellation: if the event loop was late, the write may have ended.
 _GRACE_S = 0.1
 # Most tokens and log-probabilities of a prompt in one write. A client that reads one part after the other is not slow.
 _PART_ENTRIES = 2048
@@ -58,7 +58,7 @@ class DeltaSum:
             self._grown.setdefault(completion.index, _Grown()).add(completion)
 
     def take(self) -> RequestDelta | None:
-        """Return the sum of the deltas that were added since the last call; None if no delta was added."""
+        """Return the sum of the deltas that were added since the last call, or None if no delta was added."""
         latest = self._latest
         if latest is None:
             return None
@@ -88,13 +88,13 @@ class DeltaSum:
 
 
 class OutputCoalescer:
-    """Buffer between a request and its client. It sends all output that arrived during a write as one message.
+    """Buffer between a request and its client. Output that arrives during one write is sent together in the next write.
 
-    A write blocks while the client does not read. If more than `max_tokens` tokens arrive during one write, the write
-    must end within the next `CUT_OFF_S` seconds. Otherwise, the client is cut off.
+    A write blocks while the client does not read. If too many tokens arrive during one write, the write must end within
+    the next `CUT_OFF_S` seconds. If it does not end, the client is cut off.
 
     Args:
-        max_tokens: limit for the tokens and log-probabilities of each sample that arrive during one write
+        max_tokens: maximum number of tokens and log-probabilities that may arrive during one write, for each sample
             (`Limits.max_buffered_tokens`).
         params: sampling settings of the request.
     """

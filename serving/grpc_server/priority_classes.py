@@ -6,8 +6,8 @@ from enum import IntEnum
 class PriorityClass(IntEnum):
     """Class of requests by priority. A lower value is more urgent.
 
-    A limit that all classes share counts only requests of the same class and of more urgent classes. A request is
-    therefore never refused because of less urgent requests.
+    Some limits are shared by all classes. For a new request, these limits count the requests of its class and of more
+    urgent classes. Less urgent requests therefore never cause a refusal.
     """
 
     URGENT = 0

@@ -35,9 +35,9 @@ _DELAYED = frozenset(
 class Refusals:
     """Rate limit for refused calls (generic cell rate algorithm). All methods run in the server's event loop.
 
-    The limit protects the event loop, which all clients share: a refused call takes 1 to 2 ms of its time. `wait`
-    delays the answer to a refused call. A client that cancels its calls waits for no answer. For such clients,
-    `before_request` delays the start of the next request.
+    The limit protects the event loop, which all clients share: each refused call occupies the event loop for 1 to 2 ms.
+    `wait` delays the answer to a refused call. Some clients cancel their calls and wait for no answer. Therefore,
+    `before_request` also delays the next request of a client.
     """
 
     def __init__(self, limits: Limits):
@@ -68,9 +68,9 @@ class Refusals:
             await self._sleep(client, delay_s)
 
     def given_up(self, client: str, after_s: float) -> None:
-        """Count a request that was cancelled or expired after `after_s` seconds as a refused call.
+        """Count a request as a refused call, because the client cancelled it or its deadline passed.
 
-        Only requests that ended within `GIVEN_UP_WITHIN_S` seconds count.
+        Do nothing if `after_s`, the seconds from its start to its end, exceeds `GIVEN_UP_WITHIN_S`.
         """
         if after_s <= GIVEN_UP_WITHIN_S:
             self.delay_s(client, time.monotonic())

@@ -24,7 +24,7 @@ class _Files:
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca[0] if client_ca else None)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificates if a file has changed since the files were last read. Otherwise, return None.
+        """Return the certificates if a file has changed since the last read, or None if no file has changed.
 
         Also return None if a file cannot be read. gRPC calls this method for each new connection.
         """

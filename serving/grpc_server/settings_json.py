@@ -101,7 +101,7 @@ def decode_utf8(name: str, data: bytes) -> str:
 
 
 def read_structured(name: str, value: Any) -> StructuredOutput:
-    """Return a constraint on the generated text. `value` is a dict with vLLM's keys, or JSON text of such a dict.
+    """Return a constraint on the generated text. `value` is a dict with vLLM's keys, or the JSON text of this dict.
 
     Raises `RequestError` for other values.
     """

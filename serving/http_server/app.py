@@ -22,7 +22,7 @@ from serving.http_server.tokens import token_routes
 def create_app(handler: RequestHandler) -> FastAPI:
     """Return the HTTP application that passes requests to `handler`.
 
-    The application alone checks no access tokens. Wrap it in `with_gate` to serve clients.
+    The application does not check access tokens. Wrap it in `with_gate` to serve clients.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     started_at = int(time.time())

@@ -331,7 +331,7 @@ class _ChatCompletion:
         await write(end + DONE)
 
     def _chunk_choice(self, step: Step) -> dict[str, Any] | None:
-        """Return the choice that streams the new output `step`, or None if it has nothing to send."""
+        """Return the new output `step` as a choice of a streamed reply, or None if there is nothing to send."""
         delta: dict[str, Any] = {}
         for piece in self._shown(step):
             if piece.kind == "call":

@@ -26,9 +26,9 @@ class Step:
     Attributes:
         index: index of the sample.
         pieces: new content, reasoning and tool calls, in order.
-        entries: pairs (token of the text, log-probabilities by token id). Empty: not requested.
+        entries: pairs (token of the text, log-probabilities by token id). Empty: without log-probabilities.
         token_ids: all new tokens.
-        finish_reason: `stop`, `length`, `tool_calls` or `abort` in the last output of the sample; else None.
+        finish_reason: `stop`, `length`, `tool_calls` or `abort`. None: the sample has not ended.
         stop_reason: stop string or stop token that ended the sample, or None.
     """
 

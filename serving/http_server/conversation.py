@@ -31,7 +31,7 @@ class Tools:
 
     Attributes:
         functions: descriptions of the functions, in OpenAI's form. Empty: the model sees no tools.
-        choice: "none", "auto", "required", or "named" if the model must call the only function in `functions`.
+        choice: "none", "auto", "required" or "named". "named": the model must call the only function in `functions`.
         parallel: whether an answer may have several calls.
     """
 
@@ -51,7 +51,7 @@ class Tools:
 
     @property
     def constraint(self) -> StructuredOutput | None:
-        """Constraint on the text that makes the model call a function. None: no call is required."""
+        """Constraint that makes the model call a function. None: no call is required."""
         if self.choice == "named":
             return StructuredOutput(json_schema=_parameters(self.functions[0]))
         if self.choice != "required":
@@ -86,7 +86,7 @@ def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]:
-    """Convert messages in OpenAI's form for a chat template.
+    """Convert messages from OpenAI's form to the form of chat templates.
 
     Raises `FieldError` for a message that is not supported.
     """
@@ -96,7 +96,7 @@ def read_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]
 
 
 def read_message(message: Any, name: str) -> dict[str, Any]:
-    """Convert one message in OpenAI's form for a chat template.
+    """Convert one message from OpenAI's form to the form of chat templates.
 
     `name` is the path of the message in the request, for errors. Raises `FieldError` if the message is not supported.
     """
@@ -239,8 +239,8 @@ def _find(functions: list[dict[str, Any]], name: Any) -> dict[str, Any]:
 def for_template(messages: list[dict[str, Any]], tools: Tools, template: str) -> list[dict[str, Any]]:
     """Convert messages to a form that the chat template `template` can show.
 
-    If the template does not know the role `developer`, this role becomes `system`. If the template does not know tools
-    or tool calls, they become text.
+    If the template does not know the role `developer`, this role becomes `system`. If the template does not know tools,
+    the tools become text. If the template does not know tool calls, the tool calls become text.
     """
     if "developer" not in template:
         messages = [it | {"role": "system"} if it["role"] == "developer" else it for it in messages]

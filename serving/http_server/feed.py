@@ -45,9 +45,9 @@ class Feed:
         self._ready = asyncio.Event()
 
     async def watch(self, write: Write, first: bytes) -> None:
-        """Write `first` and then each message, until the task is cancelled.
+        """Write `first`, and then each new message of the feed, until the task is cancelled.
 
-        If several messages are made while `write` still runs, this viewer gets only the latest of them.
+        If several messages are made during one write, this viewer gets only the latest message.
 
         Raises:
             LimitError: there are `max_viewers` viewers.

@@ -130,8 +130,8 @@ async def read_body(request: Request, kind: type[M]) -> M:
 def refuse_unsupported(body: BaseModel, unsupported: dict[str, tuple[Any, ...]]) -> None:
     """Raise `FieldError` if a field asks for a feature that this server does not have.
 
-    `unsupported` has the fields of such features, each with its harmless values. For example, `{"length_penalty":
-    (1.0,)}` refuses all values of `length_penalty` except 1.0 and null.
+    `unsupported` has the accepted values of each field to check, by the name of the field. For example,
+    `{"length_penalty": (1.0,)}` refuses all values of `length_penalty` except 1.0 and null.
     """
     for name, harmless in unsupported.items():
         value = getattr(body, name)

@@ -27,7 +27,7 @@ class Family:
         content: region of the content. Empty: all text outside the other regions.
         reasoning: region of the reasoning. None: the format has no reasoning.
         calls: regions of tool calls. If the pattern of a region captures the `name` of the function, the text of the
-            region is the arguments. Otherwise, `read_calls` reads the text.
+            region is the arguments. If it captures no name, `read_calls` reads the text.
         call_marks: marks before and after a tool call. A tool call that cannot be read becomes content, with its marks.
         uses_special_tokens: whether the marks are special tokens. If so, the text must keep special tokens.
     """

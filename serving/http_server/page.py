@@ -106,8 +106,8 @@ def page_routes(handler: RequestHandler, interval_s: float = INTERVAL_S) -> APIR
 def _check_admin(handler: RequestHandler, request: Request) -> None:
     """Raise an error if the caller may not administer the server. The rules are the same as for AdminService.
 
-    If the server has no tokens, the host of the request must be an IP address or `localhost`. Otherwise a web site
-    whose name resolves to this server could control the server through the browser of a visitor.
+    If the server has no tokens, the host of the request must be an IP address or `localhost`. Without this rule, a web
+    site whose name resolves to this server could control the server through the browser of a visitor.
     """
     handler.callers.check_admin(request.scope.get("token"))
     if handler.callers.needs_no_token and not _is_direct(request.url.hostname or ""):

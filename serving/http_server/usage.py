@@ -52,7 +52,7 @@ class Usage:
 def text_entries(delta: CompletionDelta, stop_ids: Container[int]) -> list[tuple[int, dict[int, Logprob]]]:
     """Return a pair (token, log-probabilities by token id) for each new token of the text.
 
-    If a token in `stop_ids` ended the sequence, it is left out. Without log-probabilities, the list is empty.
+    If the sequence ended with a token in `stop_ids`, this token is left out. Without log-probabilities, return [].
     """
     entries = list(zip(delta.token_ids, delta.logprobs or (), strict=False))
     # The last token of constrained text can be text.

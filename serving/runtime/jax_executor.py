@@ -89,8 +89,8 @@ class JaxExecutor:
             report or the error.
         on_placed: function `(action, future)` that is called when a change of placement has ended. The future has the
             report or the error.
-        monitor: averages of vacancy (free shares of devices), SLO violations and load.
-            `snapshot` updates them.
+        monitor: averages of three quantities: vacancy (free shares of devices), SLO violations, and load. `snapshot`
+            updates the averages.
 
     Attributes:
         waiting: waiting requests.
@@ -316,7 +316,7 @@ class EngineScheduler:
     def schedule(self) -> None:
         """Start further samples (`n` above 1) of requests whose first sample runs. Then call the policy.
 
-        If nothing has changed since the last call of the policy, the policy is not called again for a second.
+        While nothing changes, the policy is called only once a second.
         """
         engine = self._engine
         self._start_siblings()
@@ -372,11 +372,11 @@ def _placement_options(action: PlacementChange) -> PlacementOptions:
 
 
 def _joinable_tokens(instance: Instance, page_size: int) -> int:
-    """Return the tokens that a new request could use on an instance that is merging or splitting.
+    """Return the number of tokens that a new request could use on an instance that is merging or splitting.
 
-    A new request would join one of the instance's lanes. In a lane, it could use the free tokens, except one page for
-    each running sequence of the lane. The result is for the lane with the most such tokens. Lanes without a free slot
-    do not count. If no lane is left, or if the instance neither merges nor splits, the result is 0.
+    A new request would join one lane of the instance. A lane with a free slot has room for its free tokens, less one
+    page for each of its running sequences. The result is the number for the lane with the most room. It is 0 if no lane
+    has a free slot, or if the instance is neither merging nor splitting.
     """
     if instance.transition is None:
         return 0

@@ -227,8 +227,8 @@ class RequestRecord:
     def end(self, reason: str | None) -> None:
         """Count the end of the request under its finish reason.
 
-        If the engine has finished the request, the finish reason comes from its samples, and `reason` is ignored.
-        Otherwise, the finish reason is `reason` (one of `FINISH_REASONS`). None means `error`.
+        If the engine has finished the request, the finish reason comes from the samples of the request, and `reason` is
+        ignored. If not, the finish reason is `reason` (one of `FINISH_REASONS`), or `error` if `reason` is None.
         """
         metrics, latest = self._metrics, self.latest
         if latest is None or not latest.finished:

@@ -11,7 +11,7 @@ from sharding.placement import Homes, Placement
 def layers_by_device(placement: Placement) -> Counter[int]:
     """Return the number of layers that each device computes.
 
-    A layer counts if the device computes its attention or its FFN.
+    A layer counts if the device computes the attention or the FFN of the layer.
     """
     return Counter(
         device
@@ -35,10 +35,10 @@ def placement_view(placement: Placement, devices: Sequence[int]) -> PlacementVie
 
 
 def estimated_speedup(placement: Placement) -> float:
-    """Return the estimated speedup of a step by the replicas of a placement (Equation 4 of CoCoServe).
+    """Return the factor by which the replicas of a placement should speed up a step (Equation 4 of CoCoServe).
 
-    The speedup is relative to a placement with all layers on one home. Moves of hidden states between homes reduce the
-    speedup.
+    The factor is relative to a placement with all layers on one home. Moves of hidden states between homes reduce the
+    factor.
     """
     modules = [homes for pair in zip(placement.attention, placement.ffn, strict=True) for homes in pair]
     transitions = count_transitions([_devices(homes) for homes in modules], tuple(placement.head.devices))

@@ -51,7 +51,7 @@ class Snapshot:
         return degrees
 
     def layer_replicas(self) -> dict[tuple[int, int], int]:
-        """Return how many layers of an instance a device computes, by (instance id, device).
+        """Return, by (instance id, device), how many layers of the instance the device computes.
 
         A layer counts if the device computes the attention or the FFN of the layer.
         """

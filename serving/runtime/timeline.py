@@ -76,5 +76,5 @@ class Timeline:
 
 
 def _rank(ordered: Sequence[float], share: float) -> float | None:
-    """Return a percentile of sorted values (0.99: the 99th, by nearest rank). None: there are no values."""
+    """Return a percentile of sorted values, by nearest rank: the 99th for `share` 0.99. None: there are no values."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None

@@ -38,8 +38,8 @@ class Timings:
         """Record the present step durations and throughput of `instances`. Return everything recorded so far.
 
         The duration of a step is the median over all instances of a degree. If a degree has no instance now, its latest
-        duration is kept. The duration of a merge or split, such as from TP1 to TP4, is the median of the latest 8 from
-        TP1 to TP4.
+        duration is kept. The duration of a merge or split is the median of the latest 8 from the same old degree to
+        the same new degree.
         """
         self._take_throughput(instances)
         steps: dict[int, list[float]] = {}
@@ -57,7 +57,8 @@ class Timings:
     def _take_throughput(self, instances: Sequence[Instance]) -> None:
         """Record the total throughput of all instances if it is a new maximum for their tensor-parallel degree.
 
-        Do nothing if the instances have different degrees, if one is merging or splitting, or if one does not decode.
+        Do nothing if the instances have different degrees, if any instance is merging or splitting, or if any instance
+        does not decode.
         """
         rates = [instance.pace.decode_rate for instance in instances if instance.running and not instance.transition]
         known = [rate for rate in rates if rate is not None]

@@ -22,7 +22,7 @@ class WaitingView:
         """Maximum length of each hidden sequence, in tokens."""
 
     def snapshot(self) -> tuple[WaitingRequest, ...]:
-        """Return the sequences that can start now. Also set `hidden_tokens`, the maximum lengths of the others."""
+        """Return the sequences that can start now. Also set `hidden_tokens` for the sequences that cannot start now."""
         awaits, hidden = self._awaited_programs(), []
         self._shown = {}
         for name, sequence in by_name(self._engine.waiting).items():
@@ -37,7 +37,7 @@ class WaitingView:
     def get(self, name: str) -> Sequence | None:
         """Return the waiting sequence that has this name in the last snapshot.
 
-        Return None if the snapshot did not show it, or if it no longer waits.
+        Return None if the last snapshot has no sequence of this name, or if the sequence no longer waits.
         """
         sequence = self._shown.get(name)
         return sequence if sequence in self._engine.waiting else None

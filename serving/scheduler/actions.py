@@ -150,8 +150,8 @@ class Migrate:
 class ScaleOut:
     """Copy all layers of an instance to an empty device. The copy becomes a separate instance with the id `device`.
 
-    While layers are copied, the layers that have arrived compute a share of the sequences. At the end, the new instance
-    keeps these sequences.
+    During the copy, the layers that are already on `device` compute a share of the sequences. At the end, the new
+    instance keeps these sequences.
     """
 
     instance_id: int
@@ -162,7 +162,7 @@ class ScaleOut:
 
 @dataclass(frozen=True)
 class ScaleIn:
-    """End the instance on `device`, and empty the device. Its sequences continue on the instance `instance_id`."""
+    """End the instance on `device`, and empty the device. Another instance (`instance_id`) continues the sequences."""
 
     instance_id: int
     """Id of the instance that gets the sequences."""
@@ -227,8 +227,8 @@ def invalid(action: object) -> str | None:
 def identity(action: Action) -> tuple[object, ...]:
     """Return a key that identifies an action. Actions that differ only in `reason` have the same key.
 
-    The key of a merge or split has only its devices and its degree. Therefore, a merge and a split of the same devices
-    to the same degree have the same key.
+    The key of a merge or split has only the devices and the degree. A merge and a split therefore have the same key if
+    they have the same devices and the same degree.
     """
     match action:
         case ScaleUp(devices, degree) | ScaleDown(devices, degree):

@@ -24,7 +24,7 @@ class Admission:
     max_queued_tokens: int | None = None
     """Maximum number of prompt tokens of all waiting requests. None: no limit.
 
-    The same requests as for `max_queued_requests` are counted, and rejected first.
+    Requests are counted and rejected as for `max_queued_requests`.
     """
 
     def screen(self, view: ClusterView, capacity_tokens: int, holder: str) -> tuple[list[Reject], list[WaitingRequest]]:
@@ -72,8 +72,8 @@ class Admission:
     def _overflow(self, requests: Iterable[WaitingRequest]) -> list[Reject]:
         """Return the rejections that bring the queue within its limits.
 
-        Requests of clients that exceed their fair share are rejected first, and then the latest arrivals. Preempted
-        requests are never rejected, and do not count.
+        Requests beyond their client's fair share are rejected first, and then the latest arrivals. Preempted requests
+        are never rejected, and do not count against the limits.
         """
         rejects, num_requests, num_tokens = [], 0, 0
         for request in sorted(requests, key=lambda r: (r.beyond_share, r.arrival_s, r.request_id)):

@@ -18,8 +18,8 @@ from serving.scheduler.view import ClusterView
 class AmoebaPolicy:
     """Policy `amoeba` (docs/scheduling.md): merges instances for long requests, and splits them afterwards.
 
-    Between decisions, the policy remembers three things: the size of the largest recent long request, the last time at
-    which a long request needed each merged instance, and whether a short request found no room in the last decision.
+    Between decisions, the policy remembers the size of the largest recent long request. It also remembers when a long
+    request last needed each merged instance, and whether a short request found no room in the last decision.
     """
 
     name = "amoeba"

@@ -22,8 +22,8 @@ class Round:
         was_pressed: whether a short request found no room in the last decision.
 
     Attributes:
-        busy: ids of instances that must not merge in this decision. They are merging, splitting or draining, or this
-            decision already merges them, splits them or preempts their requests.
+        busy: ids of instances that must not merge in this decision. An instance is busy if it is merging, splitting or
+            draining, or if this decision already merges it, closes it for a merge, splits it or preempts its requests.
         pressed: whether a short request found no room in this decision.
         num_unplaced: number of requests that found no room.
     """
@@ -49,7 +49,7 @@ class Round:
         self._reserved: set[int] = set()
         """Ids of merged instances where a waiting long request has reserved tokens."""
         self._taken_s: dict[int, float] = {}
-        """Estimated seconds until the waiting request that reserved tokens on an instance has finished, by instance."""
+        """Estimated seconds until an instance has finished the request for which it reserves tokens, by instance id."""
 
     @cached_property
     def _candidates(self) -> list[InstanceView]:
@@ -109,11 +109,12 @@ class Round:
         """Return the actions for a long request.
 
         - If instances have room now, dispatch the request to the one with the highest tensor-parallel degree.
-        - If an instance is large enough but has no room now, preempt other requests. If that is impossible, merge one
-          more group of instances (`_second_merge`), or let the request wait.
-        - If no instance is large enough, merge a group of instances. If no group has room yet, close the best group to
+        - If an instance is large enough but has no room now, preempt other requests. If no request can be preempted,
+          merge one more group of instances (`_second_merge`), or let the request wait.
+        - If no instance is large enough, merge a group of instances. If all groups lack room, close the best group to
           new requests, so that it can merge later.
-        - If no group can merge, split an instance that kept its weights. It can then merge again with more KV cache.
+        - If no group can merge, split a merged instance that has released no weights. Its devices can then merge again
+          with more KV cache.
         """
         if options := self.room.with_room(request):
             instance = min(options, key=lambda i: (-i.degree, self.room.load(i), i.id))
@@ -137,11 +138,11 @@ class Round:
     def _second_merge(self, request: WaitingRequest) -> ScaleUp | None:
         """Return the action that merges one more group for a long request, or None if the request should wait.
 
-        The group merges in two cases:
+        The group merges if one of two reasons holds:
 
         - The request has waited `merge_again_after_s` seconds.
-        - By waiting, the request would miss its TTFT SLO, and a merge gives the first token earlier. In addition, every
-          short request has room, and no other merge of this decision can hold the request.
+        - The request would miss its TTFT SLO by waiting, and a merge gives the first token earlier. This reason is
+          ignored if a short request lacks room, or if another merge of this decision can hold the request.
         """
         waited_s, patience_s = self.view.now_s - request.arrival_s, self.config.merge_again_after_s
         group = self._group_with_room(request)
@@ -219,10 +220,7 @@ class Round:
         ]
 
     def _group_with_room(self, request: WaitingRequest) -> MergeGroup | None:
-        """Return the best group of instances that has room for a request as soon as it has merged.
-
-        Return None if there is no such group.
-        """
+        """Return the best group of instances that will have room for a request right after the merge, or None."""
         need = self.room.need(request)
         return next((group for group in self._groups(request) if group.minus_free <= -need), None)
 

@@ -1,4 +1,4 @@
-"""Memory of actions that the executor refused, so that a policy does not request them again immediately."""
+"""Record of actions that the executor refused, so that a policy does not request them again immediately."""
 
 from dataclasses import dataclass, field
 
@@ -38,10 +38,10 @@ class _Refusal:
 
 @dataclass
 class Backoff:
-    """Memory of refused actions, which are blocked for some seconds.
+    """Record of refused actions, which are blocked for some seconds.
 
-    It also has the accepted merges, splits and placement changes that are in progress. If one of them fails, the
-    scheduler records it as refused.
+    The record also has the merges, splits and placement changes in progress. If one of these actions fails, the
+    scheduler records the action as refused.
     """
 
     config: BackoffConfig = BackoffConfig()
@@ -64,10 +64,10 @@ class Backoff:
         return wait_s
 
     def accept(self, action: Action) -> None:
-        """Record that an action was accepted, and forget its earlier refusals.
+        """Record that an action was accepted.
 
-        A merge, split or placement change can still fail. Its refusals are therefore forgotten only when it has
-        succeeded.
+        The earlier refusals of the action are forgotten when it has succeeded. Merges, splits and placement changes
+        succeed later (`ended`). All other actions succeed at once.
         """
         if isinstance(action, Transformation | PlacementChange):
             self._under_way.append(action)

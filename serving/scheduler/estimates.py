@@ -23,8 +23,8 @@ def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> 
     """Estimate the seconds until an instance has `need` free tokens of KV cache and a free slot.
 
     The estimate assumes that every running request reaches its maximum length, and that no other request starts. If
-    even the end of all running requests frees too few tokens, return the time until the last of them ends. Return None
-    if no step or no prompt was measured at the tensor-parallel degree of the instance.
+    all running requests together free too few tokens, return the seconds until the last running request ends. Return
+    None if no step or no prompt was measured at the tensor-parallel degree of the instance.
     """
     lacks = need - room.free(instance)
     if lacks <= 0 and room.has_slot(instance):
@@ -37,7 +37,7 @@ def wait_s(view: ClusterView, room: Room, instance: InstanceView, need: int) -> 
         return 0.0
     ordered = sorted(instance.running, key=lambda r: r.max_total_tokens - r.num_tokens)
     freed = list(accumulate(room.freed_by(request) for request in ordered))
-    # If the ends of all requests free fewer tokens than are lacking, the last end counts.
+    # If all requests together free too few tokens, take the request that ends last.
     last = ordered[min(bisect_left(freed, lacks), len(ordered) - 1)]
     return prompts_s + (last.max_total_tokens - last.num_tokens) * one_step_s
 
@@ -52,12 +52,12 @@ def first_token_s(
     """Estimate the seconds until the first token of a request, on the instance that would generate it first.
 
     The result is None (unknown) if a measurement is missing, or if no instance can hold the request. It is also None if
-    an instance is merging or splitting and will be able to hold the request.
+    an instance will be able to hold the request after a merge or split that is in progress.
 
     Args:
         instances: instances to choose from.
-        taken_s: seconds until an instance has finished another request that already waits for it, by instance id. If an
-            instance has no entry, `wait_s` estimates the seconds until it has room.
+        taken_s: seconds until an instance has finished a waiting request that goes first, by instance id. For an
+            instance without an entry, `wait_s` estimates the seconds until the instance has room.
     """
     times = []
     for instance in instances:
@@ -138,7 +138,7 @@ def meets_own_slos(
 def is_slow(instance: InstanceView, request: WaitingRequest, default_s: float | None) -> bool:
     """Return whether recent steps of an instance took longer than the TPOT SLO of a request.
 
-    `default_s` is the TPOT SLO in seconds of a request that sets none. None: no limit.
+    `default_s` is the TPOT SLO, in seconds, of requests without their own SLO. None: no limit.
     """
     slo_s = default_s if request.tpot_slo_s is None else request.tpot_slo_s
     return slo_s is not None and instance.step_s is not None and instance.step_s > slo_s
@@ -149,13 +149,12 @@ def split_time_s(
 ) -> float:
     """Return the time at which merged instances should split for a short request that finds no room.
 
-    This is `wait_s` seconds after the request began to wait, or earlier if the request would then miss its TTFT SLO. In
-    that case, it is the latest time at which a split still meets the SLO. If splits or prompts were not measured, the
-    SLO is ignored.
+    This is the earlier of two times: `wait_s` seconds after the request began to wait, and the latest time at which a
+    split still lets the request meet its TTFT SLO. If splits or prompts were not measured, only the first time counts.
 
     Args:
         degree: tensor-parallel degree of the merged instances.
-        default_s: TTFT SLO in seconds of a request that sets none. None: no limit.
+        default_s: TTFT SLO, in seconds, of requests without their own SLO. None: no limit.
     """
     at_s, slo_s = request.since_s + wait_s, default_s if request.ttft_slo_s is None else request.ttft_slo_s
     split_s = view.timing.transformation_s(degree, view.base_degree)

@@ -25,8 +25,8 @@ class Executor(Protocol):
     a dispatched or rejected request has left the queue, and a preempted request is in the queue again. While an
     instance merges or splits, its `transition_to` is set. During a placement change, its `changes_placement` is set.
 
-    A merge or split has failed if it ends and the instances do not have the requested degree. Its requests keep running
-    or wait. A placement change has failed if it ends and some layers are not on their new devices.
+    A merge or split has failed if it ends and the instances do not have the requested degree. The requests of these
+    instances still run or wait. A placement change has failed if it ends and some layers are not on their new devices.
     """
 
     def snapshot(self) -> ClusterView:

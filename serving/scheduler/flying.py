@@ -80,7 +80,7 @@ class FlyingPolicy:
         self.load.update(view, present + len(view.queue), late)
 
     def _forget_groups(self, room: Room) -> None:
-        """Remove merged instances that have split from `_for_load` and `_for_urgent`."""
+        """Forget groups that have split: remove their devices from `_for_load` and `_for_urgent`."""
         present = {instance.devices for instance in room.merged}
         self._for_load &= present
         changing = {device for instance in room.unsteady for device in instance.devices}
@@ -94,9 +94,9 @@ class FlyingPolicy:
         The instance stays merged if it serves urgent requests (`_serves_urgent`), if its requests do not fit the new
         instances, or if the split was refused recently.
 
-        If no long request runs on the instance or waits for it, it splits to the base degree. If there is a long
-        request, it splits to the lowest degree that holds this request with all weights resident. If the instance has
-        paused requests, `_resume` decides instead.
+        If a long request runs on the instance or waits for it, the instance splits to the lowest degree that holds this
+        request with all weights resident. If there is no long request, the instance splits to the base degree. If the
+        instance has paused requests, these rules do not apply, and `_resume` decides.
 
         Args:
             urgent: whether urgent requests wait.
@@ -120,11 +120,13 @@ class FlyingPolicy:
         return [ScaleDown(instance.devices, degree, why)]
 
     def _serves_urgent(self, instance: InstanceView, urgent_waits: bool) -> bool:
-        """Return whether a merged instance stays merged because urgent requests run on it or wait.
+        """Return whether a merged instance stays merged for urgent requests that run on it or wait in the queue.
 
-        An instance that was merged because of light load does not stay merged. An instance that was merged for urgent
-        requests without pausing others (`_for_urgent`) stays merged. Any other instance stays merged if the load is not
-        heavy, or if all its running requests are urgent.
+        Without urgent requests, the result is False. With urgent requests, the reason for the merge decides:
+
+        - Light load: False.
+        - An urgent request, with no other request paused (`_for_urgent`): True.
+        - Any other reason: True if the load is not heavy, or if all requests on the instance are urgent.
         """
         if instance.devices in self._for_load or not (urgent_waits or instance.runs_urgent):
             return False
@@ -134,11 +136,11 @@ class FlyingPolicy:
     def _resume(self, view: ClusterView, room: Room, instance: InstanceView, degree: int, urgent: bool) -> list[Action]:
         """Return the actions that split a merged instance, so that its paused requests resume.
 
-        The list is empty if requests run on the instance, if urgent requests wait, or if the split was refused
-        recently. If the pause has reached its time limit, the instance splits even if requests run or wait.
+        The list is empty if requests run on the instance, or if urgent requests wait. When the pause has reached its
+        time limit, these two conditions are ignored. The list is also empty if the split was refused recently.
 
-        Running requests may not fit beside the paused requests. In this case, the actions preempt these running
-        requests, and a later decision splits the instance.
+        If some running requests would not fit beside the paused requests, the actions only preempt these running
+        requests. A later decision then splits the instance.
         """
         used_up = self._budget.used_up(instance.devices)
         if (instance.running or urgent) and not used_up:

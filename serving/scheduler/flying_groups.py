@@ -17,8 +17,8 @@ class FlyingGroups:
     """Groups of instances that may merge in one decision of the policy `flying`.
 
     Attributes:
-        coming: `(free tokens, free slots)` of each merged instance that a merge in progress or a requested merge
-            creates.
+        coming: `(free tokens, free slots)` of each merged instance that will exist soon. Its merge is in progress, or
+            this decision requests or prepares its merge.
     """
 
     def __init__(self, view: ClusterView, room: Room, config: FlyingConfig, budget: PauseBudget):
@@ -49,7 +49,7 @@ class FlyingGroups:
         return [(devices, members) for devices, members in groups if members is not None]
 
     def close(self, members: Members) -> None:
-        """Close instances: in this decision, they get no more requests and do not merge a second time."""
+        """Close instances: they get no more requests and no second merge in this decision."""
         for instance in members:
             self.room.close(instance)
 
@@ -68,15 +68,14 @@ class FlyingGroups:
     def for_urgent(self, pause: bool) -> tuple[int, tuple[int, ...], Members] | None:
         """Return `(degree, devices, members)` of the group of instances to merge for an urgent request.
 
-        The degree is the highest degree with a suitable group, at most `FlyingConfig.urgent_degree`. Among several
-        suitable groups, the group with the fewest running requests is chosen, and then the group with the fewest used
-        tokens. The result is None if no group is suitable.
-
-        In a suitable group, no device has used up its `PauseBudget`, and the programs of the degree are compiled.
+        A group is suitable if the programs of the degree are compiled, no device of the group has used up its
+        `PauseBudget`, and the condition of `pause` holds. The highest degree with a suitable group is chosen, at most
+        `FlyingConfig.urgent_degree`. At this degree, the group with the fewest running requests is chosen, and among
+        equal groups the group with the fewest used tokens. The result is None if no group is suitable.
 
         Args:
-            pause: whether to pause the running requests of the group. If True, the instances of a suitable group have
-                equal degrees and run no urgent request. If False, the merged instance has slots for all running
+            pause: whether to pause the running requests of the group. If True, the instances of the group must have
+                equal degrees and run no urgent request. If False, the merged instance must have slots for all running
                 requests and for the urgent request.
         """
         for limits in reversed(self.view.degrees):
@@ -105,8 +104,9 @@ class FlyingGroups:
         to other requests.
 
         Args:
-            close: whether to prepare a later merge. If True, and no group of a degree has room, the group with the
-                fewest used tokens is closed, so that it can merge later. The result is then an empty list.
+            close: whether to prepare a later merge if no group has room. If True, only the lowest degree with groups is
+                tried. If none of its groups has room, the group with the fewest used tokens is closed, so that it can
+                merge later. The result is then an empty list.
             pays: function that accepts or refuses a merge. Its argument is the estimated seconds from now to the first
                 token after the merge, or None if unknown.
         """
@@ -138,8 +138,8 @@ class FlyingGroups:
     def _holding(self, size: int) -> Iterator[tuple[DegreeLimits, bool]]:
         """Yield `(limits, kept)` for each degree at which an instance can hold `size` tokens, lowest degree first.
 
-        If some degrees can hold the request with all weights resident, only these degrees are yielded, with `kept`
-        True. If no degree can, degrees are yielded at which some weights become KV cache, with `kept` False.
+        If some degrees can hold the tokens with all weights resident, yield these degrees, with `kept` True. If there
+        is no such degree, yield the degrees that can hold the tokens with released weights, with `kept` False.
         """
         view = self.view
         above = [limits for limits in view.degrees if limits.degree > view.base_degree and limits.ready]
@@ -151,9 +151,9 @@ class FlyingGroups:
     def split_to_release(self, request: WaitingRequest) -> list[Action]:
         """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-        The instance kept all its weights. In the second merge, weights become KV cache, so that `request` fits. Among
-        several such instances, the one with the fewest used tokens is chosen, and closed to other requests. The list is
-        empty if there is no such instance, or if the chosen instance cannot split now.
+        The instance must have released no weights. In the second merge, weights become KV cache, so that `request`
+        fits. If several instances qualify, the instance with the fewest used tokens is chosen. It is closed to other
+        requests. The list is empty if no instance qualifies, or if the chosen instance cannot split now.
         """
         view, room = self.view, self.room
         options = [

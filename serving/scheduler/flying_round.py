@@ -21,9 +21,9 @@ class FlyingRound:
 
     Attributes:
         groups: groups of instances that may merge.
-        settled: ids of requests that need no further action in this decision. They are dispatched, or they are urgent,
-            and a merge or a preemption makes room for them.
-        moved: devices of each group that merges for an urgent request without pausing the running requests.
+        settled: ids of requests that need no further action in this decision: dispatched requests, and urgent requests
+            for which a merge or a preemption makes room.
+        moved: devices of each group that merges for an urgent request and whose running requests are not paused.
         num_unplaced: number of requests that found no room.
         split_at_s: earliest time at which merged instances should split for a short request without room. None: every
             short request has room, or a merge or split in progress may still make room.
@@ -44,8 +44,8 @@ class FlyingRound:
     def place_urgent(self, request: WaitingRequest) -> list[Action]:
         """Return the actions that dispatch an urgent request or make room for it. The list may be empty.
 
-        If the request needs no further action, its id is added to `settled`. Otherwise, the caller must call `place`
-        too. For a long request, this method does nothing.
+        If the request needs no further action, its id is added to `settled`. If its id is not added, the caller must
+        also call `place`. For a long request, this method does nothing.
         """
         view, room = self.view, self.room
         if view.is_long(request.max_total_tokens):
@@ -116,8 +116,8 @@ class FlyingRound:
         If several instances have room, the best one is chosen by these criteria, in this order: it runs no urgent
         request, its steps meet the TPOT SLO, it runs no long request, and its load is the lowest.
 
-        If no instance has room, dispatch the request to an instance that is merging or splitting. If there is no such
-        instance, reserve an instance for the request, and update `split_at_s`.
+        If no instance has room, dispatch the request to an instance that is merging or splitting. If that is also
+        impossible, reserve an instance for the request, and update `split_at_s`.
         """
         config, room = self.config, self.room
         if options := room.by_load(room.with_room(request)):
@@ -138,10 +138,10 @@ class FlyingRound:
         """Return the actions for a long request.
 
         - If instances have room now, dispatch the request to the one with the lowest tensor-parallel degree.
-        - If an instance is large enough but has no room now, let the request wait. If the request would then miss its
-          TTFT SLO, merge one more group of instances (`_second_merge`).
-        - If no instance is large enough, merge a group of instances. If no group can merge, split an instance that kept
-          its weights, so that it can merge again with more KV cache.
+        - If an instance is large enough but has no room now, let the request wait. If the request would miss its TTFT
+          SLO by waiting, merge one more group of instances instead (`_second_merge`).
+        - If no instance is large enough, merge a group of instances. If no group can merge, split a merged instance
+          that has released no weights. Its devices can then merge again with more KV cache.
         """
         room, size = self.room, request.max_total_tokens
         if options := room.with_room(request):

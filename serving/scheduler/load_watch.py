@@ -7,7 +7,7 @@ from serving.scheduler.view import ClusterView
 
 
 class LoadWatch:
-    """Decision whether all instances should be merged or split, from the load and from measured times.
+    """Watch that decides from the load and from measured times whether all instances should be merged or split.
 
     The load is the average number of requests per device. Instances merge when the load is at most `calm_requests`, but
     not sooner than `dwell_s` seconds after the last change. Merged instances split when the load is at least
@@ -44,7 +44,7 @@ class LoadWatch:
 
         Args:
             num_requests: number of running, paused and waiting requests.
-            late: whether a short request without room has waited until `FlyingRound.split_at_s`.
+            late: whether a short request lacks room and the time `FlyingRound.split_at_s` has come.
         """
         config, now_s = self._config, view.now_s
         if self._at_s is None:

@@ -50,7 +50,7 @@ class PauseBudget:
 def misfits(view: ClusterView, instance: InstanceView) -> list[RunningRequest]:
     """Return the running requests of a merged instance that would find no room after a split to `paused_degree`.
 
-    The paused requests of the instance also need room, and there must be at least one. The running requests are
+    The instance must have paused requests, and the paused requests keep their room. The running requests are
     distributed as in the engine: the longest request first, each to the new instance with the most free tokens.
     """
     assert instance.paused_degree is not None, "some requests are paused"
@@ -75,9 +75,9 @@ def paused_victims(
 ) -> list[RunningRequest]:
     """Return the paused requests to preempt so that a waiting request finds `need` free tokens on a merged instance.
 
-    Only paused requests with a higher `rank` (a lower priority) than the waiting request are preempted. The request
-    with the highest rank goes first. Among equal ranks, the latest arrival goes first. Each of the instances before the
-    merge must free an equal share of the tokens. If this is impossible, the list is empty.
+    Only paused requests with a higher `rank` (a lower priority) than the waiting request are preempted. The highest
+    rank is preempted first, and among equal ranks the latest arrival. The instances before the merge must each get
+    room for an equal share of the waiting and running requests. If this is impossible, the list is empty.
     """
     parts = len(instance.paused)
     used = sum(view.whole_pages(r.num_tokens) for r in instance.running)
@@ -115,7 +115,7 @@ def resumptions(view: ClusterView) -> list[ScaleDown]:
 
 
 def without_paused(view: ClusterView) -> ClusterView:
-    """Return a snapshot in which instances with paused requests are draining, so that a policy does not use them."""
+    """Return a snapshot that marks instances with paused requests as draining, so that a policy avoids them."""
     if all(i.paused_degree is None for i in view.instances):
         return view
     instances = tuple(i if i.paused_degree is None else replace(i, draining=True) for i in view.instances)

@@ -60,7 +60,7 @@ def make_policy(
         config: settings of `amoeba` and `cocoserve`. `round_robin` and `least_load_first` use only the split settings
             and `reserved_growth`. `amoeba_paper` uses `reserve_memory_s` and `reserved_growth`. `static` uses
             `reserved_growth`.
-        flying: settings of `flying`. `cocoserve` uses them too if its `request_policy` is "flying".
+        flying: settings of `flying`, and of `cocoserve` if its `request_policy` is "flying".
         cocoserve: further settings of `cocoserve`.
     """
     if name not in _MAKERS:

@@ -15,16 +15,15 @@ Class 1: requests within their client's share. Class 2: requests beyond their cl
 
 @dataclass(frozen=True)
 class QueueOrder:
-    """Order of the queue: the request with the earliest due time goes first.
+    """Order of the queue, in three classes.
 
-    The due time of a request is `patience_s` seconds after its arrival, or its deadline if that is earlier. Then
-    `priority * level_s` seconds are added, so that a request with a negative priority is due earlier. The due time
-    never changes, so the request eventually goes ahead of all later arrivals.
+    1. Requests within their client's fair share that have waited `starving_s` seconds. The longest wait goes first.
+    2. Other requests within their client's fair share. The earliest due time goes first.
+    3. Requests beyond their client's fair share (`WaitingRequest.beyond_share`). The earliest due time goes first.
 
-    A request that has waited `starving_s` seconds goes ahead of all other requests, whatever its priority. Among
-    several such requests, the longest wait goes first. Time in which a request runs is not waiting time.
-
-    Requests beyond their client's fair share (`WaitingRequest.beyond_share`) go last, ordered by due time.
+    The due time of a request is its arrival plus `patience_s`, or its deadline if the deadline is earlier. In both
+    cases, `priority * level_s` seconds are added, so that a request with a negative priority is due earlier. The due
+    time never changes. Time in which a request runs is not waiting time.
     """
 
     patience_s: float = 30.0

@@ -47,8 +47,8 @@ class Reserve:
         """Return the devices that another request should not use, because the long request needs them.
 
         `num_tokens` is the number of tokens that the other request needs. If only one group of instances has room for
-        the long request, and the other request would take this room, return the devices of the group. Otherwise, the
-        result is empty.
+        the long request, and the other request would take this room, return the devices of the group. In all other
+        cases, the result is empty.
         """
         if not self._groups:
             return frozenset()
@@ -60,8 +60,8 @@ class Reserve:
     def _candidates(self, view: ClusterView) -> list[tuple[InstanceView, ...]]:
         """Return the groups of instances that could hold the long request.
 
-        If merged instances can hold the request, each merged instance is a group. Otherwise, the groups are instances
-        that must merge first.
+        If merged instances can hold the request, each of these instances is a group of its own. If no merged instance
+        can hold it, the groups are instances that must merge first.
         """
         room = self._room
         holding = [i for i in room.merged if room.is_steady(i) and i.capacity_tokens >= self._num_tokens]
@@ -77,8 +77,8 @@ class Reserve:
     def _free(self, group: tuple[InstanceView, ...]) -> int:
         """Return the number of tokens that a group of instances will have free for the long request.
 
-        If the group is a merged instance that can hold the request, its running long requests count as ended. All other
-        groups count as merged.
+        For a merged instance that can hold the request, these are the free tokens after its running long requests have
+        ended. For any other group, these are the free tokens after the merge.
         """
         if len(group) == 1 and group[0].capacity_tokens >= self._num_tokens:
             return self._room.free(group[0]) + self._room.freed_by_long(group[0])

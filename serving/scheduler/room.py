@@ -92,7 +92,7 @@ class Room:
     # State of an instance
 
     def free(self, instance: InstanceView) -> int:
-        """Return the number of free tokens of an instance that are neither assigned nor reserved.
+        """Return the number of free tokens of an instance, less the tokens that are assigned or reserved.
 
         The result is negative if more tokens are reserved than free.
         """
@@ -103,10 +103,7 @@ class Room:
         return self._slots[instance.id] > 0
 
     def load(self, instance: InstanceView) -> float:
-        """Return the load of an instance (`InstanceView.load`).
-
-        The load includes the prompts that this decision has assigned.
-        """
+        """Return the load of an instance (`InstanceView.load`), with the prompts that this decision has assigned."""
         return instance.load + 2 * self._new_prompt_tokens[instance.id] / instance.capacity_tokens
 
     def new_prompt_tokens(self, instance: InstanceView) -> int:
@@ -199,8 +196,8 @@ class Room:
     def reserve_for(self, request: WaitingRequest) -> None:
         """Close an instance to later requests, so that they do not take the free tokens for which `request` waits.
 
-        Among the open instances with a free slot that are large enough for the request, the instance with the most free
-        tokens is closed. If there is no such instance, do nothing.
+        An instance qualifies if it is open, has a free slot, and is large enough for the request. The qualified
+        instance with the most free tokens is closed. If no instance qualifies, do nothing.
         """
         size = request.max_total_tokens
         options = [i for i in self.open if self.has_slot(i) and i.capacity_tokens >= size]
@@ -224,15 +221,15 @@ class Room:
         return has_room and instance.id not in self._closed and not instance.draining and self.has_slot(instance)
 
     def joinable(self, request: WaitingRequest) -> InstanceView | None:
-        """Return the merging or splitting instance with the most `joinable_tokens` on which a short request can start.
+        """Return a merging or splitting instance on which a short request can start now (`can_join`), or None.
 
-        Return None if there is no such instance (`can_join`).
+        If there are several, return the instance with the most `joinable_tokens`.
         """
         options = [i for i in self.unsteady if self.can_join(i, request)]
         return max(options, key=lambda i: (i.joinable_tokens, -i.id), default=None)
 
     def join(self, instance: InstanceView, request: WaitingRequest) -> str:
-        """Assign a request to an instance that is merging or splitting. Return the reason for the log.
+        """Assign a request to an instance that is merging or splitting. Return the reason, a text for the log.
 
         Also close the instance, because its `joinable_tokens` still include the tokens of this request.
         """
@@ -243,8 +240,8 @@ class Room:
     def reserve_in_transition(self, request: WaitingRequest) -> None:
         """Reserve tokens for a waiting request on an instance that is merging or splitting.
 
-        Only instances that will be large enough for the request count. Prefer an instance with enough free tokens, then
-        the lowest degree, then the most free tokens. If there is no such instance, do nothing.
+        The instance must be large enough for the request after the merge or split. Prefer an instance with enough free
+        tokens, then the lowest degree, then the most free tokens. If no instance is large enough, do nothing.
         """
         need, view = self.need(request), self._view
         options = [

@@ -97,7 +97,7 @@ class Scheduler:
     """Loop that asks a policy for actions and lets an executor carry them out. One thread calls all methods.
 
     A policy that pauses requests itself has an attribute `pauses = True`. For any other policy, the scheduler resumes
-    paused requests as soon as they fit. Until then, the devices of these requests get no other requests.
+    paused requests as soon as they fit. Until then, instances with paused requests get no new requests.
 
     Attributes:
         policy: present policy. It may be replaced between two ticks.
@@ -117,8 +117,9 @@ class Scheduler:
     def tick(self) -> list[Decision]:
         """Ask the policy for actions, and execute them. Return the actions that were tried.
 
-        Call this after every change, such as an arrival or the end of a request, merge or split. Also call it at least
-        once a second, for deadlines and for merged instances that wait before they split (`SplitConfig.linger_s`).
+        Call this after every change, for example when a request arrives, or when a request, merge or split ends. Also
+        call it at least once a second, for deadlines and for merged instances that wait before they split
+        (`SplitConfig.linger_s`).
         """
         decisions, again = self._decide()
         while again:  # an instance in transformation accepts only one request for each decision
@@ -129,8 +130,8 @@ class Scheduler:
     def _decide(self) -> tuple[list[Decision], bool]:
         """Ask the policy once, and execute its actions. Return `(tried actions, ask again)`.
 
-        `ask again` is True if an instance that merges or splits has accepted a request. Such an instance accepts one
-        request in each decision, so another decision may dispatch one more.
+        `ask again` is True if an instance that is merging or splitting has accepted a request. The instance accepts
+        only one request in each decision, so the next decision may dispatch another request to it.
         """
         self.counters.ticks += 1
         view = self.executor.snapshot()
@@ -195,7 +196,7 @@ class Scheduler:
     def _log(self, action: Action, outcome: str, level: int = logging.INFO, **more: str | float) -> None:
         """Log an action as one line of `key=value` pairs, and keep it in `records`.
 
-        The log record also has the pairs as a dict in its attribute `decision`.
+        The attribute `decision` of the log record has the pairs as a dict.
         """
         self._num_records += 1
         detail = str(more.get("detail", ""))

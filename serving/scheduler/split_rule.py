@@ -39,9 +39,9 @@ def split_to_release(
 ) -> ScaleDown | None:
     """Return the action that splits a merged instance so that its devices can merge again with more KV cache.
 
-    The instance kept all its weights. In the second merge, weights become KV cache, so that `request` fits. The
-    instance is closed to other requests. If its running requests do not fit the new instances yet, or if the split was
-    refused recently, return None.
+    The instance must have released no weights. In the second merge, weights become KV cache, so that `request` fits.
+    The instance is closed to other requests. Return None if its running requests do not fit the new instances yet, or
+    if the split was refused recently.
     """
     room.close(instance)
     if not fits_split(view, instance, view.base_degree) or (instance.devices, view.base_degree) in view.refused:
@@ -87,16 +87,16 @@ class SplitRule:
         """
 
     def leaving(self, view: ClusterView, room: Room, pressed: bool) -> list[tuple[InstanceView, int]]:
-        """Return `(instance, degree)` for each merged instance that should get no more requests, because it will split.
+        """Return `(instance, degree)` for each merged instance that should split, and get no more requests until then.
 
-        Call this once in each decision, because it also records which instances long requests need. `degree` is the
-        degree after the split: the lowest degree that can hold these long requests.
+        `degree` is the degree after the split: the lowest degree that can hold each long request that runs on the
+        instance, or that waits and could run there. Call this method once in each decision, because it keeps records.
 
-        If at least `free_share` of the KV cache of an instance is free, the instance is returned after the linger time:
-        no long request has needed a degree above `degree` for `SplitConfig.linger_s` seconds. If `degree` is above the
-        base degree, the running requests must also fit the new instances.
+        The conditions for a split depend on the free share of the instance's KV cache:
 
-        If less of its KV cache is free, the instance is returned at once, but only for a split to the base degree.
+        - At least `SplitConfig.free_share`: for `linger_s` seconds (the linger time), no long request has needed more
+          than `degree`. If `degree` is above the base degree, the running requests fit the new instances.
+        - Less: `degree` is the base degree. There is no linger time.
 
         Args:
             pressed: whether a short request found no room in the last decision. If True, there is no linger time.
@@ -144,11 +144,11 @@ class SplitRule:
     ) -> list[ScaleDown]:
         """Close the instances in `leaving` to new requests, and return the splits that can start now.
 
-        A split can start if the running requests fit the new instances, if the split was not refused recently, and if
-        `free_share` of the KV cache is free. If `pressed` is True, the last condition does not count.
+        A split can start if the running requests fit the new instances, and if the split was not refused recently. If
+        `pressed` is False, `free_share` of the KV cache must also be free.
 
-        If `pressed` is True and all open instances are in `leaving`, instances whose requests do not fit yet stay open,
-        so that short requests can start there.
+        There is an exception to the closing. If `pressed` is True and all open instances are in `leaving`, an instance
+        stays open if its requests do not fit the new instances yet. Short requests can then start there.
 
         Args:
             leaving: result of the method `leaving`.

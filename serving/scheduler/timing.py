@@ -38,10 +38,11 @@ class Timing:
         return self.steps_s.get(degree)
 
     def generates_more(self, degree: int, other: int, sequences: int) -> bool:
-        """Return whether degree `degree` was measured to generate at least as many tokens per second as degree `other`.
+        """Return whether degree `degree` generates at least as many tokens per second as degree `other`, as measured.
 
-        If a degree was not measured, the result is False. Few sequences generate few tokens at any degree. Therefore,
-        the result is also False if `other` was measured with clearly fewer sequences than `degree`, or than run now.
+        If a degree was not measured, the result is False. The result is also False if the measurement of `other` had
+        too few sequences: clearly fewer than the measurement of `degree`, or clearly fewer than run now. Few sequences
+        generate few tokens at any degree.
 
         Args:
             sequences: number of sequences that run now.

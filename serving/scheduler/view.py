@@ -189,8 +189,8 @@ class InstanceView:
     def homes(self, layer: int, modules: Modules = "layer") -> tuple[tuple[int, ...], ...]:
         """Return the devices that compute a layer of the instance, as one tuple for each module (attention, FFN).
 
-        For "layer", the result has two tuples. For any other value of `modules`, it has one. If the instance has no
-        `placement`, all its devices compute the layer, and the result has one tuple.
+        If the instance has no `placement`, all its devices compute the layer, and the result has one tuple. With a
+        placement, the result has two tuples if `modules` is "layer", and one tuple for any other value.
         """
         if self.placement is None:
             return (self.devices,)
@@ -249,7 +249,7 @@ class DegreeLimits:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of one layer of the model on one device, from which a policy chooses placement changes."""
+    """Sizes of one layer of the model on one device. A policy uses them to choose placement changes."""
 
     num_layers: int
     """Number of layers of the model."""
@@ -262,9 +262,9 @@ class LayerSizes:
     other_bytes: float = 0.0
     """Bytes of all weights outside of layers. A separate instance also needs them (`ScaleOut`)."""
     transition_cost: float = 0.3
-    """Cost of a place where homes change, relative to a layer with the whole batch (`speedup.transition_cost`).
+    """Time of a move of hidden states between devices, divided by the time of a layer with the whole batch.
 
-    If the executor has not measured it, this is the default.
+    The default holds if the executor has not measured it. See `speedup.transition_cost`.
     """
 
     @property
@@ -335,8 +335,8 @@ class ClusterView:
     hidden_tokens: tuple[int, ...] = ()
     """Maximum length (`max_total_tokens`) of each waiting request that is not in `queue` because it cannot start yet.
 
-    Its last token is still in flight after a preemption, or a program is being compiled for it. An instance that can
-    hold such a request should not split.
+    After a preemption, a request cannot start before its last token in flight arrives. A request can also wait for the
+    compilation of a program. An instance that can hold one of these requests should not split.
     """
     layer: LayerSizes | None = None
     """Sizes of a layer. None: the executor refuses placement changes."""
@@ -357,7 +357,7 @@ class ClusterView:
         return self._by_id.get(instance_id)
 
     def guests(self, device: int) -> tuple[InstanceView, ...]:
-        """Return the instances that compute layers on `device` although it is not one of their own devices."""
+        """Return the instances that compute layers on `device` without owning it (`InstanceView.devices`)."""
         return tuple(
             i for i in self.instances if i.placement and device in i.placement.devices and device not in i.devices
         )
@@ -406,10 +406,10 @@ class ClusterView:
         return instance.capacity_tokens < self.limits[instance.degree].capacity_tokens
 
     def degree_for(self, max_total_tokens: int) -> int | None:
-        """Return the lowest degree whose empty instances can hold a request, or None if there is none.
+        """Return the degree of the instance that should serve a request, or None if no degree can hold the request.
 
-        The result is at least the base degree. If the request does not fit the base degree, degrees below `merge_to`
-        are skipped. If only degrees below `merge_to` can hold the request, return the highest possible degree.
+        If the base degree can hold the request, return the base degree. If it cannot, return the lowest degree, at
+        least `merge_to`, that can hold the request. If there is none, return the highest degree that can hold it.
         """
         holding = [
             limits.degree
@@ -429,9 +429,9 @@ class ClusterView:
         return min(holding, default=None)
 
     def final_capacity(self, instance: InstanceView) -> int:
-        """Return the number of tokens that an instance can hold once its present merge or split has ended.
+        """Return the number of tokens that an instance can hold after the merge or split that is in progress.
 
-        Without a merge or split, return its present capacity.
+        Without a merge or split, return the present capacity.
         """
         to = instance.transition_to
         if instance.coming_tokens is not None:

@@ -8,7 +8,7 @@ from serving.simulator.run import Run
 class Block:
     """Series of steps that run the same requests on a simulated instance.
 
-    A block has only one step if this step computes prompts, or if layers switch before this step.
+    A step that computes prompts is a block of its own. If layers switch before a step, it is also a block of its own.
 
     Attributes:
         start_s: start of the first step.
@@ -18,7 +18,7 @@ class Block:
         plain_s: seconds that the first step would take without prompts and layer switches.
         chunks: pair (request, number of tokens) for each prompt chunk of the first step.
         switches: number of layers that a merge or split switches before the first step.
-        interference_s: seconds that prompts add to the first step; 0 if no request decodes.
+        interference_s: seconds by which prompts delay the decoding requests in the first step. 0 if no request decodes.
         switch_s: seconds that layer switches add to the first step.
     """
 
@@ -67,8 +67,8 @@ class Block:
     def rest(self, now_s: float) -> "Block | None":
         """Return the step that is running at `now_s` as a new block, or None if no step is running.
 
-        Drop the steps that have not begun. The running step is now in both blocks. If a block is returned, the caller
-        must therefore subtract 1 from `self.steps`.
+        Drop the steps that have not begun. The running step also stays in this block. If there is a new block, the
+        caller must subtract 1 from `self.steps`, so that the running step is in the new block only.
         """
         self.cut(now_s)
         if self.steps == 0:

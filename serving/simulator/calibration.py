@@ -1,4 +1,4 @@
-"""Times and sizes of this project's engine, measured on a machine. A simulation can use them as its cost model."""
+"""Times and sizes of this project's engine, measured on a machine. They can replace the cost model of a simulation."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -42,7 +42,7 @@ class Calibration:
     context_s: dict[int, float]
     """Seconds of decode attention for each token of a decoding sequence, by degree."""
     crowding: dict[int, float]
-    """Duration of a step relative to one busy instance, by number of busy instances: above 1 if devices share a CPU."""
+    """Time of a step by number of busy instances, relative to one busy instance. Above 1 if devices share a CPU."""
     prompt_crowding: dict[int, float]
     """Like `crowding`, for a step with a prompt while the other busy instances decode."""
     up_layer_s: float

@@ -1,6 +1,6 @@
 """Cost models of other serving systems, according to their papers.
 
-They give the costs of steps, the costs of merges and splits, and the capacities of instances.
+This module has the costs of steps, the costs of merges and splits, and the capacities of instances.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ class HostMemoryCost:
 class LayerExchangeCost:
     """Cost of merges and splits in KunServe (arXiv 2412.18169, sections 4.2 and 4.4).
 
-    In a merge, each device drops the weights of some layers at no cost. The device then sends the keys and values of
-    these layers to the device that still has the weights. In a split, the devices copy weights, keys and values back.
+    In a merge, each device drops the weights of some layers at no cost, and sends the keys and values of these layers
+    to a device that keeps these weights. In a split, the devices copy weights, keys and values back.
     """
 
     model: ModelShape
@@ -81,7 +81,7 @@ class PipelineCost:
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """Return the seconds of a step with the contents `shape`, without the attention operator.
 
-        The result is the time of one micro-batch: its computation in all stages, and its transfers between stages.
+        All stages are always busy. A step takes as long as one micro-batch needs for all stages and its transfers.
         """
         if degree == 1:
             return self.base.fixed_s(1, shape)
@@ -94,7 +94,7 @@ class PipelineCost:
     def context_s(self, degree: int) -> float:
         """Return the seconds of decode attention for one cached token of a decoding sequence.
 
-        All stages read the cache of their layers at the same time.
+        The time at degree 1 is divided by the degree, because all stages work at the same time.
         """
         return self.base.context_s(1) / degree
 
@@ -193,7 +193,7 @@ class ShiftCost:
 
 
 def _part(shape: StepShape, degree: int) -> StepShape:
-    """Return the contents of a step for one of the `degree` devices that divide its tokens and decoding sequences.
+    """Return one device's part of a step, if `degree` devices divide the tokens and decoding sequences of the step.
 
     Numbers are rounded up. The number of prompts stays the same, because every device computes a part of each prompt.
     """
@@ -203,7 +203,7 @@ def _part(shape: StepShape, degree: int) -> StepShape:
 
 
 def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return capacity and request limit of a KunServe instance, for each degree at which the model fits.
+    """Return maximum tokens and running requests of a KunServe instance, for each degree at which the model fits.
 
     Each layer is stored on one device of the instance. Raises `DoesNotFitError` if the model fits at no degree.
     """
@@ -212,18 +212,18 @@ def drop_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | 
 
 
 def sequence_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return capacity and request limit of a LoongServe instance, for each degree. Each device stores all weights.
+    """Return maximum tokens and running requests of a LoongServe instance, for each degree.
 
-    Raises `DoesNotFitError` if the model does not fit on one device.
+    Each device stores all weights. Raises `DoesNotFitError` if the model does not fit on one device.
     """
     one = memory.limits((1,), max_num_seqs)[0]
     return tuple(DegreeLimits(degree, one.capacity_tokens * degree, one.max_requests * degree) for degree in degrees)
 
 
 def shift_limits(memory: MemoryPlan, degrees: Sequence[int], max_num_seqs: int | None) -> tuple[DegreeLimits, ...]:
-    """Return capacity and request limit of an instance with Shift Parallelism, for each degree at which the model fits.
+    """Return maximum tokens and running requests of an instance, for each degree at which the model fits.
 
-    Each device stores all weights. At a degree above 1, each device also stores its tensor-parallel shard separately.
+    In Shift Parallelism, each device stores all weights. At a degree above 1, it also stores its tensor-parallel shard.
     Raises `DoesNotFitError` if the model fits at no degree.
     """
     weights = memory.model.weight_bytes

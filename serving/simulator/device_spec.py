@@ -41,8 +41,8 @@ class DeviceSpec:
     kernel_s: float
     """Seconds that each operator adds to the time of its work in a captured program, such as a step."""
     all_reduce_latency_s: dict[int, float]
-    """Seconds of the smallest all-reduce, by number of ranks. They must not fall as the number grows. For a missing
-    number, the value of the next larger number is used, or the largest value."""
+    """Seconds of the smallest all-reduce, by number of ranks. More ranks must not take less time. For a missing
+    number, the value of the next larger number is used. Above all numbers, the value of the largest number is used."""
     link_efficiency: float
     """Share of `link_bandwidth` that transfers between devices reach."""
     host_s: float

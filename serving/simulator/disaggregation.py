@@ -65,10 +65,10 @@ class Handovers:
         """Times at which `proceed` must be called. The event loop empties this list."""
 
     def take(self, instance: SimInstance) -> None:
-        """Take the requests whose prompts are computed from a prefill instance, and transfer them to decode instances.
+        """Start the transfers from a prefill instance to decode instances, for all requests with a computed prompt.
 
         If no decode instance has room for a request, a later call of `proceed` starts its transfer. Call this method
-        between two steps of the instance. It does nothing for a decode instance.
+        between two steps of the instance. For a decode instance, this method does nothing.
         """
         if instance not in self._host.instances[: self._config.num_prefill]:
             return
@@ -103,7 +103,7 @@ class Handovers:
         return -(-(handover.run.num_tokens(handover.steps) + 1) // size) * size
 
     def _choose(self, handover: _Handover) -> SimInstance | None:
-        """Return the decode instance with the most free tokens; None if no instance has room for the request."""
+        """Return the decode instance with the most free tokens, or None if no instance has room for the request."""
         best, most = None, -1
         for instance in self._host.instances[self._config.num_prefill :]:
             coming = [h for h in self._pending if h.target is instance]

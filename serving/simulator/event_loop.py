@@ -1,8 +1,8 @@
 """Event loop of a simulation, in virtual time, for one or more simulated hosts.
 
-A host is a scheduler with its devices. Events are arrivals, deadlines, failures, ends of blocks and ticks, among
-others. A block is a series of similar steps of an instance that is planned at once (`block.Block`). A tick is a
-decision of a scheduler.
+A host is a scheduler with its devices. A tick is a decision of a scheduler. A block is a series of similar steps of an
+instance (`block.Block`), and the simulator plans all steps of a block at once. Examples of events are an arrival, a
+deadline, a failure, a tick, and the end of a block.
 """
 
 import heapq
@@ -64,9 +64,9 @@ class Host:
     """Group of devices with one scheduler.
 
     Attributes:
-        next_tick_s: time of the scheduler's next decision (tick); infinite if none is planned.
+        next_tick_s: time of the scheduler's next decision (tick). Infinite: no tick is planned.
         not_before_s: earliest time of the next tick.
-        limit: resource that waiting requests have lacked since `limit_since_s`; None if no request waits.
+        limit: resource that waiting requests have lacked since `limit_since_s`. None: no request waits.
         idle_ticks: whether the policy needs ticks even if no request waits and no instance is merged.
     """
 
@@ -84,7 +84,7 @@ class Host:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no tick (decision of the scheduler) is needed before the next event of the host."""
+        """Whether the host can wait for its next event without a tick (decision of the scheduler)."""
         executor = self.executor
         if executor.queue or self.idle_ticks:
             return False
@@ -290,9 +290,9 @@ class Cluster:
                 self._plan_tick(host, now_s + wait_s)
 
     def _count_limit(self, host: Host, now_s: float) -> None:
-        """Add the time since the last call to `Tally.limited_s`, for the resource that waiting requests lacked then.
+        """Add the time since the last call to `Tally.limited_s`, for the resource that was recorded by that call.
 
-        After that, record the resource that waiting requests lack now. The next call adds the time for this resource.
+        Then record the resource that waiting requests lack now, for the next call.
         """
         limited_s = self.tally.limited_s
         if host.limit is not None:
@@ -304,9 +304,9 @@ class Cluster:
         self._push(at_s, _TICK, host)
 
     def _close(self) -> None:
-        """Add what is not counted yet to `tally` and `records`, at the end of the simulation.
+        """Complete `tally` and `records` at the end of the simulation.
 
-        These are the steps that have ended within a running block, and the waiting times of requests in queues.
+        Add the ended steps of each running block, and the waiting times of the requests that are still in queues.
         """
         for host in self.hosts:
             self._count_limit(host, self.now_s)

@@ -20,7 +20,7 @@ _LIMITS = {
     "degree": "instances large enough for the longest requests",
 }
 _WORTH_TELLING = 0.02
-"""Minimum difference to report, as a share of the mean TTFT, or mean time of a token, of the best policy."""
+"""Minimum difference to report, relative to the best policy's mean TTFT or mean time of a token."""
 
 
 _ALL = 0.99
@@ -60,8 +60,8 @@ def ranking(results: Mapping[str, PolicyResult]) -> list[str]:
 def explain(results: Mapping[str, PolicyResult]) -> list[str]:
     """Return sentences that compare policies.
 
-    The first line is about the best policies. Each further line compares one of the other policies with the best
-    policy.
+    The first sentence names the best policy, and all policies that are equally good. Each further sentence compares
+    another policy with the best policy.
     """
     names = ranking(results)
     best = results[names[0]]
@@ -90,7 +90,7 @@ def _refused(result: PolicyResult) -> str:
 
 
 def limits_line(result: PolicyResult) -> str:
-    """Return a line about the resources of a policy, and about the resources for which requests waited."""
+    """Return a line that lists the resources of a policy, and the resources that waiting requests lacked."""
     limits = result.limits()
     start = ", ".join(f"{count} x TP{degree}" for degree, count in limits["instances_at_start"].items())
     degrees = ", ".join(f"TP{degree}" for degree in limits["degrees"])

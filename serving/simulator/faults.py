@@ -7,10 +7,10 @@ from serving.simulator.errors import SimulationError
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Failure of a device at the time `at_s`, in seconds. `device` is its index among the devices of all hosts.
+    """Failure of the device with index `device` at `at_s` seconds. Devices are numbered over all hosts.
 
-    Every instance that uses the device loses its KV cache, and accepts no requests for `down_s` seconds. Its requests
-    return to the queue and are computed again, as in the engine.
+    Each instance that uses the device loses its KV cache on all devices, and accepts no requests for `down_s`
+    seconds. The requests of the instance return to the queue and are computed again, as in the engine.
     """
 
     device: int

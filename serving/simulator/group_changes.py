@@ -17,7 +17,7 @@ class GroupChanges:
 
     Attributes:
         failing: pair (end in seconds, instances) for each running merge or split that will fail (`Faults`).
-        waiting: pair (merge, instances) for each merge that starts once these instances run no requests.
+        waiting: pair (merge, instances) for each merge that waits until these instances run no requests.
     """
 
     def __init__(self, executor: Host):
@@ -43,7 +43,7 @@ class GroupChanges:
         """Start a merge. Raises `Refusal` with the reason if the merge is not possible now.
 
         `action.running` says what happens to running requests. With "pause", they pause until the split. With "wait",
-        `proceed` starts the merge after they have ended. Otherwise they continue during the merge.
+        `proceed` starts the merge after they have ended. With "migrate", they continue during the merge.
         """
         devices, degree, host = action.devices, action.degree, self._executor
         aligned = tuple(range(devices[0], devices[0] + degree)) if devices else ()
@@ -69,7 +69,7 @@ class GroupChanges:
             self._merge(action, members)
 
     def proceed(self) -> bool:
-        """Start each waiting merge whose instances run no request any longer. Return whether a merge started."""
+        """Start the waiting merges whose instances have no running requests left. Return whether a merge started."""
         due = [entry for entry in self.waiting if not any(member.runs for member in entry[1])]
         for entry in due:
             self.waiting.remove(entry)
@@ -94,9 +94,9 @@ class GroupChanges:
         self._begin_change(merged, action, lower, lower, action.degree, tokens, ready_s)
 
     def scale_down(self, action: ScaleDown) -> None:
-        """Start a split of an instance. If all requests on its devices are paused, resume them at once.
+        """Start a split of an instance. Raises `Refusal` with the reason if the split is not possible now.
 
-        Raises `Refusal` with the reason if the split is not possible now.
+        If the instance runs no requests and its devices have paused requests, the paused requests resume at once.
         """
         devices, degree, host = action.devices, action.degree, self._executor
         members = self._check_group(devices, degree)
@@ -151,7 +151,7 @@ class GroupChanges:
         self._executor.begin(instance)
 
     def _fail_change(self, action: ScaleUp | ScaleDown, members: list[SimInstance], lower: int) -> None:
-        """Start a merge or split of instances that will fail. `lower` is the lower of its two degrees.
+        """Start a failing merge or split of the instances `members`. `lower` is the lower of the two degrees.
 
         The instances accept no requests until the merge or split ends. They then continue unchanged.
         """
@@ -162,7 +162,7 @@ class GroupChanges:
         self.failing.append((self._executor.now_s + max(price.seconds(cost.layers), 1e-3), members))
 
     def end_failed(self) -> bool:
-        """End each failing merge or split whose time has passed. Return whether one has ended."""
+        """End each failing merge or split whose end time has come. Return whether a merge or split has ended."""
         due = [entry for entry in self.failing if entry[0] <= self._executor.now_s]
         for entry in due:
             self.failing.remove(entry)
@@ -171,7 +171,7 @@ class GroupChanges:
         return bool(due)
 
     def end(self, instance: SimInstance) -> None:
-        """End the merge or split of an instance, whose layers have all switched.
+        """End the merge or split of an instance, after all layers have switched.
 
         After a split, instances of the lower degree replace the instance.
         """
@@ -189,10 +189,10 @@ class GroupChanges:
             self._executor.begin(part)
 
     def _split(self, instance: SimInstance, degree: int) -> list[SimInstance]:
-        """Replace an instance by instances of a lower degree, and return them.
+        """Replace an instance by instances of the lower degree `degree`, and return these instances.
 
-        If paused instances are on its devices, they replace it. Otherwise new instances replace it. They receive the
-        running requests and the cached prompts. A request that fits on none of them is preempted.
+        These are the paused instances on the same devices, or new instances if no instances are paused there. They
+        receive the running requests and the cached prompts. A request that fits on none of them is preempted.
         """
         host = self._executor
         if instance.paused:

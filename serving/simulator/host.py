@@ -44,7 +44,7 @@ class Host(Protocol):
 def drained_s(host: Host, instance: SimInstance) -> float:
     """Return the virtual time in seconds at which the running step of an instance ends.
 
-    If no step is running, return the present time. All steps that have not begun are dropped. The caller must call
+    If no step is running, return the present time. Also drop all steps that have not begun. The caller must call
     `take_in` next.
     """
     instance.cut(host.now_s)
@@ -52,10 +52,10 @@ def drained_s(host: Host, instance: SimInstance) -> float:
 
 
 def take_in(host: Host, instance: SimInstance) -> None:
-    """Process all remaining steps of an instance as if they had ended. Record finished requests.
+    """Process all planned steps of an instance as if they had ended. Record finished requests.
 
-    The last of these steps may be running. The instance has no steps afterwards, and the event for their end becomes
-    obsolete.
+    The last planned step may still be running. Afterwards the instance is idle, and the event for the end of the
+    steps is obsolete.
     """
     if instance.block is not None:
         for run in instance.end_block(instance.block.end_s):

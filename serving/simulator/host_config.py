@@ -59,7 +59,7 @@ class HostConfig:
     strict: bool = False
     """Whether a refused action raises `ForbiddenActionError`."""
     layers: LayerCost | None = None
-    """Costs of placement changes. None: they are refused, and policies see no devices."""
+    """Costs of placement changes. None: placement changes are refused, and policies see no devices."""
     handover: HandoverConfig | None = None
     """Division into prefill and decode instances. None: all instances do both."""
     placed_at_start: tuple[Replicate | Migrate, ...] = ()
@@ -85,9 +85,9 @@ class Waiting:
         index: row of the request in `tally.Records`.
         output_left: number of tokens left to generate.
         since_s: time at which the request entered the queue.
-        last_token_s: time of the latest token before a preemption; None if the request has generated no token.
-        offloaded: pair (running request, steps) if the KV pages are in host memory, otherwise None. `steps` is the
-            number of decode steps that the instance had run when the request was offloaded.
+        last_token_s: time of the latest token before a preemption. None: the request has generated no token.
+        offloaded: pair (request as `Run`, steps) if the KV pages are in host memory, otherwise None. `steps` is the
+            number of decode steps that the previous instance had run when the request was offloaded.
     """
 
     request: WaitingRequest

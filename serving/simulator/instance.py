@@ -55,21 +55,21 @@ class Change:
 
         Args:
             instance: instance that merges or splits.
-            used_tokens: tokens of its running requests. The calculation assumes that they are spread evenly over the
-                instances of the lower degree.
+            used_tokens: number of tokens of the running requests. The calculation assumes that these tokens are spread
+                evenly over the instances of the lower degree.
         """
         if self.fails:
             return 0
         lanes, size = instance.degree // self.lower, instance.page_size
-        used_tokens += size * len(instance.runs)  # One page of each request is for its next tokens.
+        used_tokens += size * len(instance.runs)  # Each request needs one more page for its next tokens.
         free = min(self.lane_tokens - -(-used_tokens // lanes), instance.room_tokens - used_tokens)
         return max(free // size * size, 0)
 
     def step(self, instance: "SimInstance", now_s: float) -> Block:
-        """Return the next step, as a block of one step. `layers_per_step` layers switch before this step.
+        """Return the next step, as a block of one step. Before this step, `layers_per_step` layers switch.
 
         Switched layers run at the new degree, and all other layers run at the old degree. The step computes a chunk of
-        at most one prompt. If no request runs, all layers switch at once.
+        at most one prompt. If no request runs, all remaining layers switch before this step.
         """
         count, prompts = instance.num_decoding, instance.prompts
         switches = min(self.layers_per_step, self.left) if count or prompts else self.left
@@ -109,12 +109,12 @@ class SimInstance:
 
     Attributes:
         runs: running requests by id.
-        joining: added requests that the next steps do not include yet.
+        joining: added requests that are not in `prompts` yet.
         prompts: requests whose prompts the next steps compute, in the order of `Run.order`.
         num_decoding: number of decoding requests.
         steps: number of decode steps that have ended.
         context: total number of tokens of all decoding requests.
-        block: planned steps; None if the instance is idle.
+        block: planned steps. None: the instance is idle.
         change: running merge or split, if any.
         paused: paused instances that this instance replaces on the same devices. The requests of the paused instances
             make no progress and keep their pages.
@@ -122,20 +122,20 @@ class SimInstance:
         max_requests: maximum number of running requests. Paused requests reduce this number.
         ready_s: earliest start of the next step.
         paused_s: time at which the instance was last paused.
-        step_s: seconds of the latest decode step without a prompt; None before the first such step.
+        step_s: seconds of the latest decode step without a prompt. None: there was no such step.
         step_rows: number of sequences in the step that `step_s` measures.
-        prompt_tokens_per_s: prompt tokens per second of the latest step with prompts; None before the first such step.
-        waits_for: merge that starts as soon as no request runs on its devices, or None.
+        prompt_tokens_per_s: prompt tokens per second of the latest step with prompts. None: there was no such step.
+        waits_for: merge of this instance that waits until the merging instances run no requests, or None.
         slowdown: factor by which steps take longer because other instances are busy (`Pricing.slowdown`).
         prompt_slowdown: like `slowdown`, for steps with a prompt.
-        down_until_s: time until which the instance accepts no requests after a failure; below 0: no failure.
+        down_until_s: time until which the instance accepts no requests after a failure. Below 0: no failure.
         prefixes: prefix cache.
         step_began_s: start of the latest step that has ended.
         spread: devices that compute the layers of the instance. None: only the instance's own devices compute them, and
             these devices compute no layers of other instances.
         changes_placement: whether a placement change of the instance is in progress.
         device_crowding: factor by which other busy instances slow down each device of `spread`.
-        batch_limit: maximum number of running requests that a policy has set; None if it has set none.
+        batch_limit: maximum number of running requests, if a policy has set one, otherwise None.
         version: number of changes of `block`. Events for an older version are obsolete.
     """
 
@@ -198,8 +198,9 @@ class SimInstance:
     def count_room(self) -> None:
         """Update `room_tokens`, the number of tokens that running requests may use.
 
-        Without paused instances, this is the capacity. Otherwise the fullest paused instance is the limit, because each
-        page of the merged instance has a piece on every device. Paused instances with 100 and 40 free tokens give 80.
+        Without paused instances, this is the capacity. With paused instances, it is the free tokens of the fullest
+        paused instance, times the number of paused instances, because a page needs memory on all devices. For two
+        paused instances with 100 and 40 free tokens, it is 80.
         """
         free = min((m.capacity_tokens - m.used_tokens() for m in self.paused), default=None)
         self.room_tokens = self.capacity_tokens if free is None else free * len(self.paused)
@@ -207,7 +208,7 @@ class SimInstance:
     def used_tokens(self, steps: int | None = None) -> int:
         """Return the size in tokens of the KV pages that running requests use. A page in use counts as full.
 
-        `steps` is the number of decode steps that the instance has run at the time in question. None: `self.steps`.
+        The result is the size after the instance has run `steps` decode steps in total. None: `self.steps`.
         """
         steps, size = self.steps if steps is None else steps, self.page_size
         return sum(-(-run.num_tokens(steps) // size) for run in self.runs.values()) * size
@@ -282,10 +283,10 @@ class SimInstance:
     # Steps
 
     def begin(self, now_s: float) -> Block | None:
-        """Plan the next steps, and return them as a block that starts now. If no request runs, return None.
+        """Plan the next steps, and return a block of these steps that starts now. Return None if no step is needed.
 
-        The steps include added requests (`_take_joining`). The caller must first check that there are enough KV pages
-        (`pages_short`).
+        Added requests join before the steps are planned (`_take_joining`). Before the call, the caller must check that
+        there are enough KV pages (`pages_short`).
         """
         self._take_joining()
         if self.change is not None and not self.change.fails:
@@ -342,9 +343,9 @@ class SimInstance:
         steps = min(self._ends[0][0] - self.steps, steps_with_pages(self))
         if self.spread is not None:
             slope_s = self.spread.slope_s(pricing, count, self.context, self.device_crowding)
-            steps = min(steps, self.page_size)  # Other instances may change its speed and use the memory.
+            steps = min(steps, self.page_size)  # Other instances may slow this one down, or use the same memory.
         if pricing.crowding or self.joining:
-            steps = 1  # Other instances may change its speed after each step, and requests may join.
+            steps = 1  # After each step, other instances may change the speed, and requests may join.
         return Block(now_s, max(steps, 1), self._step_s(StepShape(count)) * self.slowdown, slope_s * self.slowdown)
 
     def end_block(self, now_s: float) -> list[Run]:
@@ -382,7 +383,7 @@ class SimInstance:
         return finished
 
     def _computed(self, run: Run, length: int, now_s: float, finished: list[Run]) -> None:
-        """Record that a chunk of `length` prompt tokens was computed.
+        """Record that a chunk of `length` prompt tokens of a request was computed.
 
         The last chunk of a prompt also generates a token. If this token is also the last token of the request, append
         the request to `finished`.
@@ -465,7 +466,7 @@ def view_of(instance: SimInstance, now_s: float, shows_timing: bool = False) -> 
 
 
 def steps_with_pages(instance: SimInstance) -> int:
-    """Return the number of decode steps for which the free KV pages suffice: a lower bound, but at least 1."""
+    """Return a lower bound of the number of decode steps that fit into the free KV pages, or 1 if no step fits."""
     count, size = instance.num_decoding, instance.page_size
     most = instance.context + count * size + sum(run.request.prompt_tokens + size for run in instance.prompts)
     if (room := instance.room_tokens - most) >= 64 * count:
@@ -475,9 +476,9 @@ def steps_with_pages(instance: SimInstance) -> int:
 
 
 def pages_short(instance: SimInstance) -> bool:
-    """Return whether a request must be preempted because the next step needs more KV pages than the instance has.
+    """Return whether the next step needs more KV pages than the instance has, so that a request must be preempted.
 
-    If the instance has only one request, return False, because its preemption would help no other request.
+    If there is only one running or paused request, return False, because its preemption would help no other request.
     """
     count, size = instance.num_decoding, instance.page_size
     if instance.context + (count + len(instance.runs)) * size <= instance.room_tokens and not instance.prompts:

@@ -81,10 +81,10 @@ def degrees_at_start(name: str, devices: int, limits: Sequence[DegreeLimits]) ->
 
 
 def num_prefill(name: str, degrees: Sequence[int]) -> int:
-    """Return how many instances compute prompts only. 0 for all policies except `disaggregated`.
+    """Return the number of instances that compute prompts only. It is 0 for all policies except `disaggregated`.
 
     For `disaggregated:tp2x1+tp1x6`, it is the number of instances in the first part, here 1. For `disaggregated`, it is
-    half of the instances. `degrees` has the degree of each instance at the start, and instances for prompts come first.
+    half of the instances. `degrees` has the degree of each instance at the start.
     """
     if not name.startswith("disaggregated"):
         return 0

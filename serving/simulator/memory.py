@@ -12,7 +12,7 @@ from serving.simulator.errors import DoesNotFitError, SimulationError
 from serving.simulator.model_shape import ModelShape
 
 SLOT_TOKENS, MIN_SLOTS, MAX_SLOTS = 1024, 8, 256
-"""Default maximum of running requests on a device: cache tokens for each request, lower bound and upper bound."""
+"""Default maximum number of running requests on a device: cache tokens for each request, lower and upper bound."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MemoryPlan:
     page_size: int = 16
     changes_degree: bool = True
     """Whether instances merge and split. If so, only FFN weights are divided over the devices of an instance, and each
-    device stores all other weights (AMOEBA 3.2). Otherwise all weights are divided."""
+    device stores all other weights (AMOEBA 3.2). If not, all weights are divided."""
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
@@ -60,14 +60,14 @@ class MemoryPlan:
     def limits(
         self, degrees: Sequence[int], max_num_seqs: int | None, capacity: Callable[[int], int] | None = None
     ) -> tuple[DegreeLimits, ...]:
-        """Return the capacity and the request limit of an instance, for each degree at which the model fits.
+        """Return maximum tokens and running requests of an instance, for each degree at which the model fits.
 
         Raises `DoesNotFitError` if the model fits at no degree.
 
         Args:
             degrees: possible tensor-parallel degrees.
-            max_num_seqs: maximum number of running requests for each device. None: the largest power of two for which
-                the cache holds `SLOT_TOKENS` tokens of each request, from `MIN_SLOTS` to `MAX_SLOTS`.
+            max_num_seqs: maximum number of running requests for each device. None: the capacity in tokens of
+                a device divided by `SLOT_TOKENS`, rounded down to a power of two, from `MIN_SLOTS` to `MAX_SLOTS`.
             capacity: function that returns the capacity in tokens of an instance of a given degree. None:
                 `capacity_tokens`.
         """

@@ -88,9 +88,9 @@ class ModelShape:
     num_dense_layers: int = 0
     """Layers without experts in a model with experts."""
     dense_ffn_size: int = 0
-    """Width of the FFN in these layers."""
+    """Width of the FFN in the layers without experts, in a model with experts."""
     shared_ffn_size: int = 0
-    """Total width of the experts that compute every token."""
+    """Total width of the shared experts, which compute every token."""
     window: Window | None = None
     latent: LatentAttention | None = None
     attention_weight_bytes: float | None = None
@@ -329,7 +329,6 @@ def _shared_ffn_size(fields: _Fields, ffn: int) -> int:
 
 
 def _window(fields: _Fields, kind: str | None, layers: int) -> Window | None:
-    """Return the sliding windows of a model, or None if it has none."""
     if fields.get("sliding_window") is None or fields.get("use_sliding_window") is False:
         return None
     tokens = fields.positive("sliding_window")

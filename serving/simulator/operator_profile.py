@@ -102,7 +102,7 @@ class OperatorProfile:
         return tuple(self._tables)
 
     def seconds(self, inputs: int, outputs: int, tokens: int) -> float | None:
-        """Return the seconds of a matrix product with `tokens` rows; None if the matrix was not measured.
+        """Return the seconds of a matrix product with `tokens` rows. None: the matrix was not measured.
 
         Above the largest measured number of rows, the time grows in proportion to the rows. Below the smallest measured
         number of rows, the time is constant.

@@ -60,10 +60,10 @@ def put_back(host: Host, group: SimInstance) -> list[SimInstance]:
 def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
     """Choose the request to preempt if an instance lacks KV pages. Return `(owner, request)`.
 
-    `owner` is the instance of the request: `instance`, or a paused instance on the same devices. If no request is
-    paused, the choice is the last running request in the order `Run.order`. Otherwise this request is compared with the
-    last request of the fullest paused instance. The request with the lower priority is chosen. If both priorities are
-    equal, the paused request is chosen.
+    `owner` is the instance of the request: `instance`, or a paused instance on the same devices. One candidate is the
+    last running request in the order `Run.order`. If requests are paused, the last request of the fullest paused
+    instance is also a candidate. The less urgent candidate is chosen, or the paused candidate if both are equally
+    urgent.
     """
     last = instance.last_in_order()
     free = {member: member.capacity_tokens - member.used_tokens() for member in instance.paused if member.runs}
@@ -76,9 +76,9 @@ def next_victim(instance: SimInstance) -> tuple[SimInstance, Run]:
 
 
 def count_rooms(instances: list[SimInstance]) -> None:
-    """Update `room_tokens`, the number of tokens that running requests may use, of instances with paused requests.
+    """Update `room_tokens` of each instance that has paused instances on its devices.
 
-    Call this function after a request was removed. If that request was paused, running requests may use its memory.
+    Call this function after a request was removed. If it was paused, running requests may use its memory.
     """
     for instance in instances:
         if instance.paused:

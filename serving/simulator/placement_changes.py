@@ -43,7 +43,7 @@ class PlacementChanges:
     """Placement changes of a simulated host from start to end, and the memory of the host's devices.
 
     `SimInstance.spread` is the placement of the layers of an instance. It is None if the instance's own devices compute
-    all its layers, and compute no layers of other instances.
+    all layers of this instance and no layers of other instances.
     """
 
     def __init__(self, host: Host):
@@ -167,9 +167,9 @@ class PlacementChanges:
         return self._pool_bytes(device) - self._used_bytes()[device]
 
     def count_rooms(self) -> None:
-        """Update the number of tokens that running requests may use (`room_tokens`), from the free device memory.
+        """Update `room_tokens` of each instance with a `spread`, from the free memory of its devices.
 
-        This is necessary only for instances with a `spread`, because other instances may use the same memory.
+        `room_tokens` is the number of tokens that running requests may use. Other instances may use the same memory.
         """
         if self._host.config.layers is None:
             return
@@ -184,7 +184,7 @@ class PlacementChanges:
     def count_capacities(self) -> None:
         """Update `spread` and capacity of all instances. Call this method after a change of placements or instances.
 
-        `spread` becomes None if the instance's own device computes all its layers, and computes no other layers.
+        `spread` becomes None if the instance's own device computes all layers of the instance and no other layers.
         """
         if self._host.config.layers is None:
             return
@@ -214,7 +214,7 @@ class PlacementChanges:
         )
 
     def _sample(self) -> None:
-        """Measure the utilization of each device: the share of the time since the last sample in which it computed.
+        """Measure the utilization of each device since the last sample: the share of the time with computation.
 
         Do nothing if the last sample is less than `_SAMPLE_S` seconds old.
         """
@@ -231,7 +231,7 @@ class PlacementChanges:
         self._utilization = {device: min(value, 1.0) for device, value in busy.items()}
 
     def crowd(self, instance: SimInstance) -> None:
-        """Update `device_crowding`: the factor by which other busy instances slow down an instance on each device."""
+        """Update `device_crowding`: for each device, the factor by which other busy instances slow down `instance`."""
         assert instance.spread is not None, "other instances share no device"
         busy = [i for i in self._host.instances if i is not instance and i.block is not None and i.spread is not None]
         instance.device_crowding = {
@@ -318,7 +318,7 @@ class PlacementChanges:
         return copied + (sizes.ffn_bytes if modules in ("layer", "ffn") and not ffn else 0.0)
 
     def take_new_times(self) -> list[float]:
-        """Return the virtual times at which `proceed` must be called, without the times that earlier calls returned."""
+        """Return the virtual times at which `proceed` must be called. Each call returns only new times."""
         times, self._new_times = self._new_times, []
         return times
 
@@ -327,7 +327,7 @@ class PlacementChanges:
         return change.left if isinstance(change.action, ScaleIn) else change.left[:count]
 
     def _schedule(self, change: _Progress) -> None:
-        """Determine when the next group of layers switches: at the end of the copy of its weights."""
+        """Set the switch time of the next group of layers: the time at which the copy of its weights ends."""
         cost, group = self._cost, self._group(change)
         spread = change.instance.spread or Spread.at_home(change.instance.devices[0], cost)
         num_bytes = sum(self._copied_bytes(change.action, spread, layer) for layer in group)

@@ -38,9 +38,9 @@ def save_plot(figure: Any, path: Path) -> None:
 def draw(results: Mapping[str, PolicyResult]) -> Any:
     """Return a matplotlib figure that compares policies.
 
-    One plot shows the throughput of all policies over time, and one plot shows the distribution of their TTFT by class
-    of requests. A further plot for each policy shows the number of devices at each tensor-parallel degree. Raises
-    `SimulationError` if matplotlib is not installed.
+    The first plot shows the throughput of each policy over time. The second plot shows the distribution of TTFT for
+    each policy and class of requests. One further plot for each policy shows the number of devices at each
+    tensor-parallel degree. Raises `SimulationError` if matplotlib is not installed.
     """
     rows = 2 + len(results)
     figure = load_matplotlib()(figsize=(10, 2.6 * rows), layout="constrained")

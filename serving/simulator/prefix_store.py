@@ -35,8 +35,8 @@ class PromptBlocks:
 class PrefixStore:
     """Prefix cache of a simulated instance. It consists of prompt blocks: series of prompt tokens with an id.
 
-    A running request holds its blocks. A block that no request holds is idle, and uses only memory that no request
-    needs. The least recently used idle block is evicted first. Of one prompt, the last idle block is evicted first.
+    A running request holds the blocks of its prompt. A block that no request holds is idle. If requests need the memory
+    of idle blocks, the least recently used block is evicted first. The end of a prompt is evicted before its beginning.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class PrefixStore:
         """Number of tokens of each idle block, least recently used first."""
         self._idle_tokens = 0.0
         self._before: dict[int, int | None] = {}
-        """Previous block of the prompt, by block; None for the first block."""
+        """Previous block of the prompt, by block. None: it is the first block."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders or block in self._idle
@@ -103,9 +103,9 @@ class PrefixStore:
             del self._before[block]
 
     def take_held(self, prompt: PromptBlocks) -> None:
-        """Add the blocks that a request held on its previous instance. The request then holds them here.
+        """Add the blocks that a request held on its previous instance. The request then holds them in this store.
 
-        Call this method if a request moves to the instance of this store with its KV pages.
+        Call this method if a request and its KV pages move to the instance of this store.
         """
         before = None
         for block in prompt.held:
@@ -114,10 +114,10 @@ class PrefixStore:
             before = block
 
     def take_idle(self, other: "PrefixStore", blocks: Sequence[int] | None = None) -> None:
-        """Copy idle blocks from `other`, the store of an instance that the instance of this store replaces.
+        """Copy idle blocks from `other`, the store of an old instance, after a merge or split.
 
         `blocks` has the ids of the blocks to copy. None: all idle blocks. Blocks that are already in this store are
-        skipped. The caller must first call `take_held` for each request that moves here.
+        skipped. Before the call, the caller must call `take_held` for each request that moves to this store.
         """
         for block in other._idle if blocks is None else blocks:
             if block not in self:
@@ -125,10 +125,10 @@ class PrefixStore:
                 self._put(block, other._idle[block])
 
     def deal_idle(self, parts: "Sequence[PrefixStore]") -> None:
-        """Copy the idle blocks to `parts`, the stores of the new instances, when the instance of this store splits.
+        """Copy the idle blocks to `parts`, the stores of the new instances after a split.
 
-        Each block goes to one store. Blocks of prompts with the same first block go to the same store: the store that
-        already has the first block, or else the store with the fewest idle tokens.
+        Each block goes to one store. All blocks of prompts with the same first block go to the same store. This is the
+        store that already has the first block, or the store with the fewest idle tokens if no store has it.
         """
         groups: dict[int, list[int]] = {}
         for block in self._idle:

@@ -10,7 +10,7 @@ from serving.simulator.step_cost import StepCost, StepShape, prompt_pairs
 class Pricing:
     """Time of steps on a host: cached results of a cost model (`StepCost`), and the slowdown by other busy instances.
 
-    The caller multiplies the time of a step by `slowdown`.
+    All times in seconds are without this slowdown. The caller multiplies the time of a step by `slowdown`.
     """
 
     def __init__(
@@ -24,22 +24,22 @@ class Pricing:
     ):
         self.cost, self.batching = cost, batching
         self.crowding = dict(crowding or {})
-        """Duration of a step relative to one busy instance, by number of busy instances. Empty: no slowdown."""
+        """Time of a step by number of busy instances, relative to one busy instance. Empty: no slowdown."""
         self.prompt_crowding = dict(prompt_crowding or self.crowding)
         """Like `crowding`, for a step with a prompt while the other busy instances decode. Default: `crowding`."""
         self.latency_s = latency_s
         """Seconds from the end of a step until the client sees its tokens."""
         self.window = window
-        """Sliding windows of the model; None if there are none."""
+        """Sliding windows of the model. None: the model has none."""
         self._fixed: dict[tuple[int, StepShape], float] = {}
         self._context: dict[int, float] = {}
         self._pair: dict[int, float] = {}
 
     def slowdown(self, busy: int, prompts: bool = False) -> float:
-        """Return the time of a step while `busy` instances run steps, divided by its time while only one runs steps.
+        """Return the factor by which a step takes longer if `busy` instances run steps at the same time.
 
         If this factor was not measured for `busy` instances, return the factor for the next smaller measured number.
-        If nothing was measured, return 1.
+        If there is no smaller measured number, return 1.
 
         Args:
             busy: number of instances that run steps, including the instance of this step.

@@ -30,7 +30,7 @@ class Quantization:
 
         Args:
             name: name of the model, for errors.
-            config: value of `quantization_config`; None: the weights are not quantized.
+            config: value of `quantization_config`. None: the weights are not quantized.
             has_experts: whether the model has experts. MXFP4 quantizes experts only.
         """
         if config is None:

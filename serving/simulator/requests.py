@@ -24,13 +24,13 @@ class RequestTable:
     output_len: np.ndarray
     """Number of tokens that the request generates."""
     max_tokens: np.ndarray
-    """Maximum number of output tokens, which the scheduler knows; `output_len` is hidden from it."""
+    """Maximum number of output tokens. The scheduler sees this number, but not `output_len`."""
     kinds: np.ndarray
     """Class of the request, as an index into `kind_names`."""
     kind_names: tuple[str, ...] = ("all",)
     priority: np.ndarray | None = None
     deadline_s: np.ndarray | None = None
-    """Deadline in seconds after arrival. NaN means no limit, in this column and the next two."""
+    """Deadline in seconds after arrival. NaN in this column, `ttft_slo_s` or `tpot_slo_s` means no limit."""
     ttft_slo_s: np.ndarray | None = None
     tpot_slo_s: np.ndarray | None = None
     prefix_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

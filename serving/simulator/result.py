@@ -39,10 +39,10 @@ class PolicyResult:
     kept: np.ndarray
     """Whether each request completed and met the objectives."""
     judged: np.ndarray
-    """Whether each request counts in `kept_share`. All requests count if all have ended or there is no objective.
-    Otherwise, a request counts if the latest time at which it could end within its objectives has passed. Without this
-    rule, requests near the end of the run would count only if they were quick. If a request has no limit except TTFT,
-    it counts if it has ended or its first token is late."""
+    """Whether each request counts in `kept_share`. If all requests have ended, or there is no objective, all count. In
+    any other case, a request counts if the latest end within its objectives has passed. A request without a latest
+    end, for example with a TTFT limit only, counts if it has ended or if its first token is late. Without these rules,
+    only the quick requests would count near the end of the run."""
     ending: np.ndarray
     """`Ending` of each request."""
     requests: RequestTable
@@ -56,7 +56,7 @@ class PolicyResult:
     has_objectives: bool
     """Whether a request has an objective. If not, `kept` tells whether each request completed."""
     price_per_hour: float | None
-    """Price of a device for an hour in USD; None: unknown."""
+    """Price of a device for an hour in USD. None: unknown."""
     overloaded: bool
     """Whether the run stopped because too many requests waited."""
 
@@ -72,7 +72,7 @@ class PolicyResult:
 
     @property
     def kept_share(self) -> float:
-        """Share of the requests in `judged` that completed within the latency limits; 1 if `judged` is empty."""
+        """Share of the requests in `judged` that completed within the latency limits, or 1 if `judged` is empty."""
         return float(self.kept[self.judged].mean()) if self.judged.any() else 1.0
 
     @property
@@ -125,8 +125,8 @@ class PolicyResult:
     def report(self) -> dict[str, Any]:
         """Return the result as a dict that JSON can represent.
 
-        The dict has the fields of `amoeba bench`, and counts of actions. The key `limits` has the result of `limits`,
-        and the key `explain` has the result of `parts`.
+        The dict has the fields of `amoeba bench`, and counts of actions. The keys `limits` and `explain` have the
+        results of the methods `limits` and `parts`.
         """
         return self._figures(np.ones(len(self.requests), bool)) | {
             "policy": self.policy,
@@ -185,10 +185,10 @@ class PolicyResult:
         return float(self.kept[rows & self.judged].mean()) if (rows & self.judged).any() else None
 
     def parts(self) -> dict[str, float]:
-        """Return the causes of the mean latency, and totals of all merges and splits.
+        """Return the parts of the mean latency by cause, and totals of all merges and splits.
 
-        The values of the keys `ttft_*` are seconds of the mean TTFT of completed requests. The values of the keys
-        `token_*` are seconds of the mean time of a generated token. All other values are totals.
+        The values of the keys `ttft_*` add up to the mean TTFT of completed requests, in seconds. The values of the
+        keys `token_*` add up to the mean seconds for a generated token. All other values are totals.
         """
         done = self.completed & ~np.isnan(self.ttft_s)
         tally, tokens = self.tally, max(self.tally.generated_tokens, 1)
@@ -219,7 +219,7 @@ def collect(
     tpot_s = np.where(done & (requests.output_len > 1), (end - first) / more, np.nan)
     kept = done & slo.kept(ttft_s, tpot_s, e2el_s, requests.ttft_slo_s, requests.tpot_slo_s)
     last_s = float(np.nanmax(end)) if done.any() else cluster.now_s
-    stopped = cluster.now_s < requests.span_s  # It was overloaded before all requests arrived.
+    stopped = cluster.now_s < requests.span_s  # The run stopped before all requests arrived.
     own = [column for column in (requests.ttft_slo_s, requests.tpot_slo_s) if column is not None]
     counters = [host.scheduler.counters.by_name() for host in cluster.hosts] or [SchedulerCounters().by_name()]
     return PolicyResult(

@@ -1,7 +1,7 @@
 """Running request of a simulated instance.
 
-A step does not update its decoding requests. Instead, the number of tokens of a request is computed from `steps`, an
-argument of many methods: the number of decode steps that the instance has run.
+A decoding request is not updated after each step. Instead, many methods compute its number of tokens from their
+argument `steps`, the number of decode steps that the instance has run.
 """
 
 from dataclasses import replace
@@ -16,15 +16,15 @@ class Run:
     Attributes:
         request: request as the scheduler saw it in the queue.
         index: row of the request in `tally.Records`.
-        output_left: number of tokens left to generate when the request started to decode on its instance, or now if it
-            has not started. `left` returns the present number.
+        output_left: number of tokens left to generate. While the request decodes, this remains the number from the
+            start of decoding on its instance, and `left` returns the present number.
         prompt_left: number of prompt tokens left to compute.
-        base: number of tokens of the request when it started to decode on its instance; 0 if it has not started.
+        base: number of tokens of the request when it started to decode on its instance. 0: it has not started.
         joined: number of decode steps that the instance had run when the request started to decode there.
-        last_token_s: time of the latest token before a preemption; None if there is no such token.
+        last_token_s: time of the latest token before a preemption. None: there is no such token.
         added_s: time at which the policy sent the request to the instance.
         queued_s: seconds in the queue, including waits after preemptions.
-        blocks: blocks of the prompt for the prefix cache; None if unknown.
+        blocks: blocks of the prompt for the prefix cache. None: unknown.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Run:
         )
 
     def waiting_again(self, steps: int, now_s: float) -> WaitingRequest:
-        """Return the preempted request as it waits in the queue again.
+        """Convert the preempted request to a waiting request for the queue.
 
         Its generated tokens become part of its prompt. Its waiting time includes its earlier time in the queue.
         """

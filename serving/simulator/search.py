@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def note(self) -> str:
-        """Remark for the user, such as why the trial closest to the answer failed. It may be empty."""
+        """Remark for the user: whether the search ended at its limit, and why a trial failed. It may be empty."""
         failed = [trial for trial in self.trials if not trial.passed]
         if self.at_limit:
             return "the search ended at its limit" + (f": {failed[-1].lacks}" if failed else "")

@@ -25,15 +25,15 @@ _SHARES = ("flops_efficiency", "memory_efficiency", "attention_efficiency", "lin
 class Conclusion:
     """Statement that the policy `better` is better than the policy `worse`.
 
-    The other fields list the changes of a device constant under which the statement is false.
+    `equal` and `reversed` list the changes of a device constant under which the statement is false.
     """
 
     better: str
     worse: str
     equal: tuple[str, ...] = ()
-    """Changes under which both are equal."""
+    """Changes under which both policies are equal."""
     reversed: tuple[str, ...] = ()
-    """Changes under which the other policy is better."""
+    """Changes under which `worse` is better than `better`."""
 
     def text(self, changes: int) -> str:
         """Return a sentence about the conclusion. `changes` is the number of changes that were tried."""

@@ -148,13 +148,13 @@ class SimulationConfig:
         return self.device if isinstance(self.device, DeviceSpec) else find_device(self.device)
 
     def profile(self) -> OperatorProfile | None:
-        """Return the measured times of operators in the files `profiles`; None if there are no files."""
+        """Return the measured times of operators in the files `profiles`, or None if there are no files."""
         return OperatorProfile.read(self.profiles) if self.profiles else None
 
     def host_devices(self) -> int:
         """Return the number of devices of each scheduler.
 
-        Raises `SimulationError` if `num_devices` is no multiple of this number.
+        Raises `SimulationError` if `num_devices` is not a multiple of this number.
         """
         if self.devices_per_scheduler is not None:
             return self.devices_per_scheduler

@@ -42,7 +42,7 @@ from serving.simulator.step_cost import ModelStepCost, StepCost, StepShape
 from serving.simulator.transformation_cost import FixedTransformation, InPlaceCost, TransformationCost
 
 REGROUP_S = 2e-3
-"""Seconds without steps when requests pause or resume. No page moves; the engine rebuilds its views of the cache."""
+"""Seconds without steps when requests pause or resume. No page moves. The engine rebuilds its views of the cache."""
 STATIC_DEGREES = (1, 2, 4, 8)
 """Degrees of layouts that never change."""
 _Capacities = Callable[[MemoryPlan, Sequence[int], int | None], tuple[DegreeLimits, ...]]
@@ -93,7 +93,7 @@ def make_setup(config: SimulationConfig, name: str) -> Setup:
     """Return the setup (configuration and policy) of a host for a policy name. All devices must be of one kind.
 
     Raises `SimulationError` if the policy is unknown. Raises `DoesNotFitError` if the model fits at no degree that the
-    policy needs, or if the devices cannot be divided into instances of that degree.
+    policy needs, or if the devices cannot be divided into the instances that the policy needs.
     """
     check_policies((name,))
     if config.calibration is not None:
@@ -160,7 +160,7 @@ def _handover(count: int, base: ModelStepCost) -> HandoverConfig | None:
 def layer_cost(memory: MemoryPlan, cost: StepCost) -> LayerCost:
     """Return the sizes and rates that determine the cost of placement changes, for a model on a device.
 
-    Policies see a cost of moving hidden states between devices. It is computed for a step of 32 tokens.
+    Policies also see the cost of a transfer of hidden states between devices. This cost is for a step of 32 tokens.
     """
     model, device, rows = memory.model, memory.device, 32
     attention, ffn = model.attention_bytes, model.ffn_bytes / model.num_layers

@@ -49,16 +49,16 @@ class SimExecutor:
     sets `now_s`, and calls `end_block` at the end of each block.
 
     Args:
-        reschedule: function that tells the event loop when a new or changed block ends: it receives the instance and
-            the time in seconds.
+        reschedule: function that plans an event for the end of an instance's block. It receives the instance and the
+            time in seconds.
 
     Attributes:
         queue: waiting requests by id.
-        log: pair (time in seconds, action) for each accepted action; empty without `keep_log`.
+        log: pair (time in seconds, action) for each accepted action. Empty without `keep_log`.
         failing_transformations: number of merges and splits that will fail, beginning with the next one.
         changes: running and waiting merges and splits.
         placements: running placement changes.
-        handovers: requests on their way from prefill to decode instances; None if all instances do both.
+        handovers: requests on their way from prefill to decode instances. None: all instances do both.
         timings: measured times of steps, merges and splits.
         prompt_blocks: function that receives the row of a request, and returns the blocks of its prompt
             (`RequestTable.prompt_blocks`).
@@ -97,7 +97,7 @@ class SimExecutor:
 
         Args:
             devices: devices of the instance. Their number is the tensor-parallel degree.
-            capacity_tokens: maximum capacity in tokens. The limit of the degree also applies. None: only that limit.
+            capacity_tokens: additional limit of the capacity in tokens. None: only the limit of the degree applies.
         """
         c, limits = self.config, self.limits[len(devices)]
         if capacity_tokens is not None:
@@ -197,8 +197,8 @@ class SimExecutor:
     def disturb(self, instance: SimInstance) -> None:
         """Plan the next steps of an instance anew, after a change such as a new request.
 
-        If a step is running, drop all steps after it. The next steps are then planned at its end. If the instance is
-        idle, plan them now.
+        If a step is running, drop all later steps. New steps are planned at the end of the running step. If the
+        instance is idle, plan new steps now.
         """
         if instance.block is None:
             self.begin(instance)
@@ -279,7 +279,7 @@ class SimExecutor:
             return False
         self._between_steps(instance)
         if (run := instance.runs.get(request_id)) is None:
-            return False  # It generated its last token in the step that has just ended.
+            return False  # The step that has just ended generated the last token.
         instance.remove(run)
         self.finish(run, Ending.DEADLINE)
         count_rooms(self.instances)
@@ -392,7 +392,7 @@ class SimExecutor:
         """Simulate the failure of a device. All instances that compute on it lose their KV cache and prefix cache.
 
         The running and paused requests of these instances are preempted. The instances accept no requests for `down_s`
-        seconds. A running merge or split starts again with the first layer.
+        seconds. A running merge or split of these instances starts again with the first layer.
         """
         for instance in self.instances:
             if device in (instance.devices if instance.spread is None else instance.spread.devices):
@@ -419,7 +419,7 @@ class SimExecutor:
         self.placements.count_capacities()
 
     def rehome(self, instance: SimInstance) -> None:
-        """Record that the running requests of an instance are on this instance. Call it after requests have moved."""
+        """Record that `instance` now runs the requests in `instance.runs`. Call this after requests have moved."""
         for name in instance.runs:
             self._home[name] = instance
 

@@ -10,9 +10,9 @@ _NUM_TRANSFORMATIONS = 8
 
 
 class SimTimings:
-    """Times of steps by tensor-parallel degree, and of merges and splits, as measured on one simulated host.
+    """Times of steps, merges and splits, as measured on one simulated host.
 
-    The times of a degree are kept while no instance has this degree.
+    The times of steps are recorded by tensor-parallel degree. They remain even if no instance has this degree any more.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class SimTimings:
     def take(self, instances: Collection[SimInstance]) -> Timing:
         """Update the times with the latest times of the instances. Return the times of all degrees.
 
-        The time of a degree is the median over the instances of this degree.
+        The time of a step at a degree is the median over the instances of this degree.
         """
         degrees = {instance.degree for instance in instances}
         for degree in degrees:
@@ -41,10 +41,10 @@ class SimTimings:
         )
 
     def _take_throughput(self, degree: int, instances: Collection[SimInstance]) -> None:
-        """Record the total throughput of all instances, which have the same tensor-parallel degree.
+        """Record the total throughput of all instances of the host. All of them have the degree `degree`.
 
-        Only the highest throughput of each degree is kept. Nothing is recorded if an instance does not decode, or if
-        an instance merges or splits.
+        Only the highest throughput of each degree is kept. Nothing is recorded if an instance merges, splits, or
+        does not decode.
         """
         if any(not i.num_decoding or i.change is not None or i.step_s is None for i in instances):
             return

@@ -15,7 +15,7 @@ _NAMES = ("ttft", "tpot", "e2el")
 class Slo:
     """Latency limits of requests, and the share of requests that must meet all limits.
 
-    Limits are in seconds; infinity means no limit. `ttft_s` limits the time to first token, `tpot_s` the mean time of
+    Limits are in seconds. Infinity means no limit. `ttft_s` limits the time to first token, `tpot_s` the mean time of
     each further token, and `e2el_s` the time from arrival to end.
     """
 
@@ -24,7 +24,7 @@ class Slo:
     e2el_s: float = math.inf
     share: float = 0.99
     classes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Limits of TTFT and TPOT by class of requests, which replace the limits above."""
+    """Limits of TTFT and TPOT by class of requests. They replace `ttft_s` and `tpot_s`."""
 
     def __post_init__(self) -> None:
         for kind, limits in self.classes.items():
@@ -65,13 +65,13 @@ class Slo:
         return cls(**limits, share=share, classes=classes)
 
     def own(self, name: str, kinds: np.ndarray, kind_names: Sequence[str], others_s: np.ndarray) -> np.ndarray:
-        """Return each request's own limit of a latency in seconds. NaN: it has none, so that the general limit applies.
+        """Return each request's own limit of the latency `name`, in seconds. NaN: the general limit applies.
 
         Args:
-            name: latency: `ttft` or `tpot`.
+            name: `ttft` or `tpot`.
             kinds: class of each request, as an index into `kind_names`.
-            kind_names: names of the classes. A limit of the class applies to its requests.
-            others_s: limits that requests set themselves. They replace limits of classes. NaN: the request sets none.
+            kind_names: names of the classes. A limit of a class applies to all requests of the class.
+            others_s: limit that each request sets itself, in place of the limit of its class. NaN: no limit.
         """
         by_kind = np.array([self.classes.get(kind, {}).get(name, math.nan) for kind in kind_names])
         return np.where(np.isnan(others_s), by_kind[kinds], others_s)
@@ -104,9 +104,9 @@ class Slo:
     def latest_s(
         self, output_len: np.ndarray, own_ttft_s: np.ndarray | None = None, own_tpot_s: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return for each request the maximum seconds from arrival to end with which it can meet all limits.
+        """Return for each request the longest time from arrival to end that its limits allow, in seconds.
 
-        The result is infinite for a request that may take any time.
+        The result is infinite if the limits allow any time.
 
         Args:
             output_len: number of output tokens of each request.
@@ -120,8 +120,8 @@ class Slo:
 
 
 def own_limit(limits_s: np.ndarray | None, default_s: float) -> np.ndarray | float:
-    """Return the limit of each request in seconds: its own limit in `limits_s`, or `default_s` if that is NaN.
+    """Return the limit of each request in seconds: its element of `limits_s`, or `default_s` if the element is NaN.
 
-    If `limits_s` is None, return `default_s`, the limit of all requests.
+    If `limits_s` is None, return `default_s` as the limit of all requests.
     """
     return default_s if limits_s is None else np.where(np.isnan(limits_s), default_s, limits_s)

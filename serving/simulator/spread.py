@@ -17,7 +17,7 @@ from serving.simulator.step_cost import StepShape
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Sizes and rates for two costs: of placement changes, and of steps of instances with layers on several devices."""
+    """Sizes and rates for the cost of placement changes, and for the cost of steps if layers are on several devices."""
 
     sizes: LayerSizes
     device_bytes: float
@@ -62,7 +62,7 @@ class Spread:
 
     @property
     def is_home(self) -> bool:
-        """Whether the instance's own device computes all its layers, and no other device does."""
+        """Whether the instance's own device alone computes all layers of the instance."""
         return self.devices == {self.own}
 
     @cached_property
@@ -80,10 +80,10 @@ class Spread:
 
     @cached_property
     def _groups(self) -> tuple[tuple[Homes, float, float], ...]:
-        """Work of a step by set of devices: `(devices, fixed, attention)` for each set that computes modules together.
+        """Work of a step: `(devices, fixed, attention)` for each set of devices that computes modules together.
 
-        `attention` is the share (0 to 1) of the attention operators of all layers. `fixed` is the share of all other
-        work. The other work of a layer counts for its two modules in proportion to the bytes of their weights.
+        `attention` is the set's share (0 to 1) of the attention operators of all layers. `fixed` is the set's share
+        of all other work. A layer's other work is divided between its two modules in proportion to their weight bytes.
         """
         sizes, shares = self.cost.sizes, {}
         attention_share = sizes.attention_bytes / sizes.weight_bytes / sizes.num_layers
@@ -103,12 +103,12 @@ class Spread:
 
     @cached_property
     def time_shares(self) -> Mapping[int, float]:
-        """For each device, the share of a step's time in which it computes, if no other instance delays the step."""
+        """For each device, the share of a step's time with computation, if no other instance delays the step."""
         return {d: sum(fixed for homes, fixed, _ in self._groups if d in homes) for d in self.devices}
 
     @cached_property
     def cache_shares(self) -> Mapping[int, float]:
-        """For each device, the bytes of KV cache that it stores for one token of the instance, as a mean."""
+        """For each device, the mean bytes of KV cache for one token of the instance."""
         kv_bytes = self.cost.sizes.kv_token_bytes
         return {d: kv_bytes * sum(1 / len(home) for home in self.attention if d in home) for d in self.devices}
 
@@ -128,14 +128,14 @@ class Spread:
     ) -> float:
         """Return the seconds of a step.
 
-        The homes of a module divide the decoding sequences, but one of them computes all prompt chunks.
+        The homes of a module divide the decoding sequences, but one home computes all prompt chunks.
 
         Args:
             pricing: costs of a step on one device.
             shape: contents of the step.
             context: total tokens of the decoding sequences.
             pairs: attention pairs of the prompt chunks (`Pricing.pairs`).
-            crowding: factor by which each device is slower because other instances compute there.
+            crowding: for each device, the factor by which other instances slow it down.
         """
         seconds = self.transitions * self.cost.hop_s(shape.decodes + shape.prompt_tokens)
         for homes, fixed, attention in self._groups:

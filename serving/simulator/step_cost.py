@@ -203,7 +203,7 @@ class TableStepCost:
     """Cost of steps from a table of measured steps.
 
     The engine pads steps to compiled shapes. The cost of a step is therefore the cost of the smallest measured shape
-    that holds the step. Above the largest measured shape, the cost grows in proportion.
+    that holds the step. Above the largest measured shape, the cost grows in proportion to the size of the step.
     """
 
     decode_s: dict[int, dict[int, float]]
@@ -215,15 +215,15 @@ class TableStepCost:
     few_rows: int = 1
     """Rows of the smaller compiled shape for a step with one chunk."""
     context: dict[int, float] = field(default_factory=dict)
-    """Value of `StepCost.context_s` by degree; 0 for a missing degree."""
+    """Value of `StepCost.context_s` by degree. 0 for a missing degree."""
     pair: dict[int, float] = field(default_factory=dict)
-    """Value of `StepCost.pair_s` by degree; 0 for a missing degree. Empty if `prompt_s` includes prompt attention."""
+    """Value of `StepCost.pair_s` by degree. 0 for a missing degree. Empty if `prompt_s` includes prompt attention."""
 
     def fixed_s(self, degree: int, shape: StepShape) -> float:
         """Return the seconds of a step with the contents `shape`, without the attention operator.
 
-        Steps with one chunk were measured with `few_rows` rows. If a step has more rows, the difference between two
-        decode steps is added: with the maximum number of rows, and with `few_rows` rows.
+        Steps with one chunk were measured with `few_rows` rows. A step with more rows takes longer: by the time of a
+        decode step with the maximum number of rows, less the time of a decode step with `few_rows` rows.
         """
         if not shape.prompts:
             return at_least(self.decode_s[degree], shape.decodes)

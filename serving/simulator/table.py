@@ -85,7 +85,7 @@ def answers_table(answers: Sequence[Answer], what: str, reasons: Mapping[str, st
         answers: results of the searches.
         what: heading of the column of values: `devices` or `requests/s`.
         reasons: policies that were not simulated, with the reason why. Their rows say "not possible".
-        price: price of a device for an hour in USD; None: unknown.
+        price: price of a device for an hour in USD. None: unknown.
     """
     priced = price is not None and what == "devices"
     table = Table("policy", what, *(["$/hour"] if priced else []), "runs", "note")

@@ -85,7 +85,7 @@ class Tally:
         self.degrees: list[tuple[float, int, int]] = []
         """Time, degree, and change of the number of devices in instances of this degree."""
         self.limited_s: dict[Limit, float] = {}
-        """Seconds in which requests of a host waited, summed over hosts, by the resource that they lacked."""
+        """Seconds in which requests of a host waited, summed over hosts, by the resource that these requests lacked."""
         self._gaps: dict[int, int] = {}
 
     def add_tokens(self, start_s: float, end_s: float, tokens: int) -> None:
@@ -105,7 +105,7 @@ class Tally:
         bins[last] += rate * (end_s - last * self.bin_s)
 
     def add_block(self, block: Block, count: int, now_s: float) -> None:
-        """Count the decode steps of a block. A block is a series of similar steps, and this block ends at `now_s`.
+        """Count the decode steps of a block that ends at `now_s`. A block is a series of similar steps.
 
         `count` is the number of requests that decode in each step.
         """
@@ -142,7 +142,7 @@ class Tally:
 
     @property
     def mean_gap_s(self) -> float | None:
-        """Mean of the gaps between tokens in seconds; None if there are no gaps."""
+        """Mean of the gaps between tokens in seconds, or None if there are no gaps."""
         count = sum(self._gaps.values())
         return sum(_gap_s(place) * number for place, number in self._gaps.items()) / count if count else None
 

@@ -131,7 +131,7 @@ class InPlaceCost:
         pages_each = -(-tokens // self.page_size // instances)
         share, phases = 0.0, 0.0
         if pages_each:
-            several = max(higher // PLANNED_DEGREE, 1)  # Devices that count as one above the planner's highest degree.
+            several = max(higher // PLANNED_DEGREE, 1)  # So many devices count as one.
             counted = max(lower // several, 1), higher // several
             planned = min(_two_digits(pages_each), max(_LARGEST_PLAN, 4 * self.phase_pages))
             count = count_moves(*counted, planned, self.phase_pages)

@@ -15,8 +15,8 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj")
 def read_experts(hf: HfConfig, *, size: str, **options: Any) -> ExpertConfig:
     """Return the settings of the experts from a config.
 
-    `size` names the config field with the number of inner features of an expert. `options` are other fields of
-    `ExpertConfig`.
+    `size` is the name of the config field that gives the number of inner features of an expert. `options` are other
+    fields of `ExpertConfig`.
 
     Raises `CheckpointError` if a token uses more experts than the layer has.
     """

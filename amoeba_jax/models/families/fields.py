@@ -46,7 +46,7 @@ def positive(hf: HfConfig, field: str) -> int:
 
 
 def require(hf: HfConfig, **values: Any) -> None:
-    """Raise `CheckpointError` if the config has one of the fields `values` with a value other than the given one."""
+    """Raise `CheckpointError` if a config field differs from its value in `values`. Missing fields are accepted."""
     for field, value in values.items():
         if hf.get(field, value) != value:
             family = hf.get("model_type")

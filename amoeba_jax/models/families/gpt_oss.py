@@ -28,7 +28,7 @@ def _split(name: str, tensor: np.ndarray) -> dict[str, np.ndarray] | None:
     """Split a stored tensor of experts into tensors of each expert, and rename tensors of the router.
 
     Return None for any other tensor. Stored matrices are `[E, in, out]`. Expanded MXFP4 matrices are `[out, in]`, one
-    for each expert, and their names end in `_rows` (`Mxfp4Checkpoint`). Gate and up features alternate in both.
+    for each expert, and their names end in `_rows` (`Mxfp4Checkpoint`). In both forms, gate and up features alternate.
     """
     if ".mlp.router." in name:
         return {name.replace(".mlp.router.", ".mlp.gate."): tensor}

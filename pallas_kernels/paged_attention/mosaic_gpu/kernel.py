@@ -4,9 +4,9 @@ The kernel's work is divided into items. An *item* is a tile of query rows of on
 keys. The kernel starts at most one thread block for each processor, and the thread blocks take items in turn. In a
 thread block, one or two warpgroups compute, and one warpgroup issues copies (TMA).
 
-A *stage* is a buffer in shared memory. It holds a *block*: `block_tokens` keys and values. One copy into a stage is a
-*unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one KV buffer (extent), so the
-last block of an extent may be only partly full. This is the only cost of several extents.
+A *stage* is a buffer in shared memory. It holds one *block*: the keys and values of `block_tokens` tokens. One copy
+into a stage is a *unit*: a page, or `block_tokens` tokens of a larger page. All units of a block are from one KV buffer
+(extent), so the last block of an extent may be only partly full. Several extents have no other cost.
 
     computing    wait K -> Q K^T -> free K -> scale, cap, mask, softmax -> wait V -> P V -> free V
     copying      wait free -> look up pages -> copy K, V           (runs ahead, into the next item)
@@ -15,9 +15,9 @@ There are two ways to divide work between two computing warpgroups. For prefill,
 rows, and both use every stage. For decode (`split_keys`), both warpgroups have the same 64 rows and take stages in
 turn, because one warpgroup computes more slowly than memory delivers the keys.
 
-Keys that no query of the tile sees may be NaN, because their pages were used by other sequences before. Their scores
-become -inf and their weights zero, but zero times a NaN value is still NaN. In the few stages with such keys, the rows
-of V are therefore set to zero in shared memory before the product.
+A stage may have *hidden* tokens, which no query of the tile sees. Their keys and values may be NaN, because other
+sequences used the pages before. The scores become -inf and the weights zero, but zero times a NaN value is still NaN.
+In the few stages with hidden tokens, their rows of V are therefore set to zero before the product.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def _for_items(v: Variant, refs: Refs, run: Callable[[jax.Array, Item, jax.Array
     """Call `run(number, item, step)` for each item (piece of work) of this thread block.
 
     `number` is the index of the item in this thread block. `step` is the number of blocks of keys in the earlier items
-    of this thread block. Return the number of blocks of keys in all its items.
+    of this thread block. Return the number of blocks of keys in all items of this thread block.
     """
     block = lax.axis_index("block")
 

@@ -155,9 +155,9 @@ def _visible_blocks(
 ) -> Int32[Array, "B tiles extents 2"]:
     """Return the range of key blocks that a tile of queries needs, for each tile and each KV buffer (extent).
 
-    A range is a pair (first block, number of blocks), or (0, 0) if the tile needs no block. The range goes from the
-    first block that a query attends to, to the last one. `kernel` defines blocks and tiles. `Refs` has the shapes of
-    the arguments.
+    A range is a pair (first block, number of blocks), or (0, 0) if the tile needs no block. The first and the last
+    block of a range have keys that a query of the tile attends to. `kernel` defines blocks and tiles. `Refs` has the
+    shapes of the arguments.
     """
     starts = page_positions[..., None] * v.page_size + jnp.arange(v.units_per_page) * v.unit_tokens
     used = jnp.arange(page_positions.shape[2]) < num_pages[..., None]

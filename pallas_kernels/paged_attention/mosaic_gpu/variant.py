@@ -20,15 +20,15 @@ class Variant:
     Attributes:
         batch: number of sequences.
         kv_heads: number of KV heads.
-        tiles: tiles of query rows for each sequence and KV head.
+        tiles: number of tiles of query rows for each sequence and KV head.
         head_dim: elements of a head.
-        rows: used query rows of a warpgroup, at most 64. The remaining rows are neither read nor written.
+        rows: number of used query rows of a warpgroup, at most 64. Other rows are neither read nor written.
         page_size: tokens in a page.
         num_extents: number of KV buffers (extents). Each extent is a separate argument.
         splits: number of parts into which the keys of a tile are divided.
-        block_tokens: keys of a stage, a multiple of 64.
-        stages: stages in shared memory; with `split_keys` a multiple of `warpgroups`.
-        warpgroups: computing warpgroups, 1 or 2.
+        block_tokens: number of keys in a stage, a multiple of 64.
+        stages: number of stages in shared memory; with `split_keys` a multiple of `warpgroups`.
+        warpgroups: number of computing warpgroups, 1 or 2.
         split_keys: whether warpgroups share query rows and take stages in turn. False: each warpgroup has its own rows.
         thread_blocks: number of thread blocks, at most one for each processor of the device.
         scale: factor on scores.
@@ -111,7 +111,7 @@ class Variant:
     def chunk(self) -> int:
         """Number of columns of a head that are computed at once.
 
-        Registers cannot hold a result and an update of 256 columns.
+        At most 128: registers cannot hold both a result and an update of 256 columns.
         """
         return min(self.head_dim, 128)
 
@@ -154,7 +154,7 @@ class Variant:
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a declaration of shared memory in the tiles that `wgmma` reads.
 
-    The tiles have the widest swizzle that divides a row. If no swizzle divides a row, the shared memory has no tiles.
+    The tiles have the widest swizzle that divides a row. If no swizzle divides a row, there are no tiles.
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0), None)
@@ -171,8 +171,8 @@ class Refs(NamedTuple):
         queries: `[M, rows, h]` packed queries, where `M` is B x K x tiles x parts (`Variant.parts`), in this order.
         row_positions: int32 `[B x tiles x parts, 64]` positions of the rows, -1 for padding.
         tile_positions: int32 `[B, tiles, 2]` lowest and highest position of the rows of a tile, without padding.
-        blocks: int32 `[B, tiles, extents, 2]` first block that a tile sees in a KV buffer (extent), and the number
-            of blocks from this block to the last block that the tile sees.
+        blocks: int32 `[B, tiles, extents, 2]` range of blocks that a tile needs in each KV buffer (extent): the first
+            block, and the number of blocks.
         page_ids: int32 `[B, extents, W]` page ids.
         page_positions: int32 `[B, extents, W]` logical positions of the pages.
         num_pages: int32 `[B, extents]` number of pages.
@@ -215,7 +215,7 @@ class Item:
 
 
 def extent_range(refs: Refs, item: Item, extent: Any, before: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `(begin, start, stop, count)`, which say what blocks of one KV buffer (extent) an item computes.
+    """Return `(begin, start, stop, count)`: the blocks that an item needs and computes in one KV buffer (extent).
 
     The tile of the item needs the blocks `range(begin, begin + count)` of the extent. Of these blocks, the item
     computes `range(begin + start, begin + stop)`. `before` is the sum of `count` over all earlier extents.

@@ -19,7 +19,7 @@ _TOKENS_PER_S = {1: 448.0, 2: 670.0, 4: 767.0}
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """Settings of the policy `amoeba_paper` that the paper leaves open."""
+    """Settings of the policy `amoeba_paper`. The AMOEBA paper gives no values for them."""
 
     scale_up_under_load: bool = True
     """Whether instances also merge for a request that fits an empty instance but finds no room now.
@@ -75,9 +75,9 @@ class AmoebaPaperPolicy:
     def _place(self, view: ClusterView, room: Room, reserve: Reserve, request: WaitingRequest) -> list[Action]:
         """Return the actions for a waiting request.
 
-        If an instance has room, dispatch the request. If no instance has room, merge instances for the request. There
-        is one exception: if the request is short and `scale_up_under_load` is off, reserve an instance and do not
-        merge.
+        - If an instance has room, dispatch the request.
+        - If no instance has room, merge instances. If `scale_up_under_load` is off, do this for long requests only, and
+          reserve an instance for a short request.
         """
         if (chosen := self._candidate(view, room, reserve, request)) is not None:
             self._scaling.pop(request.request_id, None)
@@ -109,9 +109,9 @@ class AmoebaPaperPolicy:
         The group becomes one instance in several decisions. Each decision doubles the lowest tensor-parallel degree in
         the group: four TP1 instances become two TP2 instances, and then one TP4 instance.
 
-        The list is empty if no group can merge, if a merge of the group is in progress, or if the merged group would
-        have no room for the request yet. Even then, the group is closed to new requests, so that its running requests
-        end and free tokens.
+        If no group can merge, the list is empty. If a group can merge, it is closed to new requests, so that running
+        requests end and free tokens. The list stays empty until the merged group would have room for the request. The
+        list is also empty while a merge of the group is in progress.
         """
         devices = self._scaling.get(request.request_id)
         if devices is None or (merged := _whole_group(room, devices)) is None:

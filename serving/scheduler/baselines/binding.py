@@ -1,4 +1,4 @@
-"""Base class of the baseline policies in the AMOEBA and Gyges papers. They assign each request on its arrival."""
+"""Base class of baseline policies (AMOEBA and Gyges papers) that assign each request to an instance on its arrival."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,7 +15,7 @@ _MOST_SKIPPED = 32
 
 
 class BindingPolicy(ABC):
-    """Base class of policies that bind (assign) each request to an instance on its arrival, whatever its size.
+    """Base class of policies that bind (assign) each request to an instance on arrival, whatever the request's size.
 
     If the instance is too small for the request, it merges with its neighbors. The papers do not say when instances
     split. Here, `SplitRule` decides. If an instance splits or disappears, the requests that wait for it are bound
@@ -59,7 +59,7 @@ class BindingPolicy(ABC):
         return [*rejects, *splits, *served]
 
     def _bind(self, room: Room, queue: list[WaitingRequest], view: ClusterView, leaving: set[int]) -> None:
-        """Bind each request that has no instance, or whose instance will split (`leaving` has the ids)."""
+        """Bind requests that have no instance, or whose instance will split (`leaving`: ids of these instances)."""
         present = {request.request_id for request in queue}
         staying = {device for device, instance in room.by_device.items() if instance.id not in leaving}
         self.device_of = {n: device for n, device in self.device_of.items() if n in present and device in staying}
@@ -79,8 +79,7 @@ class BindingPolicy(ABC):
     def _serve(self, view: ClusterView, room: Room, queue: list[WaitingRequest]) -> list[Action]:
         """Return the actions for the bound requests, in the order of the queue.
 
-        An instance gets no more requests if it is closed to new requests, or if `_MOST_SKIPPED` of its requests had to
-        wait.
+        An instance gets no more requests once it is closed, or once `_MOST_SKIPPED` of its requests had to wait.
         """
         actions: list[Action] = []
         skipped: Counter[int] = Counter()
@@ -101,9 +100,11 @@ class BindingPolicy(ABC):
     def _place(self, view: ClusterView, room: Room, instance: InstanceView, request: WaitingRequest) -> list[Action]:
         """Return the actions for a request that is bound to `instance`.
 
-        If the instance has room, dispatch the request. If it is large enough but has no room now, close it, so that
-        later requests do not take its free tokens. If it is too small, merge it with its neighbors. If its degree is
-        high enough but it kept its weights, split it, so that it can merge again with more KV cache.
+        - If the instance has room, dispatch the request.
+        - If the instance is large enough but has no room now, close it, so that later requests do not take its tokens.
+        - If the degree of the instance is too low for the request, merge the instance with its neighbors.
+        - If the degree is high enough, the instance is too small because it has released no weights. Split it, so that
+          its devices can merge again with more KV cache.
         """
         if room.has_room(instance, request):
             reason = f"its turn, load {room.load(instance):.2f}"

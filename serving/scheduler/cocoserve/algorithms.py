@@ -18,7 +18,7 @@ from serving.scheduler.view import ClusterView, InstanceView
 MAX_DEVICES = 3
 """Maximum number of devices that one call of `scale_up` considers."""
 MAX_STATES = 40_000
-"""Maximum product of the rooms of these devices: about 0.1 s for a model of 32 layers."""
+"""Maximum number of entries in a table of `scale_up`: about 0.1 s for a model of 32 layers."""
 SHORT = 0.1
 """Free share of memory below which a device counts as short of memory.
 
@@ -31,7 +31,7 @@ MARGIN = 0.25
 _LAYER = 10**12
 """Cost of a layer with one home in the search of `scale_up`: the unit of its integer costs."""
 _TIE = 10**3
-"""Cost of a replica and of a transition that decides between placements of equal speed-up."""
+"""Extra cost of each replica and of each transition. It decides between placements of equal speed-up."""
 _NEVER = 10**18
 """Cost of placements that do not fit."""
 Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
@@ -39,7 +39,7 @@ Reduction = tuple[Migrate | Evict | LimitBatch | Offload, ...]
 
 
 def placement_speedup(homes: Sequence[Homes], head: Homes, transition_cost: float) -> float:
-    """Return how many times faster an instance is with replicated layers (Equation 4).
+    """Return the factor by which replicated layers speed up an instance (Equation 4).
 
     Args:
         homes: devices that compute each layer.
@@ -54,7 +54,7 @@ def max_replicas(free_bytes: float, replica_bytes: float, num_layers: int) -> in
 
     Args:
         free_bytes: free bytes of the device.
-        replica_bytes: bytes of one copied layer. This is its KV cache, plus its weights if the device lacks them.
+        replica_bytes: bytes of one copied layer: its KV cache, plus its weights if the device lacks these weights.
         num_layers: number of layers of the model.
     """
     return max(min(int(free_bytes // replica_bytes), num_layers), 0)
@@ -74,15 +74,15 @@ def scale_up(
     hidden states between devices, from one layer to the next.
 
     A dynamic program over the layers finds the placement. The paper instead visits one device after another, and adds
-    single layers while the speed-up grows. It can miss a run of layers: the run may be worth its two transitions
-    although a single layer is not.
+    single layers while the speed-up grows. The paper's search can miss a useful run of layers: a run
+    costs two transitions, which may be too much for one layer but not for the whole run.
 
     Args:
         homes: devices that compute each layer.
         head: devices of the embedding and the output projection.
-        room: maximum number of new replicas on each device (`max_replicas`). Time and memory grow with the product of
-            these numbers. Therefore, at most `MAX_DEVICES` devices with the most room are considered, and fewer if the
-            product exceeds `MAX_STATES`.
+        room: maximum number of new replicas on each device (`max_replicas`). The search has tables whose size is about
+            the product of these numbers. It considers only the `MAX_DEVICES` devices with the highest numbers, and
+            fewer devices if the size would exceed `MAX_STATES`.
         transition_cost: constant of Equation 4 (`speedup.transition_cost`).
         max_degree: maximum number of devices of a layer. None: no maximum.
     """
@@ -110,10 +110,10 @@ def _best_placement(
     A layer on `n` devices costs `1 / n`. Each transition adds `transition_cost`. Costs are scaled to integers, so that
     equal placements have equal costs.
 
-    A dynamic program visits the layers from the last to the first. The table `costs[home]` has the lowest costs of the
-    visited layers if the devices `home` compute the layer visited last. It has one axis for each device in `rooms`. The
-    index on an axis is the number of new replicas on the device. The axis has length 1 if the device has room for every
-    layer.
+    A dynamic program visits the layers from the last to the first. After each layer, there is a table `costs[home]` for
+    each set of devices `home` that can compute the layer. The entries are the lowest total costs of the visited layers.
+    The table has one axis for each device in `rooms`. The index on an axis is the number of new replicas on the device.
+    If the device has room for every layer, its axis has length 1.
     """
     import numpy as np  # imported here, because the package imports only the standard library
 
@@ -122,7 +122,7 @@ def _best_placement(
     start = np.full([room + 1 if device in counted else 1 for device, room in rooms], _NEVER)
     start[(0,) * start.ndim] = 0
     costs: dict[Homes, np.ndarray] = {head: start}
-    # From a cost of all layers on, no replica outweighs a transition: the result is the same for all higher costs.
+    # If a transition costs as much as all layers together, no replica is worth it. Higher costs change nothing.
     per_transition, visited = round(min(transition_cost, len(homes)) * _LAYER) + _TIE, []
     for layer in reversed(homes):
         tables = np.stack(list(costs.values()))
@@ -154,7 +154,7 @@ def _best_placement(
 
 
 def _additions(layer: Homes, devices: Sequence[int], max_degree: int | None) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of devices on which a layer can be replicated, largest sets first."""
+    """Yield the sets of devices on which a layer can be replicated, largest first. The last set is empty."""
     free = [device for device in devices if device not in layer]
     most = len(free) if max_degree is None else min(len(free), max(max_degree - len(layer), 0))
     for size in range(most, -1, -1):
@@ -178,9 +178,9 @@ def scale_down(
         view: state before the first change.
         instance: instance that violates its SLOs.
         config: settings.
-        slow: reason of the violation. True: decode steps exceed the TPOT SLO. Then layers do not migrate to gain
-            memory. False: requests wait too long. Then the batch is not reduced, because a smaller batch would make
-            requests wait longer. The paper does not distinguish the two cases.
+        slow: reason of the violation. True: decode steps exceed the TPOT SLO, and layers do not migrate to gain memory.
+            False: requests wait too long, and the batch is not reduced, because a smaller batch would make requests
+            wait longer. The paper does not distinguish the two cases.
         violated: function that returns whether the violation persists.
     """
     state = _Reductions(view, instance, config, slow)
@@ -218,13 +218,11 @@ class _Reductions:
     def migrations(self) -> Iterator[Reduction]:
         """Yield actions that migrate layers from the instance's own device, beginning with the last layers.
 
-        Layers migrate for two reasons:
+        A layer can migrate if no other device computes it. Layers migrate for two reasons:
 
-        - Requests wait because the device is short of memory. Then layers migrate until it has enough.
-        - The device is busy with layers of several instances. Then only one migration is yielded. If the device is busy
-          with layers of one instance, a migration would not help: the two devices would wait for each other.
-
-        Only layers that no other device computes migrate.
+        - Requests wait because the device is short of memory: layers migrate until the device has enough memory.
+        - The device is busy with layers of several instances: only one migration is yielded. If the device is busy with
+          layers of one instance, a migration would not help, because the two devices would wait for each other.
         """
         if self._instance.degree > 1:
             return
@@ -261,9 +259,9 @@ class _Reductions:
     def _targets(self, source: int, layers: Sequence[int], short: bool) -> list[tuple[int, Modules, float]]:
         """Return `(device, modules, bytes)` for each device to which layers can migrate, best first.
 
-        `modules` are the modules to move, and `bytes` is the memory that they need on the device. Whole layers move if
-        the device has enough memory. Otherwise, only the FFNs move. If the device has memory but no computing time,
-        only the KV cache moves (section 3.3 of the CoCoServe paper).
+        `modules` are the modules to move, and `bytes` is the memory that the modules need on the device. If the device
+        has computing time left, it gets whole layers, or only the FFNs if whole layers do not fit. If the device has no
+        computing time left, it gets only the KV cache (section 3.3 of the CoCoServe paper).
 
         Args:
             source: device that computes the layers now.
@@ -294,9 +292,9 @@ class _Reductions:
     def evictions(self) -> Iterator[Reduction]:
         """Yield actions that evict replicated layers from devices that compute layers of several instances.
 
-        These are replicas of other instances on the devices of this instance, and replicas of this instance on devices
-        of other instances. The replicas that raise the speed-up least go first. Each action evicts a run of consecutive
-        layers.
+        Replicas of other instances leave the devices of this instance. Replicas of this instance leave the devices of
+        other instances. Each action evicts a run of consecutive layers. The run that contributes least to the speed-up
+        is evicted first.
         """
         while True:
             options = []
@@ -325,10 +323,10 @@ class _Reductions:
     # Phase 3
 
     def batch_reductions(self) -> Iterator[Reduction]:
-        """Yield reductions of the batch. Each limit is `batch_step` requests lower than the limit before.
+        """Yield reductions of the batch. Each reduction lowers the limit of running requests by `batch_step`.
 
-        The actions of a reduction are the limit, and offloads of the least urgent requests beyond the limit. The KV
-        pages of these requests move to host memory.
+        A reduction has a `LimitBatch`, and an `Offload` for each request beyond the new limit. The least urgent
+        requests are offloaded: their KV pages move to host memory.
         """
         step = self._config.batch_step
         running = sorted(self._instance.running, key=lambda r: (r.rank, r.arrival_s, r.request_id))

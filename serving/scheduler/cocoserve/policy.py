@@ -44,16 +44,16 @@ _CALM = 0.7
 Below the limit, layers may be replicated again. Without it, a constant load could cause reductions and growth in turn.
 """
 _HELPED = 0.98
-"""Maximum ratio of the step durations after and before a reduction of the batch for which the reduction has helped."""
+"""Ratio of the step durations after and before a reduction of the batch, below which the reduction has helped."""
 
 
 class CocoServePolicy:
     """Policy `cocoserve`: replicates layers on vacant devices, and relieves instances that violate their SLOs.
 
     Another policy, `amoeba` or `flying`, dispatches requests, and merges and splits instances. In addition, this policy
-    changes placements, one change at a time. While SLOs are met, it replicates layers on vacant devices (Algorithm 1).
-    While SLOs are violated, it reduces the work of an instance (Algorithm 2). Before instances merge, it returns their
-    layers to their own devices. docs/scheduling.md has the details.
+    changes placements, one change at a time. If SLOs are met, it replicates layers on vacant devices (Algorithm 1). If
+    SLOs are violated, it reduces the work of an instance (Algorithm 2). Before a merge, it returns the layers of each
+    merging instance to the instance's own devices. docs/scheduling.md has the details.
 
     If the executor refuses placement changes (`ClusterView.layer` is None), only the other policy acts.
 
@@ -63,7 +63,7 @@ class CocoServePolicy:
 
     Attributes:
         monitor: averages on which the decisions are based.
-        pauses: whether the other policy itself pauses and resumes requests.
+        pauses: whether the other policy is `flying`, which pauses and resumes requests.
     """
 
     name = "cocoserve"
@@ -112,12 +112,12 @@ class CocoServePolicy:
     # Merges
 
     def _prepared(self, view: ClusterView, action: Action) -> list[Action]:
-        """Return an action of the other policy, or the placement changes that must precede it.
+        """Return an action of the other policy, or the placement changes that must precede the action.
 
-        Only a merge needs such changes: the layers of the merging instances must return to the devices of their own
-        instance, and layers of other instances must leave these devices. While such a change is in progress, the list
-        is empty. If the changes were refused, return the merge itself. The executor then refuses it and gives the
-        reason.
+        Only a merge needs placement changes: each merging instance must have all its layers on its own devices, and
+        these devices must have no layers of other instances. During a placement change of any of these instances, the
+        list is empty. If the needed changes were refused, return the merge itself. The executor then refuses the merge
+        and gives the reason.
         """
         if not isinstance(action, ScaleUp):
             return [action]
@@ -153,8 +153,8 @@ class CocoServePolicy:
     def _reduce(self, view: ClusterView, merging: set[int]) -> list[Action]:
         """Return the next actions while SLOs are violated (Algorithm 2).
 
-        If a device is empty, replicate layers on this device. Otherwise, reduce the work of the instance with the
-        largest share of violations.
+        If layers can be replicated on an empty device, replicate them there. If not, reduce the work of the instance
+        with the largest share of violations.
         """
         empty = [d.id for d in view.devices if _is_empty(view, d.id)]
         if growth := self._growth(view, merging, empty):
@@ -178,9 +178,9 @@ class CocoServePolicy:
     def _grow(self, view: ClusterView, merging: set[int]) -> list[Action]:
         """Return the next actions while SLOs are met.
 
-        If the load is still close to the load at the latest violation, return an empty list. Otherwise, return the
-        first possible of these: raise the limits of batches, replicate layers (`_growth`), or end an instance
-        (`_scale_in`).
+        If the load is still close to the load at the latest violation, the list is empty. If the load is lower, the
+        actions raise the limits of batches. If no batch is limited, they replicate layers (`_growth`). If that is
+        impossible, they end an instance (`_scale_in`).
         """
         if self._violated_at_load is not None and self.monitor.load > _CALM * self._violated_at_load:
             return []
@@ -199,7 +199,7 @@ class CocoServePolicy:
     def _growth(self, view: ClusterView, merging: set[int], devices: Collection[int]) -> list[Action]:
         """Return the action that replicates layers or a whole instance by Algorithm 1, or an empty list.
 
-        The instance with the most running requests is tried first, then the next, until Algorithm 1 finds an action.
+        Algorithm 1 visits the instances, those with the most running requests first, until it finds an action.
 
         Args:
             merging: devices that merge.
@@ -220,8 +220,8 @@ class CocoServePolicy:
     def _addition(self, view: ClusterView, instance: InstanceView, hosts: set[int]) -> PlacementChange | None:
         """Return the action that replicates layers on the device to which Algorithm 1 gives the most layers.
 
-        If this device is empty and gets all layers, the action is a `ScaleOut`, provided that
-        `CocoServeConfig.scale_out` is set. Return None if Algorithm 1 replicates no layers.
+        The action is a `ScaleOut` if this device is empty and gets all layers, and `CocoServeConfig.scale_out` is set.
+        In all other cases, it is a `Replicate`. Return None if Algorithm 1 replicates no layers.
 
         Args:
             hosts: devices that may get layers.
@@ -298,10 +298,10 @@ def _undo(
 
 
 def _moved_modules(instance: InstanceView, layer: int) -> list[tuple[Modules, int]]:
-    """Return `(modules, device)` for each part of a layer that has migrated. The parts are attention and FFN.
+    """Return `(modules, device)` for each migrated module of a layer. The modules are attention and FFN.
 
-    A part has migrated if only one device computes it, and the device is not the instance's own. If both parts are on
-    the same device, `modules` is "layer".
+    A module has migrated if only one device computes it, and this device is not the instance's own. If both modules
+    have migrated to the same device, the result has one pair, in which `modules` is "layer".
     """
     attention, ffn = (instance.homes(layer, modules)[0] for modules in ("attention", "ffn"))
     if attention == ffn:

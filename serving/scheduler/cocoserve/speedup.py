@@ -1,8 +1,8 @@
 """Speed-up of an instance with replicated layers: Equations 1 to 4 of the CoCoServe paper.
 
 The homes of a layer are the devices that compute it. Each home computes a share of the batch. If consecutive layers
-have different homes, hidden states move between devices. This move is a *transition*. It also occurs after the
-embedding and before the output projection.
+have different homes, hidden states move between devices. This move is a *transition*. There can also be a transition
+after the embedding and before the output projection.
 """
 
 import itertools
@@ -19,7 +19,7 @@ def computation_s(loads: Iterable[Sequence[float]], speeds: Iterable[Sequence[fl
     divided by its speed.
 
     Args:
-        loads: operations (FLOP) of each layer at each of its homes. They grow with the home's share of the batch.
+        loads: number of operations (FLOP) of each layer at each of its homes, for the home's share of the batch.
         speeds: operations per second (FLOP/s) of each layer's homes.
     """
     return sum(
@@ -51,7 +51,7 @@ def communication_s(num_bytes: float, transitions: int, bandwidth: float) -> flo
 
 
 def speedup(sequential_s: float, computation_s: float, communication_s: float) -> float:
-    """Return how many times faster one step is with replicated layers (Equation 3).
+    """Return the factor by which replicated layers speed up one step (Equation 3).
 
     Args:
         sequential_s: seconds of the step if no layer is replicated.
@@ -62,7 +62,7 @@ def speedup(sequential_s: float, computation_s: float, communication_s: float) -
 
 
 def even_speedup(parallelism: Sequence[int], transitions: int, transition_cost: float) -> float:
-    """Return how many times faster one step is with replicated layers, on equal devices (Equation 4).
+    """Return the factor by which replicated layers speed up one step on equal devices (Equation 4).
 
     Each device of a layer computes an equal share of the batch. For `n` layers, the result is `n / (sum of 1 / p_i +
     transition_cost * transitions)`.
@@ -83,7 +83,7 @@ def transition_cost(num_bytes: float, bandwidth: float, latency_s: float, layer_
     Args:
         num_bytes: bytes of hidden states in one transition.
         bandwidth: bytes per second between two devices.
-        latency_s: seconds of a transfer without the time for its bytes.
+        latency_s: seconds that any transfer takes, in addition to `num_bytes / bandwidth`.
         layer_s: seconds of one layer with the whole batch on one device.
     """
     return (latency_s + num_bytes / bandwidth) / layer_s
