@@ -117,7 +117,7 @@ class EngineConfig:
     An empty text leaves JAX's setting unchanged. Default: the directory set in JAX, or else the user's cache directory.
     """
     compile_cache_size: str | int = "8GiB"
-    """Size limit of the compilation cache. The least recently used programs are removed first."""
+    """Size limit of the compilation cache, enforced at start-up. Programs unused for longest are removed first."""
     compile_jobs: int | None = None
     """Number of programs that a warm-up compiles at the same time. Default: one per processor, at most 8."""
     compile_beside: bool = True

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
+from filelock import FileLock
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from amoeba_jax.compile_cache import cache_bytes, enable_compile_cache, tidy
@@ -41,6 +43,7 @@ cached = len(hits)
 print(json.dumps({{"hits": cached, "warnings": [str(w.message) for w in said]}}))
 """
 TIMEOUT_S = 120
+LIMIT = 1 << 30
 
 
 @pytest.fixture
@@ -60,6 +63,12 @@ def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     return json.loads(out) | {"log": err}
+
+
+def age(directory: Path) -> None:
+    """Make all files an hour old, because a younger file may still be being written."""
+    for path in directory.iterdir():
+        os.utime(path, (path.stat().st_mtime - 3600,) * 2)
 
 
 def entries(directory: Path) -> list[Path]:
@@ -88,19 +97,21 @@ def test_damaged_files_are_compiled_again(filled: Path, directory: Path):
     first, second = entries(directory)[:2]
     first.write_bytes(first.read_bytes()[:-40])
     second.write_bytes(b"")
+    assert tidy(directory, LIMIT) == []
+    age(directory)
     found = result(start(directory))
     assert "is damaged. It is removed" in found["log"]
     assert found["warnings"] == []
     assert len(entries(directory)) == count
     assert result(start(directory))["hits"] >= 3
-    assert tidy(directory) == []
+    assert tidy(directory, LIMIT) == []
 
 
 @pytest.mark.slow
 def test_two_processes_at_once_share_it(directory: Path):
     both = [result(process) for process in [start(directory), start(directory)]]
     assert [found["warnings"] for found in both] == [[], []]
-    assert tidy(directory) == []
+    assert tidy(directory, LIMIT) == []
     assert result(start(directory))["hits"] >= 3
 
 
@@ -127,6 +138,7 @@ def test_full_disk_stops_nothing_and_leaves_nothing_damaged(filled: Path, direct
     assert found["hits"] == 0
     assert any("Error writing persistent compilation cache" in message for message in found["warnings"])
     assert entries(directory), "the test wants files that were cut short"
+    age(directory)
     found = result(start(directory))
     assert found["hits"] == 0
     assert found["warnings"] == []
@@ -157,47 +169,58 @@ def test_programs_of_another_jax_version_are_not_used(filled: Path, directory: P
     assert result(start(directory))["hits"] >= 3
 
 
+def test_programs_that_were_not_used_for_longest_go_first(directory: Path):
+    whole = zlib.compress(b"a program")
+    for number in range(5):
+        path = directory / f"{number}-cache"
+        path.write_bytes(whole)
+        os.utime(path, (time.time() - 100 * number,) * 2)
+    os.utime(directory / "4-cache", (time.time() + 1, 1))  # written first, and read last
+    assert tidy(directory, 2 * len(whole)) == []
+    assert [path.name for path in entries(directory)] == ["0-cache", "4-cache"]
+    assert tidy(directory, 0) == []
+    assert entries(directory) == []
+
+
 @pytest.mark.slow
-def test_programs_that_were_not_used_for_longest_go_first(filled: Path, directory: Path):
+def test_the_limit_holds_when_a_process_starts(filled: Path, directory: Path):
     copy_of(filled, directory)
-    sizes = sorted(path.stat().st_size for path in entries(directory))
-    old = zlib.compress(os.urandom(2 * sum(sizes)))
-    (directory / "old-cache").write_bytes(old)
-    (directory / "old-atime").write_bytes((1).to_bytes(8, "little"))
-    entries(directory)[0].unlink()
     limit = cache_bytes(directory)
+    (directory / "old-cache").write_bytes(zlib.compress(os.urandom(limit // 4)))
+    os.utime(directory / "old-cache", (1, 1))
     found = result(start(directory, size=str(limit)))
     assert found["warnings"] == []
+    assert found["hits"] >= 3
     assert cache_bytes(directory) <= limit
     assert not (directory / "old-cache").exists()
-    assert result(start(directory))["hits"] >= 3
 
 
 def test_files_are_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch):
     whole = zlib.compress(b"a program" * 100)
     for name in ("a", "b"):
         (directory / f"{name}-cache").write_bytes(whole)
-    (directory / "gone-atime").write_bytes(bytes(8))
-    assert tidy(directory) == []
-    assert sorted(path.name for path in directory.glob("*-atime")) == ["a-atime", "b-atime"]
+    age(directory)
+    assert tidy(directory, LIMIT) == []
     (directory / "b-cache").write_bytes(whole[:-3])
     read: list[str] = []
     read_bytes = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path.name), read_bytes(path))[1])
-    assert tidy(directory) == ["b-cache"]
+    assert tidy(directory, LIMIT) == []
+    assert read == []
+    os.utime(directory / "b-cache", (1, 1))
+    assert tidy(directory, LIMIT) == ["b-cache"]
     assert read == ["b-cache"]
     assert [path.name for path in entries(directory)] == ["a-cache"]
 
 
 def test_cache_in_use_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    from filelock import FileLock
-
     monkeypatch.setattr("amoeba_jax.compile_cache._LOCK_TIMEOUT_S", 0.05)
     (directory / "a-cache").write_bytes(b"damaged")
-    with FileLock(directory / ".lockfile"), caplog.at_level(logging.WARNING):
-        assert tidy(directory) == []
+    age(directory)
+    with FileLock(directory / ".amoeba-lock"), caplog.at_level(logging.WARNING):
+        assert tidy(directory, LIMIT) == []
     assert "in use by another process" in caplog.text
-    assert tidy(directory) == ["a-cache"]
+    assert tidy(directory, LIMIT) == ["a-cache"]
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])

@@ -2,8 +2,8 @@
 
 One entry serves all groups with the same number of devices. A program is found without tracing.
 
-Entries are files in JAX's format, in the directory of JAX's persistent compilation cache. The entries count toward
-JAX's size limit. `enable_compile_cache` removes damaged entries.
+Entries are files in JAX's format, in the directory of JAX's persistent compilation cache. `enable_compile_cache` limits
+their size, and removes damaged entries.
 
 The key covers all inputs of a compilation: the shapes of the program, the sizes of the model, the source of this
 project, versions, settings, and the kind of processor. The key does not cover functions that are patched at run time.
@@ -18,7 +18,6 @@ import logging
 import os
 import pickle
 import platform
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,6 @@ _IGNORED_SETTINGS = (
     "check_",
 )
 _NEVER_S = 1e9
-_lock = threading.Lock()
 
 
 def _hash_source() -> str:
@@ -104,8 +102,7 @@ class CacheEntry:
         if (cache := _cache(self.device)) is None:
             return None
         try:
-            with _lock:  # JAX's lock of the directory does not exclude other threads of this process
-                data = cache.get(self.key)
+            data = cache.get(self.key)
             if data is None:
                 return None
             program = pickle.loads(_jax_cache().decompress_executable(data))
@@ -123,9 +120,7 @@ class CacheEntry:
         if cache is None or jax.config.values["jax_persistent_cache_min_compile_time_secs"] >= _NEVER_S:
             return
         try:
-            data = _jax_cache().compress_executable(pickle.dumps(program))
-            with _lock:
-                cache.put(self.key, data)
+            cache.put(self.key, _jax_cache().compress_executable(pickle.dumps(program)))
         except Exception as error:
             logger.warning("the compile cache cannot be written (%s). The next process compiles again", error)
 
