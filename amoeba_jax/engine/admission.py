@@ -1,4 +1,4 @@
-"""Admission: start waiting sequences on instances, and preempt running sequences to make room."""
+"""Admission: the start of waiting sequences on instances, and the preemption of sequences to free slots and pages."""
 
 import time
 
@@ -18,18 +18,18 @@ from kvcache.pages import SequencePages
 from sharding.ledger import format_bytes, parse_bytes
 from sharding.mesh import is_lost
 
-# Cost of a running sequence in `Admission.choose`, as a number of prompt tokens to compute.
+# `Admission.choose` counts each running sequence of a lane as this number of tokens to compute.
 _DECODE_COST = 16
 
 
 class Admission:
     """Methods that start and preempt sequences. Used by the dispatcher thread only.
 
-    Without a scheduler, the engine calls `admit` in each turn of its loop. With a scheduler, the scheduler calls other
-    methods instead, such as `start`, `preempt` and `offload`.
+    If the engine has no scheduler, the engine calls `admit` in each turn of its loop. If the engine has a scheduler,
+    the scheduler instead calls `start`, `preempt` and `offload`.
 
-    If a request has several samples (`n > 1`), the first sample is the leader. The further samples can share the prompt
-    pages of the leader.
+    If a request has several samples (`n > 1`), the first sample is the leader. The other samples are called siblings. A
+    sibling can share the prompt pages of its leader.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Admission:
     def admit(self) -> None:
         """Start waiting sequences in the order of the queue. Skip sequences that wait for the compilation of a program.
 
-        If no lane has room for the next sequence, preempt other sequences (`_victims`). If preemption does not suffice,
-        stop, so that no later sequence overtakes this one.
+        If no lane has room for a sequence, preempt other sequences (`_victims`). If preemption cannot make enough room,
+        start no further sequence: no later sequence of the queue may overtake a sequence that needs room.
 
         Reject sequences whose deadline has passed, and sequences that are too long for every instance.
         """
@@ -57,7 +57,7 @@ class Admission:
         waiting = self._sequences.waiting
         while (sequence := next((s for s in waiting if not self.awaits_program(s)), None)) is not None:
             if sequence.num_in_flight:
-                return  # it was just preempted, and its last token is not known yet
+                return  # the sequence was just preempted, and its last token is not known yet
             if (chosen := self.choose(sequence)) is not None:
                 self._start(*chosen, sequence)
             elif self._never_fits(sequence):
@@ -81,7 +81,7 @@ class Admission:
         for instance in self._cluster.instances:
             if sequence.sampling.uses_state:
                 wanted += instance.runner.state_specs()
-            # A leader waits for the programs of its siblings: they share its prompt's pages only while it runs.
+            # A leader waits for the programs of its siblings too: siblings can share pages only with a running leader.
             if sequence.siblings or (sequence.leader is not None and sequence.leader.slot >= 0):
                 wanted += copy_specs(instance)
             if sequence.host_pages is not None:
@@ -99,9 +99,9 @@ class Admission:
                 )
 
     def _never_fits(self, sequence: Sequence) -> bool:
-        """Return whether a sequence is too long for every instance.
+        """Return whether a sequence is too long for every present instance.
 
-        During a change, or while devices are out of service, return False: larger instances may follow.
+        If a change is in progress, or if devices are out of service, return False. There may soon be a larger instance.
         """
         if self._changes.busy or self._cluster.lost:
             return False
@@ -112,7 +112,8 @@ class Admission:
     def start(self, instance: Instance, sequence: Sequence) -> None:
         """Start a waiting sequence on an instance.
 
-        Raises `RequestError`, and changes nothing, if the sequence is not waiting or does not fit on the instance now.
+        Raises `RequestError`, and changes nothing, if the sequence is not in the queue, if the host does not know its
+        last token yet, or if the instance has no room for the sequence now.
         """
         most = sequence.max_total_tokens
         if sequence not in self._sequences.waiting or sequence.num_in_flight:
@@ -125,25 +126,26 @@ class Admission:
         self._start(instance, lane, sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free the pages of a running sequence, and return the sequence to the queue.
+        """Free the pages of a running or paused sequence, and put the sequence back into the queue.
 
-        When the sequence starts again, the KV cache of its tokens is computed again. Raises `RequestError`, and changes
-        nothing, if the sequence does not run, or if its instance is being transformed.
+        When the sequence starts again, its KV cache is computed again, except pages that are still in the prefix cache.
+        Raises `RequestError`, and changes nothing, if the sequence neither runs nor is paused, or if the phase of its
+        instance is `draining` or `changing`.
         """
         if sequence.slot < 0:
             raise RequestError(f"request {sequence.request_id!r} does not run")
         self._sequences.preempt(self._steady_instance_of(sequence), sequence)
 
     def offload(self, sequence: Sequence) -> None:
-        """Copy the KV cache of a running sequence to host memory, and return the sequence to the queue.
+        """Copy the KV cache of a running sequence to host memory, and put the sequence back into the queue.
 
-        When the sequence starts again, the KV cache is copied back and not computed again.
+        When the sequence starts again, its KV cache is copied back instead of computed again.
 
-        Raises `RequestError`, and changes nothing, in these cases:
+        Raises `RequestError`, and does not change the sequence, in these cases:
 
-        - The sequence does not run, or its instance is being transformed.
-        - The programs that copy pages are not compiled yet.
-        - The KV cache does not fit in the host memory that is left (`EngineConfig.offload_memory`).
+        - The sequence does not run, or the phase of its instance is `draining` or `changing`.
+        - The programs that copy pages are not compiled yet. Their compilation is started in the background.
+        - The KV cache needs more host memory than is left of `EngineConfig.offload_memory`.
         - The copy fails.
         """
         if sequence.slot < 0 or sequence.paused or sequence.pages is None:
@@ -177,8 +179,8 @@ class Admission:
     def _start(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
         """Move a sequence from the queue into a lane. Give the sequence pages and a slot.
 
-        If the start fails, only this sequence ends with an error. If the failure has also destroyed KV cache or
-        sampling state, the instance gets new buffers (`Steps.recover`).
+        If the start fails, only this sequence ends with an error. If the failure has destroyed KV cache or sampling
+        state, `Steps.recover` puts the other sequences of the instance back into the queue.
         """
         self._sequences.waiting.remove(sequence)
         try:
@@ -197,7 +199,7 @@ class Admission:
                 write_from_host(instance, sequence)
                 sequence.host_pages = None
         except Exception as error:
-            if sequence.slot >= 0:  # it was added, but its pages could not be written
+            if sequence.slot >= 0:  # the sequence was added, but its pages could not be written
                 instance.leave(sequence, lane)
                 sequence.slot = -1
             if sequence.pages is not None:
@@ -214,15 +216,15 @@ class Admission:
         sequence.start()
 
     def _fork(self, instance: Instance, lane: Lane, sequence: Sequence) -> None:
-        """Let a further sample of a request share the prompt pages of its leader.
+        """Let a sibling share the prompt pages of its leader. A sibling is a second or later sample of a request.
 
-        The sample gets its own copy of the last prompt page. It computes the last prompt token again, to get the logits
-        for its first output token.
+        The sibling gets its own copy of the last prompt page. The sibling then computes the last prompt token again, to
+        get the logits for the sibling's first output token.
         """
         leader = sequence.leader
         assert leader is not None, "only siblings fork"
         assert leader.pages is not None, "the leader runs on this instance"
-        for spec in copy_specs(instance):  # a program may fail to compile: get it before any change
+        for spec in copy_specs(instance):  # before any change, because a compilation may fail
             self._cluster.executables.get(spec)
         last = len(sequence.prompt) - 1
         table = leader.pages.table[:, : self._geometry.pages_for(len(sequence.prompt))]
@@ -233,13 +235,13 @@ class Admission:
         assert copied is not None, "the leader has this page too"
         copy_page(instance, lane, *copied)
 
-    # Search for an instance. These methods change nothing.
+    # Search for an instance. The methods below change nothing.
 
     def leader_home(self, sequence: Sequence) -> Instance | None:
-        """Return the instance of a sequence's leader, if the sequence can share the leader's prompt pages there now.
+        """Return the instance on which a sequence can share the prompt pages of its leader now, or None.
 
-        Return None if sharing is not possible now. For example, the leader's prompt is not computed yet, or the
-        instance has no free slot. The instance also needs an available page, for a copy of the last prompt page.
+        This is the instance on which the leader runs. The result is None if, for example, the leader's prompt is not
+        computed yet, or if the instance has no free slot, or no available page for a copy of the last prompt page.
         """
         leader = sequence.leader
         if leader is None or sequence.host_pages is not None or sequence.num_generated:
@@ -248,15 +250,16 @@ class Admission:
             return None
         home = self._cluster.instance_of(leader)
         if home not in self._cluster.instances:
-            return None  # it is paused
+            return None  # the leader is paused
         lane = home.lane_of(leader)
         return home if home.num_free_slots and lane.has_free_slot and lane.cache.num_available_pages > 0 else None
 
     def choose(self, sequence: Sequence) -> tuple[Instance, Lane] | None:
-        """Return `(instance, lane)` in which to start a sequence now. Return None if no lane has room.
+        """Return `(instance, lane)` in which to start a sequence now. Return None if no lane has room for the sequence.
 
         If the sequence can share the prompt pages of its leader, choose the leader's lane. Otherwise, choose the lane
-        with the least work among the lanes with room.
+        with room that has the fewest tokens to compute, including the tokens of this sequence that are not cached. Each
+        running sequence of a lane counts as `_DECODE_COST` more tokens.
         """
         if (home := self.leader_home(sequence)) is not None:
             assert sequence.leader is not None, "it has a home"
@@ -277,10 +280,10 @@ class Admission:
         return best[1:] if best else None
 
     def _lane_for(self, instance: Instance, sequence: Sequence) -> Lane | None:
-        """Return the lane of an instance in which to start a sequence. Return None if no lane has room.
+        """Return the lane of `instance` in which to start a sequence. Return None if no lane has room for the sequence.
 
-        If the sequence can share the prompt pages of its leader here, return the leader's lane. Otherwise, return the
-        lane with the most available pages among the lanes with room.
+        If the sequence can share the prompt pages of its leader on this instance, return the leader's lane. Otherwise,
+        return the lane that has the most available pages among the lanes with room.
         """
         if self.leader_home(sequence) is instance:
             assert sequence.leader is not None, "it has a home"
@@ -297,11 +300,14 @@ class Admission:
         return max(fitting, key=lambda lane: lane.cache.num_available_pages, default=None)
 
     def _victims(self, sequence: Sequence) -> list[Sequence]:
-        """Return the victims: sequences to preempt so that `sequence` can start. Return [] if preemption is not enough.
+        """Return the sequences to preempt so that `sequence` can start. Return [] if preemption is not enough.
 
-        All victims use the memory of one lane. Paused sequences of the same or a lower priority (`Sequence.rank`) are
-        tried first, then running sequences of a lower priority. In both cases, the last in `Sequence.order` are tried
-        first. If several lanes are possible, choose the lane whose most important victim is the least important.
+        The result is for one lane. If preempting paused sequences frees enough memory for this lane, only paused
+        sequences are chosen. Their priority (`Sequence.rank`) is not higher than the priority of `sequence`. Otherwise,
+        running sequences of the lane are chosen. Their priority is lower than the priority of `sequence`. In both
+        cases, the sequences that are last in `Sequence.order` are chosen first. If several lanes are possible, compare
+        the most important sequence that would be preempted for each lane, and choose the lane for which this sequence
+        is the least important.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
         for instance, lane in self._suitable(sequence):
@@ -319,7 +325,7 @@ class Admission:
         return max(found, key=lambda item: item[0])[1] if found else []
 
     def _suitable(self, sequence: Sequence) -> list[tuple[Instance, Lane]]:
-        """Return `(instance, lane)` for each lane that is large enough for a sequence, even if the lane is full now."""
+        """Return `(instance, lane)` for each lane in which a sequence would fit if the lane had no other sequences."""
         return [
             (instance, lane)
             for instance in self._cluster.instances
@@ -328,9 +334,10 @@ class Admission:
         ]
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of the pages that a sequence may take from the prefix cache.
+        """Return the prefix cache keys of the pages that a sequence may take from the prefix cache.
 
         The page with the last known token is left out, because a step must compute this token to sample the next token.
+        The result is empty if the sequence is offloaded, or if log-probabilities of its prompt must be computed.
         """
         if sequence.needs_prompt_logits or sequence.host_pages is not None:
             return []
@@ -341,13 +348,13 @@ class Admission:
     def _tokens_needed(self, lane: Lane, sequence: Sequence, num_leaving: int = 0) -> int:
         """Return the number of tokens for which a lane must have available pages before `sequence` starts there.
 
-        The result counts the known tokens of `sequence`. It also counts one page of future tokens for each sequence
-        that will run in the lane, including `sequence`. Without these pages, `sequence` could soon be preempted.
+        The result is the number of known tokens of `sequence`, plus one page of future tokens for each sequence that
+        will run in the lane, including `sequence`. Without pages for future tokens, a sequence could soon be preempted.
 
         Args:
-            lane: lane in which the sequence would start.
+            lane: lane in which `sequence` would start.
             sequence: sequence to start.
-            num_leaving: number of running sequences that leave the lane before the start.
+            num_leaving: number of running sequences that leave the lane before `sequence` starts.
         """
         page_size = self._geometry.page_size
         return min(sequence.num_known + page_size, sequence.max_total_tokens) + page_size * (

@@ -1,4 +1,4 @@
-"""Background warm-up: compile programs while requests run."""
+"""Background warm-up: compilation of programs while requests run."""
 
 import logging
 from collections.abc import Hashable
@@ -21,16 +21,17 @@ class BackgroundWarmup:
 
     @property
     def degrees(self) -> tuple[DegreePrograms, ...]:
-        """Progress of the latest warm-up for each degree, in the order of compilation."""
+        """Progress of the latest background warm-up: one entry for each degree, in the order of compilation."""
         return tuple(
             DegreePrograms(tp, len(keys), len(keys) - len(self._missing[tp])) for tp, keys in self._wanted.items()
         )
 
     def begin(self, degrees: list[int]) -> int:
-        """Start to compile all programs of some degrees in the background. Return the number of missing programs.
+        """Start to compile all programs of some degrees in the background. Return the number of programs to compile.
 
-        The degrees are compiled one after another, the present degree first. Programs of transformations between the
-        degrees are included. If `degrees` has all degrees of the engine, `Executables.complete` is set at the end.
+        The programs are compiled degree by degree. The degree of the present instances comes first. Programs of
+        transformations between these degrees are included. If `degrees` has all degrees of the engine,
+        `Executables.complete` becomes True when all programs are compiled.
         """
         cluster, executables = self._cluster, self._cluster.executables
         for tp in degrees:
@@ -49,7 +50,7 @@ class BackgroundWarmup:
         return len(missing)
 
     def take_arrived(self) -> bool:
-        """Store the programs that background threads have compiled since the last call. Return whether any arrived."""
+        """Store new results of the compile threads (programs or errors). Return whether there were any new results."""
         arrived = set(self._cluster.executables.take_arrived(self._cluster.reserve_temporaries))
         if not arrived:
             return False
@@ -63,9 +64,9 @@ class BackgroundWarmup:
         return True
 
     def is_ready(self, tp: int) -> bool:
-        """Return whether the latest background warm-up has compiled all programs of degree `tp`.
+        """Return whether the latest background warm-up has completed the compilation of all programs of degree `tp`.
 
-        Also return True if the warm-up did not include this degree, or if there was no warm-up.
+        The result is also True if the latest warm-up did not include this degree, or if there has been no warm-up.
         """
         return not self._missing.get(tp)
 

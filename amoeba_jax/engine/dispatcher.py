@@ -1,9 +1,10 @@
-"""The thread that launches all programs.
+"""Dispatcher thread: the only thread that launches programs.
 
-One thread launches the programs of all instances, for two reasons. On CPU, two threads that launch collective programs
-on different sub-meshes can deadlock (measured). On GPU, all ranks must launch NCCL programs in the same order.
+One thread launches the programs of all instances, for two reasons. On CPU, two threads can deadlock if they launch
+collective programs on different device groups (measured). On GPU, all ranks must launch their NCCL programs in one
+common order.
 
-Other threads use `Dispatcher.call` to run a function in this thread. They get a future of the result.
+Other threads use `Dispatcher.call` to run a function in the dispatcher thread. `Dispatcher.call` returns a future.
 """
 
 import contextlib
@@ -20,34 +21,35 @@ from amoeba_jax.instances.sequence import Sequence
 from amoeba_jax.output_thread import OutputThread
 
 T = TypeVar("T")
-_WAKE = object()  # in the queue of calls: a result has arrived, or there may be something to launch
+_WAKE = object()  # item in the queue of calls: only start the next turn of the loop
 
 
 class Dispatcher:
-    """Thread that runs the loop of an `Engine` and serves calls of other threads.
+    """Thread that runs the loop of an `Engine`, and runs functions for other threads.
 
     Attributes:
         outputs: thread that converts new tokens of sequences to outputs of requests.
-        num_held: number of turns of the loop that launched nothing, because `outputs` had too much left to convert.
+        num_held: number of turns of the loop that launched nothing because `outputs` had too much left to convert.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (function, future), _WAKE, or None to stop
-        # Reentrant: the garbage collector may run a finalizer inside `call`, and the finalizer may call again.
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # items: (function, future), _WAKE, or None to stop
+        # Reentrant: the garbage collector may run a finalizer inside `call`, and the finalizer may use `call` too.
         self._lock = threading.RLock()
         self._closed: BaseException | None = None
         self.num_held = 0
         self.outputs = OutputThread(self._end_early, self.wake)
-        # Other threads wait for devices and compile. They wake this thread when there is a result or a program.
+        # Other threads read results and compile programs. They wake the dispatcher thread after each result or program.
         engine.cluster.factory.on_result = engine.cluster.executables.background.on_arrival = self.wake
         self._thread = threading.Thread(target=self._run, name="amoeba-dispatcher", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """Let the dispatcher thread run `function(*args)` between launches. Return a future of the result.
+        """Let the dispatcher thread run `function(*args)` in the next turn of the loop. Return a future of the result.
 
-        Raises `EngineClosedError` if the thread has ended. Any thread may call this.
+        Raises `EngineClosedError` if `close` was called, or if the dispatcher thread has failed. Any thread may use
+        `call`.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -57,7 +59,7 @@ class Dispatcher:
         return future
 
     def wake(self) -> None:
-        """Start the next turn of the loop at once if the loop is waiting. Any thread may call this."""
+        """If the loop is waiting, start the next turn of the loop at once. Any thread may use `wake`."""
         self._calls.put(_WAKE)
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class Dispatcher:
         self.outputs.close()
 
     def _run(self) -> None:
-        """Run the loop of the engine until `close`. The module `engine` explains a turn of the loop."""
+        """Run the loop of the engine (module `engine`) until `close` is called or an error occurs."""
         engine = self._engine
         try:
             timeout_s = engine.interval_s
@@ -86,7 +88,7 @@ class Dispatcher:
                     timeout_s = None
                 else:
                     timeout_s = 0.0 if engine.advance() else engine.interval_s
-        except BaseException as error:  # the step has lost donated buffers, so no step can follow
+        except BaseException as error:  # donated buffers may be lost, so the loop cannot continue
             with self._lock:
                 self._closed = error
             engine.fail(error)
@@ -98,7 +100,7 @@ class Dispatcher:
             engine.close()
 
     def _serve_calls(self, timeout_s: float | None) -> bool:
-        """Wait until another thread calls or wakes this thread. Then run all queued calls.
+        """Wait until another thread uses `call`, `wake` or `close`. Then run the functions that were passed to `call`.
 
         Wait at most `timeout_s` seconds, or without limit if `timeout_s` is None. Return False if the loop must stop.
         """
@@ -114,13 +116,13 @@ class Dispatcher:
             if item is _WAKE:
                 continue
             function, future = item
-            # The caller may have cancelled the call. From here on the caller cannot.
+            # The caller may have cancelled the future. After this line, the caller can no longer cancel it.
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
-            # Keep nothing of this call while waiting for the next: it may hold the last reference to an `LLM`.
+            # Drop `function` before waiting for the next call. It may hold the last reference to an `LLM`.
             item = function = future = None
 
     def _fail_pending_calls(self) -> None:
@@ -138,7 +140,7 @@ class Dispatcher:
         return error
 
     def _end_early(self, sequence: Sequence, stop: str | None) -> None:
-        """Ask the engine to end a sequence early. Return at once.
+        """Ask the engine to end a sequence early. Return at once, before the sequence has ended.
 
         `stop` is the stop string that was found in the output. If `stop` is None, the sequence is aborted.
         """

@@ -1,11 +1,11 @@
-"""The engine: instances, their requests, and one turn of the loop that serves them.
+"""The engine: the instances, the requests, and the methods for one turn of the loop that serves the requests.
 
-`Dispatcher` runs the loop in one thread. A turn of the loop:
+`Dispatcher` runs the loop in one thread. A turn of the loop has three parts:
 
-1. `Dispatcher` runs the calls of other threads, such as `submit`, `finish` and `transform`.
-2. `collect`: take the results of finished steps. End each change of degree or placement that is now complete.
-3. `advance`: continue changes whose programs are now compiled. Start waiting sequences, as the scheduler or `Admission`
-   decides. Launch a step on each instance that has fewer than two steps in flight (`Steps.launch`).
+1. `Dispatcher` runs methods for other threads, such as `submit`, `finish` and `transform`.
+2. `collect`: take the results of finished steps. End the changes of degrees and placements that are complete.
+3. `advance`: continue the changes whose programs are now compiled. Start waiting sequences, as the scheduler or
+   `Admission` decides. Launch a step on each instance that has fewer than two steps in flight (`Steps.launch`).
 
 While a device computes one step, the host takes the results of the previous step.
 """
@@ -29,14 +29,14 @@ from amoeba_jax.transform.options import TransformOptions
 from amoeba_jax.transform.report import TransformReport
 
 ENOUGH_TOKENS = 512
-"""Enough tokens for a usual answer. See `Engine.default_max_tokens`."""
+"""Number of output tokens that is enough for a usual answer. Used by `Engine.default_max_tokens`."""
 
 
 class SchedulerHook(Protocol):
     """Interface of a scheduler that decides where the waiting sequences of an engine run.
 
     Attributes:
-        interval_s: longest time between two calls of `schedule`, in seconds.
+        interval_s: maximum time between two calls of `schedule`, in seconds.
     """
 
     interval_s: float
@@ -44,26 +44,28 @@ class SchedulerHook(Protocol):
     def schedule(self) -> None:
         """Start, preempt or reject sequences, or change instances, as the scheduler decides.
 
-        An implementation calls `Engine.transform`, `Sequences.reject` and the methods of `Engine.admission`. Waiting
-        sequences that are neither started nor rejected stay in `Engine.waiting`.
+        An implementation calls `Engine.transform`, `Sequences.reject` and the methods of `Engine.admission`. A waiting
+        sequence that is neither started nor rejected stays in `Engine.waiting`.
 
-        `Sequences.num_changes` counts the events that may let a waiting sequence start. If the number is the same as in
-        the previous call, there was no such event. Runs in the dispatcher thread, and must not wait for a device.
+        The engine calls this method in the dispatcher thread. The method must not wait for a device.
+
+        `Sequences.num_changes` counts the events that may let a waiting sequence start. If the number has not changed
+        since the previous call of `schedule`, no such event has happened since then.
         """
         ...
 
 
 class Engine:
-    """State behind the Python API: the instances and their requests.
+    """Instances and requests behind the Python API (`LLM`).
 
     All methods run in the dispatcher thread, except `check_request` and `default_max_tokens`.
 
     Attributes:
-        waiting: queue of sequences, in the order in which the sequences start.
+        waiting: queue of waiting sequences. The first sequence in the queue starts first.
         scheduler_hook: scheduler that starts sequences and changes instances. If None, `Admission` starts sequences,
             and instances change only when `transform` or `Changes.request` is called.
-        closing: whether `close` will be called soon. Any thread may set `closing`. If `closing` is True, a warm-up ends
-            before its next program.
+        closing: whether `close` will be called soon. If True, a warm-up in progress ends early with an error. Any
+            thread may set `closing`.
     """
 
     def __init__(self, cluster: Cluster):
@@ -83,17 +85,17 @@ class Engine:
     # The loop
 
     def collect(self) -> None:
-        """Take the results of finished steps, and end each change of degree or placement that is now complete."""
+        """Take the results of finished steps. Then end the changes of degrees and placements that are complete."""
         for instance in self.cluster.all_instances:
             while instance.pending and instance.pending[0].done:
                 self.steps.take(instance, instance.pending.popleft())
         self.changes.collect()
 
     def advance(self) -> bool:
-        """Continue changes, start waiting sequences, and launch one step on each instance that can take a step.
+        """Continue changes, start waiting sequences, and launch at most one step on each instance.
 
         Return whether anything was launched. If True, call `advance` again, because more launches may be possible.
-        Raises `RuntimeError` if requests are left that can never be served.
+        Raises `RuntimeError` if nothing is running and the waiting requests can never be served.
         """
         if arrived := self.background_warmup.take_arrived():
             self.changes.retry()
@@ -108,7 +110,7 @@ class Engine:
 
         launched = False
         for instance in self.instances:
-            if instance in self.instances:  # a launch may end a change, which replaces other instances
+            if instance in self.instances:  # an earlier launch may have ended a change, which replaced this instance
                 launched |= self.steps.launch(instance)
 
         pending = any(instance.pending for instance in self.cluster.all_instances)
@@ -119,13 +121,13 @@ class Engine:
 
     def _check_progress(self) -> None:
         busy = self.cluster.executables.background.num_left or self.changes.busy
-        # Requests may wait for a decision of the scheduler, for lost devices, or for paused requests.
+        # Requests may wait for a decision of the scheduler, for devices out of service, or for paused requests.
         may_wait = self.scheduler_hook is not None or self.cluster.lost or self.num_paused
         if self.has_requests and not busy and not may_wait:
             raise RuntimeError(f"{len(self.waiting)} waiting requests cannot be served and nothing is running")
 
     def drain(self) -> None:
-        """Wait for all steps in flight and take their results."""
+        """Wait for all steps in flight, and take their results. Then end the changes that are complete."""
         for instance in self.cluster.all_instances:
             while instance.pending:
                 self.steps.take(instance, instance.pending.popleft())
@@ -133,13 +135,13 @@ class Engine:
 
     @property
     def interval_s(self) -> float | None:
-        """Longest time between two turns of the loop, in seconds. None: no limit."""
+        """Maximum time between two turns of the loop, in seconds. None: no limit."""
         if self.cluster.lost:
             return REVIVE_INTERVAL_S
         return None if self.scheduler_hook is None else self.scheduler_hook.interval_s
 
     def fail(self, error: BaseException) -> None:
-        """End all changes and all requests with an error, because the engine ends."""
+        """End all changes and all requests with `error`, because the engine ends."""
         self.changes.fail(error)
         self.sequences.fail_all(error)
 
@@ -151,10 +153,10 @@ class Engine:
     # Requests
 
     def check_request(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise `ContextLengthError` if a request is too long for the model or for every instance.
+        """Raise `ContextLengthError` if a request is too long for the model's context or for every instance.
 
-        If transformations are in progress, the check uses the capacities that the instances will have afterwards. Any
-        thread may call this.
+        Transformations in progress count as complete. If a scheduler may change the degrees, the check includes
+        instances of every possible degree (`_capacities`). Any thread may call this method.
         """
         total = num_prompt_tokens + max_tokens
         if not self.instances:
@@ -171,10 +173,11 @@ class Engine:
     def default_max_tokens(self, num_prompt_tokens: int) -> int:
         """Return the number of tokens that a request may generate if its caller sets no limit.
 
-        For each instance, take the number of tokens that fit after the prompt and in the model's context. Return the
-        smallest of these numbers that is at least `ENOUGH_TOKENS`. If there is none, return the largest number, or 1 if
-        that is larger. Example: a prompt leaves 200 tokens on one instance and 3,200 tokens on another. 200 tokens are
-        not enough, so the result is 3,200. Any thread may call this.
+        Each instance has a free space: the number of tokens that fit after the prompt, both in the KV cache of the
+        instance and in the model's context. The result is the smallest free space of at least `ENOUGH_TOKENS` tokens.
+        If every free space is smaller, the result is the largest free space, but at least 1. Example: if one instance
+        has a free space of 200 tokens, and another instance has 3,200 tokens, the result is 3,200, because 200 tokens
+        are not enough. Any thread may call this method.
         """
         free = sorted(min(self.max_model_len, it) - num_prompt_tokens for it, _ in self._capacities()) or [1]
         return max(1, next((it for it in free if it >= ENOUGH_TOKENS), free[-1]))
@@ -182,8 +185,8 @@ class Engine:
     def _capacities(self) -> list[tuple[int, int]]:
         """Return `(capacity in tokens, degree)` for each instance. Transformations in progress count as complete.
 
-        If a scheduler may change the degrees, the result also has a pair for every possible degree. A scheduler may not
-        change the degrees while an instance has data-parallel attention.
+        If there is a scheduler, and no instance has data-parallel attention, the result also has a pair for every
+        possible degree, because the scheduler may change the degrees.
         """
         instances = self.instances
         found = [self.changes.capacity_to_come(instance) for instance in instances]
@@ -192,10 +195,10 @@ class Engine:
         return found
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Add sequences to the queue, except sequences that are already cancelled.
+        """Add the leaders (first samples) of new requests to the queue. Skip leaders that are already cancelled.
 
-        The caller has already checked the sequences with `check_request`. Each sequence is checked again here, because
-        instances may have become smaller. A sequence that no longer fits ends with an error.
+        The caller has already checked the requests with `check_request`. Each request is checked again here, because
+        instances may have become smaller since then. A request that no longer fits ends with an error.
         """
         for sequence in [sequence for sequence in sequences if not sequence.finished]:
             number = next(self._numbers)
@@ -210,12 +213,12 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Whether any request is waiting, running or paused."""
-        # Other siblings wait for a sequence that counts here.
+        # Siblings that are not held wait for their leader. The leader counts here.
         return bool(len(self.waiting) or self.sequences.siblings.held or self.sequences.running)
 
     @property
     def num_paused(self) -> int:
-        """Number of paused requests."""
+        """Number of paused sequences."""
         return sum(len(instance.paused_sequences) for instance in self.instances)
 
     # Layout
@@ -224,23 +227,25 @@ class Engine:
     def instances(self) -> tuple[Instance, ...]:
         """Instances that serve requests, sorted by the index of their first device.
 
-        Paused instances are left out. They keep requests while a merged instance serves on their devices.
+        Paused instances are left out. A paused instance keeps its requests while a merged instance serves on its
+        devices.
         """
         return self.cluster.instances
 
     def capacity_tokens(self, tp: int) -> int:
         """Return the number of tokens that fit in the KV cache of an instance of degree `tp`.
 
-        The KV cache of this instance includes the memory of all weights that degree `tp` does not need.
+        This KV cache includes the memory of all weights that an instance of degree `tp` does not need.
         """
         return self.cluster.plan.capacity_tokens(tp, tp)
 
     def transform(self, options: TransformOptions, wait_for_programs: bool = True) -> "Future[TransformReport]":
         """Begin to change the degree of instances while requests run. Return a future of the report.
 
-        `LLM.transform` explains the options. Raises `LayoutError` or `RequestError` if the transformation is impossible
-        now. With `wait_for_programs=False`, raises `ProgramsNotReadyError` if the background warm-up is still compiling
-        programs of the new degree. After an error, nothing has changed.
+        `LLM.transform` explains the options. Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or
+        `TransformError` if the transformation cannot begin. If `wait_for_programs` is False, and the background warm-up
+        is still compiling programs of the new degree, raises `ProgramsNotReadyError`. After an error, nothing has
+        changed.
         """
         degree = options.tensor_parallel_size
         self.cluster.sub_meshes.check_degree(degree)
@@ -253,7 +258,7 @@ class Engine:
     def limit_batch(self, instance_id: int, size: int | None) -> None:
         """Limit the number of running sequences of an instance to `size`. None: only the slots limit the number.
 
-        Sequences that run already are not stopped. Raises `RequestError` if the instance does not exist, or if `size`
+        If more sequences run already, they continue. Raises `RequestError` if the instance does not exist, or if `size`
         is below 1.
         """
         instance = self.cluster.instance(instance_id)
@@ -263,7 +268,7 @@ class Engine:
         self.sequences.num_changes += 1
 
     def end_transformations(self) -> None:
-        """Run the loop until all transformations and placement changes have ended."""
+        """Run turns of the loop until all changes of degrees and placements have ended."""
         while self.changes.busy:
             self.advance()
             self.drain()
@@ -272,10 +277,10 @@ class Engine:
                 self.cluster.executables.background.wait()
 
     def set_layout(self, tp: int, *, release_weights: bool = True) -> float:
-        """Regroup all devices into instances of degree `tp`. Return the duration of the change in seconds.
+        """Merge or split all instances to degree `tp`. Return the duration of the change in seconds.
 
-        `LLM.transform` explains `release_weights`. Raises `RequestError` if requests are waiting, running or paused, or
-        if another change is in progress.
+        `LLM.transform` explains `release_weights`. Raises `LayoutError` if degree `tp` is not possible. Raises
+        `RequestError` if requests are waiting, running or paused, or if another change is in progress.
         """
         self.cluster.sub_meshes.check_degree(tp)
         self.check_idle("the layout cannot change")
@@ -287,9 +292,9 @@ class Engine:
         return time.perf_counter() - start
 
     def check_idle(self, problem: str) -> None:
-        """Raise `RequestError` if there are requests, transformations or placement changes.
+        """Wait for all steps in flight. Then raise `RequestError` if there are requests or unfinished changes.
 
-        First wait for all steps in flight. The message of the error starts with `problem`.
+        The message of the error starts with `problem`.
         """
         self.drain()
         if self.has_requests or self.changes.busy:

@@ -14,11 +14,11 @@ from kvcache.pages import SequencePages
 def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -> np.ndarray:
     """Return the logits at every position of `tokens`, as f32 `[len(tokens), V]`. V is the size of the vocabulary.
 
-    Positions before `decode_from` are computed in chunks. The other positions are computed one token at a time. Runs in
+    Positions before `decode_from` are computed in chunks. All other positions are computed one token at a time. Runs in
     the dispatcher thread.
 
-    Raises `RequestError` if the sequence is too long, if running requests leave too few pages, or if every instance is
-    being transformed.
+    Raises `RequestError` if `tokens` is too long, if running requests leave too few pages, or if every instance is in a
+    transition.
     """
     engine.check_request(len(tokens), 0)
     steady = [instance for instance in engine.instances if instance.transition is None]
@@ -36,14 +36,14 @@ def sequence_logits(engine: Engine, tokens: tuple[int, ...], decode_from: int) -
     sequence = Sequence("logits", tokens, params, sampling_row(params, 0, 1, ()), lambda update: None)
     sequence.pages = SequencePages(lane.pages)
     cache.reserve(sequence.pages, len(tokens))
-    lane.running.append(sequence)  # without a slot: the last tokens of the instance do not change
+    lane.running.append(sequence)  # the sequence has no slot, so `Runner.last_tokens` does not change
     rows, start = [], 0
     try:
         while start < len(tokens):
             chunk = instance.lane_buckets.chunk_size(decode_from - start) if start < decode_from else 1
             stop = min(start + chunk, decode_from) if start < decode_from else start + 1
             shape = instance.lane_buckets.step(0, 1, chunk) if start < decode_from else instance.lane_buckets.step(1)
-            first = shape.num_rows - 1  # rows before the sequence's are padding, of one token each
+            first = shape.num_rows - 1  # earlier rows are padding, with one token each
             plan = StepPlan(shape, (Row(first, sequence, start, stop - start),), "all", microbatch)
             head = instance.runner.run(instance.runner.prepare(plan, instance.lanes))
             rows.append(np.asarray(head.logits)[:, first : first + stop - start].T)

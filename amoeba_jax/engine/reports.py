@@ -1,4 +1,4 @@
-"""Snapshots of an engine for `LLM`. All functions run in the dispatcher thread."""
+"""Reports about the state of an engine, for `LLM`. All functions run in the dispatcher thread."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from sharding.owners import Owner
 
 
 def instance_views(engine: Engine) -> tuple[InstanceStatus, ...]:
-    """Return a snapshot of each instance."""
+    """Return the present status of each instance, except paused instances."""
     counts = {instance: instance.page_counts() for instance in engine.instances}
     if (loads := engine.cluster.factory.hidden.loads) is not None:
         loads.collect()
@@ -53,7 +53,7 @@ def expert_load_report(engine: Engine) -> ExpertLoadReport:
 
 
 def memory_report(engine: Engine) -> MemoryReport:
-    """Return the bytes that weights, KV cache and other buffers use on each device."""
+    """Return the numbers of bytes that weights, KV cache and other buffers take on each device."""
     dims = engine.dims
     cluster = engine.cluster
     padding_bytes = [cluster.weights.padding_bytes(device) for device in range(len(cluster.ledgers))]
@@ -79,9 +79,10 @@ def memory_report(engine: Engine) -> MemoryReport:
 
 
 def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return `(used, kept)`. Both are bytes of KV pages, with one number for each device.
+    """Return `(used, kept)`. Both are tuples with a number of bytes for each device.
 
-    `used` is for pages that sequences use. `kept` is for pages that only the prefix cache holds.
+    `used` is the size of the KV pages that sequences use. `kept` is the size of the KV pages that only the prefix cache
+    holds.
     """
     cluster, dims = engine.cluster, engine.dims
     unit_bytes = cluster.memory_plan.page_bytes // dims.max_tp
@@ -108,7 +109,7 @@ def page_bytes(engine: Engine) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def engine_stats(engine: Engine) -> EngineStats:
-    """Return a copy of the engine's statistics since the start."""
+    """Return a copy of the statistics that the engine has collected since its start."""
     stats, statuses = engine.stats, engine.changes.statuses
     return replace(
         stats,

@@ -1,4 +1,4 @@
-"""Queue of waiting sequences, preemption of sequences, and the end of every sequence."""
+"""Sequences of an engine: the queue, the preemption of a sequence, and the end of a sequence."""
 
 import logging
 
@@ -17,13 +17,14 @@ logger = logging.getLogger(__name__)
 class Sequences:
     """All sequences of an engine. Used by the dispatcher thread only.
 
-    A sequence is one sample of a request, with the prompt and the output of this sample.
+    A sequence is one sample of a request: the prompt of the request, and the output of this sample.
 
     Attributes:
-        waiting: queue of sequences, in the order in which the sequences start.
-        siblings: second and later samples of requests with `n > 1`, until they enter the queue.
-        num_changes: number of events so far that may let a waiting sequence start. For example, the end of a sequence
-            frees pages.
+        waiting: queue of waiting sequences. The first sequence in the queue starts first.
+        siblings: registry of second and later samples of requests. The registry decides when these samples enter the
+            queue.
+        num_changes: number of events so far that may let a waiting sequence start. An example of such an event is the
+            end of a sequence, which frees pages.
     """
 
     def __init__(self, cluster: Cluster, stats: EngineStats):
@@ -47,16 +48,16 @@ class Sequences:
         self.num_changes += 1
 
     def share_out(self) -> None:
-        """Sort the queue so that sequences beyond the share of their client come last.
+        """Move the waiting sequences that exceed the share of their client to the end of the queue.
 
-        All clients have equal shares of the engine (`mark_beyond_share`). Do nothing if `num_changes` is the same as
-        after the previous call.
+        All clients have equal shares of the slots and the KV cache (`mark_beyond_share`). If `num_changes` has not
+        changed since the previous call, do nothing.
         """
         if self._shared_at == self.num_changes:
             return
         running = self.running
         clients = {*self.waiting.clients, *(sequence.client for sequence in running if not sequence.finished)}
-        if len(clients) > 1 or self._has_shares:  # a single client has everything: skip the pass over its requests
+        if len(clients) > 1 or self._has_shares:  # a single client has all slots: skip the search for excess sequences
             self._has_shares = len(clients) > 1
             slots = sum(instance.max_running for instance in self._cluster.instances)
             tokens = sum(instance.capacity_tokens for instance in self._cluster.instances)
@@ -65,13 +66,13 @@ class Sequences:
         self._shared_at = self.num_changes
 
     def preempt(self, instance: Instance, sequence: Sequence) -> None:
-        """Free the pages of a running sequence, and put the sequence back into the queue.
+        """Free the pages of a running or paused sequence, and put the sequence back into the queue.
 
-        In the queue, the sequence precedes newer requests of the same priority. When the sequence starts again, the KV
-        cache of its tokens is computed again.
+        In the queue, the sequence comes before newer requests of equal priority. When the sequence starts again, its KV
+        cache is computed again, except pages that are still in the prefix cache.
 
-        If the sampling of the next token is already launched, the token is kept. If the sampling still has to wait
-        (structured output), `Runner.sample_late` drops the sampling. The sequence then samples after its restart.
+        If the sampling of the sequence's next token is launched, the token is kept. A sampling that still waits
+        (structured output) is dropped by `Runner.sample_late`, and the sequence samples the token after its restart.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0
@@ -82,10 +83,10 @@ class Sequences:
         self.enqueue(sequence)
 
     def release_siblings(self, leader: Sequence) -> None:
-        """Let the second and later samples of a request enter the queue. `leader` is the first sample.
+        """Let the siblings of a leader enter the queue: the second and later samples of the leader's request.
 
-        Call this when the prompt of the leader is computed, or when the leader is preempted or ends. If these samples
-        would take too many slots, some of them enter the queue later (`Siblings`).
+        Call this when the prompt of the leader is computed, or when the leader is preempted or ends. If the siblings of
+        all requests would take too many slots, some siblings enter the queue later (`Siblings`).
         """
         self.siblings.release(leader)
         self._admit_siblings()
@@ -98,8 +99,8 @@ class Sequences:
     def cache_pages(self, instance: Instance, sequence: Sequence) -> None:
         """Add the full pages of a sequence to the prefix cache.
 
-        Leave out pages with tokens that the host does not know yet, and pages with tokens that no launched step
-        computes.
+        A page is left out if the host does not know all tokens of the page yet, or if no launched step computes the
+        last token of the page.
         """
         cache = instance.lane_of(sequence).cache
         if sequence.needs_prompt_logits or not cache.enabled:
@@ -130,8 +131,9 @@ class Sequences:
     def reject(self, sequence: Sequence, error: Exception) -> None:
         """End a sequence, and pass an error to the client.
 
-        If the sequence is a leader, also end the siblings that wait for its prompt. The client gets a `RequestError` or
-        `NotANumberError` unchanged. Any other error becomes a `RequestFailedError`.
+        If the sequence is a leader, also end the siblings that wait for its prompt. If `error` is a `RequestError`,
+        `NotANumberError` or `RequestFailedError`, the client gets `error` itself. Otherwise, the client gets a
+        `RequestFailedError`.
         """
         if not isinstance(error, RequestError | NotANumberError | RequestFailedError):
             logger.error("request %s cannot be served", sequence.request_id, exc_info=error)
@@ -146,7 +148,7 @@ class Sequences:
                 self._end(each)
 
     def fail_all(self, error: BaseException) -> None:
-        """End all sequences with an error, because the engine ends."""
+        """End all sequences with `error`, because the engine ends."""
         sequences = [*self.waiting, *self.siblings.held, *self.running]
         sequences += [sibling for sequence in sequences for sibling in sequence.siblings]
         self.waiting.clear()
@@ -166,7 +168,7 @@ class Sequences:
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished sequence from its instance or from the queue.
 
-        If the sequence is a leader, release the siblings that wait for its prompt (`release_siblings`).
+        If the sequence is a leader, let the siblings that wait for its prompt enter the queue (`release_siblings`).
         """
         if sequence.slot >= 0:
             self._take_off(self._cluster.instance_of(sequence), sequence)

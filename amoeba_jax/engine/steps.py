@@ -1,8 +1,8 @@
-"""Life of a step: plan and launch the step, take the results, and recover the instance if the step failed.
+"""Life of a step: plan the step, launch the step, take the results, and recover the instance if the step fails.
 
-A step is one pass of some sequences through the model. Each program of a step takes the KV cache as a donated argument,
-and returns the KV cache. If a program fails, for example for lack of memory, the donated buffers are lost. The instance
-then gets new, empty buffers. A failure cannot lose weights, because steps never donate weights.
+A step is one pass of some sequences through the model. Programs that compute layers take the KV cache as a donated
+argument, and return the KV cache. If such a program fails, for example for lack of memory, the donated buffers are
+lost. The instance then gets new, empty buffers. A failure cannot lose weights, because steps never donate weights.
 """
 
 import bisect
@@ -32,17 +32,17 @@ from amoeba_jax.transform.changes import Changes
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_STEPS = 2
-"""Maximum number of steps in flight of an instance. With two, the device need not wait for the host."""
+"""Maximum number of steps in flight on one instance. With two steps, the device need not wait for the host."""
 MAX_FAILURES = 3
-"""Number of failed steps in a row after which a request ends with an error. The request could be the cause."""
+"""Number of failed steps of a sequence, in a row, after which the sequence ends with an error."""
 MAX_FAILURES_IN_A_ROW = 16
-"""Number of failures in a row after which the engine ends. Failures of all instances count together."""
+"""Maximum number of failed steps in a row, counted over all instances. The next failure ends the engine."""
 
 
 class Steps:
-    """Methods that plan and launch steps, take the results, and handle failures. Used by the dispatcher thread only.
+    """Methods that plan and launch steps, take their results, and handle failures. Used by the dispatcher thread only.
 
-    One object serves all instances.
+    One `Steps` object serves all instances of an engine.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Steps:
     # Launch
 
     def launch(self, instance: Instance) -> bool:
-        """Launch the next step of an instance. If the instance is changing, switch layers before the launch.
+        """Launch the next step of an instance. If the instance is in a transition, first switch the next layers.
 
-        Do nothing and return False in these cases:
+        Nothing is launched, and the result is False, in these cases:
 
-        - `MAX_PENDING_STEPS` steps are in flight.
-        - The instance is draining: its steps in flight must end before a change.
-        - The instance has nothing to compute, and is not changing.
+        - `MAX_PENDING_STEPS` steps of the instance are in flight.
+        - The instance is draining. Its steps in flight must end first.
+        - No step can be launched now (`_plan`), and the instance is not in a transition.
 
-        If a program fails during the launch, return True.
+        In all other cases, the result is True, even if a program fails during the launch.
         """
         changes, transition = self._changes, instance.transition
         if len(instance.pending) >= MAX_PENDING_STEPS or instance.phase is Phase.DRAINING:
@@ -81,7 +81,7 @@ class Steps:
             try:
                 step = instance.runner.launch(plan, instance.lanes)
             except StepNotLaunchedError as error:
-                # The switch was to run inside this step: launch the switch alone.
+                # If the switch was to run inside this step, launch the switch alone.
                 if instance.transition is not None and not changes.switch_alone(instance):
                     plan = None
                     break
@@ -100,7 +100,7 @@ class Steps:
     def _reserve_next_tokens(self, instance: Instance) -> int:
         """Reserve pages for the next tokens of all running sequences. Return the number of preempted sequences.
 
-        If pages are missing, preempt sequences, the last in `Sequence.order` first.
+        If too few pages are free, preempt sequences. The sequence that is last in `Sequence.order` is preempted first.
         """
         num_preempted = 0
         for sequence in sorted((s for s in instance.running if s.num_uncomputed_tokens > 0), key=lambda s: s.order):
@@ -113,11 +113,13 @@ class Steps:
     def _plan(self, instance: Instance) -> StepPlan | None:
         """Return the next step to launch. Return None if no step can be launched now.
 
-        If the programs of the best step are all compiled, return the best step. If not, start to compile the missing
-        programs in the background, and return another step whose programs are all compiled.
+        `_plans` yields the possible steps, the best step first. The result is the first of these steps that exists:
 
-        If there is no other step, and a program of the best step has failed to compile, return the best step. Its
-        launch raises the error.
+        1. The best step, if all its programs are compiled.
+        2. Another possible step, if all its programs are compiled.
+        3. The best step, if one of its programs has failed to compile. The launch of the step then raises the error.
+
+        If the result is not the best step, the missing programs of the best step are compiled in the background.
         """
         plans, runner = self._plans(instance), instance.runner
         best = next(plans, None)
@@ -125,12 +127,12 @@ class Steps:
             return best
         other = next((plan for plan in plans if runner.can_launch(plan) and not runner.fails(plan)), None)
         if other is None and runner.can_launch(best):
-            return best  # its launch raises the error of the failed program, which ends one request
+            return best  # the launch raises the error of the failed program, and then one request is rejected
         self._request_programs(instance, best, other)
         return other
 
     def _plans(self, instance: Instance) -> Iterator[StepPlan]:
-        """Yield the best step, then further steps to try while programs of the best step are missing."""
+        """Yield the best step, then other steps that can be launched if programs of the best step are missing."""
         has_turn = instance.num_launched % 2 == 0
         if len(instance.lanes) > 1:
             yield from lane_plans(instance.lanes, instance.lane_buckets, instance.turns, prompt_turn=has_turn)
@@ -142,15 +144,19 @@ class Steps:
             yield from other_plans(running, buckets)
 
     def _request_programs(self, instance: Instance, best: StepPlan, other: StepPlan | None) -> None:
-        """Start to compile the programs of the best step in the background, for all instances of the same degree.
+        """Start to compile the missing programs of the best step in the background.
 
-        If `other` has fewer sequences than the best step, programs of larger step shapes are compiled first, because
-        these shapes have room for all sequences (`roomy_plans`).
+        If `instance` has several lanes or homes, the programs are compiled only for `instance`. Otherwise, the programs
+        are compiled for all instances that have the degree and the released degree of `instance`, except instances in a
+        transition.
+
+        If `other` is None or has fewer sequences than `best`, programs of larger step shapes are compiled first,
+        because these shapes have room for as many sequences as possible (`roomy_plans`).
 
         Args:
             instance: instance that runs the steps.
             best: best step. Some of its programs are missing.
-            other: step that the instance launches now. None: no step can be launched.
+            other: step that the instance launches instead of `best`. None: the instance launches no step now.
         """
         executables = self._cluster.executables
         if len(instance.lanes) > 1:
@@ -172,8 +178,8 @@ class Steps:
     def _launched(self, instance: Instance, plan: StepPlan, step: PendingStep) -> None:
         """Record a launched step.
 
-        If the step completes the prompt of a request, add the prompt pages to the prefix cache. Further samples of this
-        request can then enter the queue.
+        If the step completes the prompt of a sequence, add the prompt pages to the prefix cache, and let the siblings
+        of the sequence enter the queue (`Sequences.release_siblings`).
         """
         if instance.transition is not None:
             step.decodes = False
@@ -196,9 +202,9 @@ class Steps:
     def _reject_one(self, plan: StepPlan, error: StepNotLaunchedError) -> None:
         """Reject the sequence that most likely prevents the launch of a step. The other sequences can then continue.
 
-        All sequences of a step use the same programs, except the programs that sample. So a sequence with the sampler
-        `full` is the most likely cause, then a sequence with `sample`, then a sequence with `greedy`. Among sequences
-        with the same sampler, the last in `Sequence.order` is rejected.
+        All sequences of a step share their programs, except the programs that sample. A sequence with the sampler kind
+        `full` is therefore the most likely cause, then a sequence with `sample`, then a sequence with `greedy`. Among
+        sequences of equal sampler kind, the last in `Sequence.order` is rejected.
         """
         kinds = ("greedy", "sample", "full")
         sequence = max((row.sequence for row in plan.rows), key=lambda s: (kinds.index(s.sampling.kind), s.order))
@@ -232,7 +238,7 @@ class Steps:
         for row in step.sampled:
             sequence = row.sequence
             if sequence.finished:
-                continue  # it ended after the launch of this step
+                continue  # the sequence ended after the launch of this step
             token = int(result.tokens[row.place])
             if token == NO_TOKEN:
                 self._reject_nan(instance, sequence)
@@ -253,10 +259,10 @@ class Steps:
         self._sample_late(instance)
 
     def _sample_late(self, instance: Instance) -> None:
-        """Launch the sampling of the oldest step in flight, if this sampling had to wait.
+        """Launch the sampling of the oldest step in flight. Do nothing if this sampling is already launched.
 
-        With structured output, a sampling waits until the host knows the previous token. The allowed tokens depend on
-        the previous token.
+        With structured output, the allowed tokens depend on the previous token. The sampling therefore waits until the
+        host knows the previous token.
         """
         step = next(iter(instance.pending), None)
         if step is None or step.logits is None:
@@ -271,12 +277,12 @@ class Steps:
     def _report_prompt_logprobs(self, instance: Instance, row: Row, packed: np.ndarray) -> None:
         """Report the log-probabilities of one chunk of a prompt.
 
-        After a preemption, the prompt is computed again. Tokens that were already reported are left out.
+        After a preemption, the prompt is computed again. Log-probabilities that were already reported are left out.
 
         Args:
             instance: instance that computed the chunk.
-            row: row of the step that computed the chunk.
-            packed: log-probabilities as the program returns them (`unpack_logprobs`).
+            row: row of the chunk in its step.
+            packed: log-probabilities of all tokens of the step, as the program returns them (`unpack_logprobs`).
         """
         sequence = row.sequence
         logprobs = unpack_logprobs(packed[row.place :])  # earlier rows are padding, with one token each
@@ -296,7 +302,7 @@ class Steps:
     def _reject_nan(self, instance: Instance, sequence: Sequence) -> None:
         """Reject a sequence whose logits are infinite or not numbers, and remove its pages from the prefix cache.
 
-        The freed pages need no zeroing, because a sequence never reads a position of a page before writing it.
+        The freed pages need no zeroing, because a sequence writes each position of a page before reading the position.
         """
         self._stats.nan_logits += 1
         self._sequences.reject(
@@ -325,17 +331,18 @@ class Steps:
     def recover(
         self, instance: Instance, error: Exception, rows: Iterable[Row] = (), sampled: Iterable[Row] = ()
     ) -> None:
-        """Give an instance an empty KV cache after a program failed, and requeue the sequences of the instance.
+        """Requeue all sequences of an instance after a program has failed, and give the instance an empty KV cache.
 
         If the instance is merging or splitting, its devices continue as one instance of the higher degree. If the
-        instance is paused, recover the merged instance that serves on the same devices.
+        instance is paused, recover the merged instance that serves on its devices. Instances that share buffers with
+        the recovered instance are recovered too.
 
         Args:
             instance: instance whose program failed.
             error: error of the program.
-            rows: rows of the failed step. If `MAX_FAILURES` steps of a sequence fail in a row, the sequence ends with
-                an error.
-            sampled: rows whose next token the failed step was to sample. These tokens are lost.
+            rows: rows of the failed step. The sequence of each row could be the cause of the failure. If `MAX_FAILURES`
+                steps of a sequence have failed in a row, the sequence ends with an error.
+            sampled: rows of the failed step that were to sample a token. These tokens are lost.
 
         Raises `error` if more than `MAX_FAILURES_IN_A_ROW` steps have failed in a row. The devices are then assumed to
         be broken.
@@ -365,10 +372,10 @@ class Steps:
                 self._sequences.reject(sequence, failure)
 
     def _rebuild(self, instances: list[Instance]) -> None:
-        """Requeue all sequences of some instances, and give these instances new, empty caches.
+        """Requeue all sequences of `instances`, and replace these instances by new instances with empty KV caches.
 
-        If another instance shares buffers with one of `instances`, it must be in `instances` too. If the new caches
-        cannot be allocated, `Cluster.take_back` replaces the instances, or takes their devices out of service.
+        If another instance shares buffers with one of `instances`, the other instance must be in `instances` too. If
+        the new KV caches cannot be allocated, `Cluster.take_back` tries again, or takes the devices out of service.
         """
         for instance in instances:
             instance.requeue_all(self._sequences.preempt)
@@ -379,4 +386,4 @@ class Steps:
             return
         except Exception:
             logger.exception("the cache of instances %s cannot be made again", [each.id for each in instances])
-        self._cluster.take_back(instances)  # not in the handler: the frames of the error may hold memory
+        self._cluster.take_back(instances)  # not in the handler, because the frames of the error may hold memory

@@ -1,4 +1,4 @@
-"""Warm-up: compile all programs that serving can need, and run most of them once, because first runs are slow."""
+"""Warm-up: compiles all programs that serving can need, and runs most of them once, because first runs are slow."""
 
 from collections.abc import Callable, Hashable
 
@@ -29,9 +29,9 @@ from kvcache.migration import PADDING
 ON_FIRST = ("sample", "sample_full", "set_state", "token_logprobs", "take_column")
 """Kinds of programs that run only on the first device of an instance."""
 COLUMNS = ("take_columns", "put_columns")
-"""Kinds of programs that copy hidden states, on any device of an instance."""
+"""Kinds of programs that read or write columns of hidden states, on any one device of an instance."""
 Specs = dict[Hashable, ProgramSpec]
-"""Programs by their keys."""
+"""Descriptions of programs, by the keys of the programs."""
 
 
 def count_programs(engine: Engine, degrees: list[int]) -> int:
@@ -43,7 +43,8 @@ def _wanted(engine: Engine, degrees: list[int]) -> tuple[Specs, Specs, Specs]:
     """Return `(usual, pausing, placements)`: the programs that a warm-up of these degrees needs, by key.
 
     `usual` is for instances whose unneeded weights have become KV cache. `pausing` is for merged instances that keep
-    all weights while other requests are paused. Both include the programs that merge and split these instances.
+    all weights because they pause the requests of other instances. `usual` and `pausing` include the programs that
+    merge and split these instances.
 
     `placements` is for data-parallel attention, and for replicated or migrated layers. A warm-up compiles the programs
     of `placements`, but does not run them.
@@ -61,21 +62,21 @@ def _by_key(specs: list[ProgramSpec]) -> Specs:
 
 
 def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) -> int:
-    """Compile the missing programs of these degrees, and run each program once. Return the number of missing programs.
+    """Compile the missing programs of these degrees, and run most programs once. Return how many programs were missing.
 
     Programs for data-parallel attention, and for replicated or migrated layers, are compiled but not run.
 
-    The prefix caches are empty afterwards. The devices form the same groups as before, but the instances are new. A
-    warm-up of all degrees sets `Executables.complete`. Runs in the dispatcher thread.
+    Afterwards, the prefix caches are empty. The instances may be new, but they have the devices and degrees of the old
+    instances. A warm-up of all degrees sets `Executables.complete`. Runs in the dispatcher thread.
 
     Args:
         engine: engine without requests and without a change in progress.
-        degrees: degrees whose programs are compiled. Programs of transformations between them are included.
-        on_program: function that is called after each compilation of a program, and after each run of a program.
+        degrees: degrees whose programs are compiled. Programs of transformations between these degrees are included.
+        on_program: function that is called for each program when the program is compiled, and again when it has run.
 
     Raises:
         RequestError: the engine has requests, or a change is in progress.
-        MemoryBudgetError: the temporary buffers of the programs exceed the memory budget.
+        MemoryBudgetError: the temporary buffers of a program exceed the memory budget.
         EngineClosedError: `close` was called during the warm-up.
     """
 
@@ -85,7 +86,7 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
             raise EngineClosedError("the engine is closed: close() was called during a warm-up")
 
     def run_all(specs: Specs, released: int | None = None) -> None:
-        """Run the programs in `specs` that a present instance can run (`_run_here`). Remove them from `specs`."""
+        """Run each program in `specs` that a present instance can run, and remove the program from `specs`."""
         _clear_caches(engine)
         for spec in list(specs.values()):
             if _run_here(engine, spec, released):
@@ -101,13 +102,13 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
     for executable in executables.prepare({**usual, **pausing, **placements}.values()):
         cluster.reserve_temporaries(executable)
         passed()
-        # Run the programs of the present instances at once, while others are compiled.
+        # Run programs of the present instances at once, while other programs are compiled.
         if (spec := usual.get(executable.spec.key)) is not None and _run_here(engine, spec):
             del usual[spec.key]
             passed()
     if cluster.plan.placement is None and not cluster.empty_devices:
         try:
-            # The present layout comes first, because it needs no transformation.
+            # The present degree comes first, because it needs no transformation.
             for tp in sorted(set(degrees), key=lambda tp: (tp != present[0][0], tp)):
                 engine.set_layout(tp)
                 run_all(usual)
@@ -127,17 +128,17 @@ def warm_up(engine: Engine, degrees: list[int], on_program: Callable[[], None]) 
 
 
 def _clear_caches(engine: Engine) -> None:
-    """Empty the prefix caches, because programs that restore weights may overwrite cached pages."""
+    """Empty the prefix caches of all instances, because programs that restore weights may overwrite cached pages."""
     for instance in engine.instances:
         for lane in instance.lanes:
             lane.cache.clear()
 
 
 def _run_here(engine: Engine, spec: ProgramSpec, released: int | None = None) -> bool:
-    """Run a program on a present instance that has the program's buffers. Return False if no instance has them.
+    """Run a program on a present instance that has the program's buffers. Return False if there is no such instance.
 
-    Use only instances that keep the weights of degree `released`. None: instances that keep the weights of their own
-    degree.
+    Use only instances that keep exactly the weights of degree `released`. If `released` is None, use only instances
+    that keep exactly the weights of their own degree.
     """
     for instance in engine.instances:
         if spec.kind in COLUMNS:
@@ -165,7 +166,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
     elif isinstance(spec.key, HeadKey):
         assert spec.plan is not None, "a head is a segment"
         states = hidden.take(instance.group)
-        hidden.put(instance.group, states)  # the head only reads them
+        hidden.put(instance.group, states)  # the head only reads the states
         results = program(site.weights(spec.plan), states, _filled(program, 2), instance.runner.last_tokens)
     elif spec.kind in ON_FIRST:
         results = _run_on_first(instance, spec.kind, program)
@@ -187,7 +188,7 @@ def run_once(engine: Engine, instance: Instance, spec: ProgramSpec) -> None:
 
 
 def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program of layers on a batch that is all padding. Return arrays to wait for."""
+    """Run a program of layers on a batch of padding. Return arrays that are ready when the program ends."""
     assert isinstance(spec.key, StepKey), "layers have a step key"
     assert spec.plan is not None, "layers are a segment"
     packed = jax.device_put(StepBatch(spec.key.batch, site.group.tp).packed, site.group.sharded)
@@ -204,9 +205,9 @@ def _run_layers(site: Site, hidden: HiddenStates, spec: ProgramSpec, program: ja
 
 
 def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program that reads or writes columns of hidden states. Return an array to wait for.
+    """Run a program that reads or writes columns of hidden states. Return an array that is ready when the program ends.
 
-    A column is the hidden state of one token. If the program writes columns, let the program write zeros.
+    A column is the hidden state of one token. A program that writes columns writes zeros.
     """
     hidden, device = instance.runner.hidden, engine.cluster.sub_meshes.group(spec.devices[0], 1)
     states = hidden.take(device)
@@ -219,7 +220,7 @@ def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program:
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
-    """Run a program of a kind in `ON_FIRST`, such as a program that samples. Return arrays to wait for.
+    """Run a program of a kind in `ON_FIRST`. Return arrays that are ready when the program ends.
 
     The arguments are zeros or padding. Data in use does not change.
     """
@@ -239,7 +240,10 @@ def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
 
 
 def _run_restore(engine: Engine, instance: Instance, spec: ProgramSpec, program: jax.stages.Compiled):
-    """Run a program that restores weights. The program overwrites unused pages. Return arrays to wait for."""
+    """Run a program that restores weights. Return arrays that are ready when the program ends.
+
+    The program writes weights over pages of the KV cache. No sequence uses these pages.
+    """
     weights, group, kv = engine.cluster.weights, instance.group, instance.site.kv[0]
     places = [source_place(one, weights.dims.max_tp, group) for one in spec.restored]
     sources = [weights.assembled(group, one.spec, place) for one, place in zip(spec.restored, places, strict=True)]

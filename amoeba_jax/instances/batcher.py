@@ -1,11 +1,12 @@
 """Choice of the next step of an instance.
 
-A step is one pass through the model. Each row of a step is one sequence: one token of a decoding sequence, or a chunk
-of a prompt. `plan_step` is for an instance with one lane. `lane_plans` is for an instance with several lanes.
+A step is one pass through the model. Each row of a step belongs to one sequence, and has either one token of a decoding
+sequence or a chunk of a prompt. `plan_step` plans the steps of an instance with one lane, and `lane_plans` plans the
+steps of an instance with several lanes.
 
-With several lanes, a step either decodes or computes a chunk of one prompt. A step that decodes has rows of one lane
-only, or equally many rows for each lane. Several lanes need no further compiled programs, because an instance with one
-lane has steps of the same shapes.
+With several lanes, a step either only decodes, or only computes a chunk of one prompt. A step that decodes has rows of
+one lane only, or equally many rows for each lane. Instances with one lane use all these step shapes too. Therefore,
+several lanes need no further compiled programs.
 """
 
 import math
@@ -18,27 +19,28 @@ from amoeba_jax.instances.step import Row, StepPlan
 from amoeba_jax.programs.batch import BatchShape
 from amoeba_jax.programs.buckets import Buckets
 
-# A chunk that must not delay decoding sequences takes at most this many decode steps. With one, prompts would wait
-# longer on accelerators, where a decode step takes about as long as a chunk of 512.
+# If a decoding sequence is protected (`plan_step`), the prompt tokens of a step take at most as long as this number of
+# decode steps. With 1, prompts would wait longer on accelerators, where a decode step takes about as long as 512 prompt
+# tokens.
 _STEPS_OF_PROMPT = 2
 
-# Counters of clients without prompts are kept for this many clients. A prompt may wait long behind prompts of a higher
-# rank, while any number of clients come and go.
+# Maximum number of clients without prompts whose counters are kept. All counters are dropped only when no prompt waits,
+# and a prompt may wait for a long time behind prompts of a higher priority.
 _MAX_ABSENT = 256
 
 
 class PromptTurns:
-    """Order in which the prompts of an instance are computed.
+    """Order in which steps compute the prompts of an instance.
 
     Prompts of a higher priority (a lower `Sequence.rank`) come first. Among prompts of equal priority, prompts of the
-    client with the lowest counter come first. Each step adds the number of its prompt tokens to the counters of the
-    clients that sent the prompts.
+    client with the lowest counter come first. The counter of a client is the number of the client's prompt tokens that
+    steps have computed.
 
-    If a client sends a prompt after a time without prompts, its counter becomes at least the lowest counter of the
-    clients that have prompts. Without this rule, an absent client could save up turns.
+    If a client had no prompts for some time and then sends a prompt, its counter is raised to at least the lowest
+    counter of the clients that already have prompts. Without this rule, a client without prompts could save up turns.
 
     The counters follow the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024.
-    Only prompt tokens are counted. Decodes need no counter, because every decoding sequence has a row in each step.
+    Decoded tokens are not counted, because every decoding sequence has a row in each step.
     """
 
     def __init__(self) -> None:
@@ -46,13 +48,14 @@ class PromptTurns:
         self._present: frozenset[str] = frozenset()
 
     def ordered(self, prompts: Collection[Sequence]) -> list[Sequence]:
-        """Return the prompts in the order in which to compute them.
+        """Return the prompts in the order in which steps should compute them.
 
-        Prompts of one client and of equal priority keep their order of arrival. If two clients have equal counters, the
-        client whose first prompt has fewer uncomputed tokens comes first.
+        `prompts` must have all sequences of the instance with a prompt to compute, because the call also updates the
+        counters. Prompts of one client with equal priority stay in the order of arrival. If two clients have equal
+        counters, the client whose first prompt has fewer uncomputed tokens comes first.
         """
         if not prompts:
-            self._tokens, self._present = {}, frozenset()  # no client waits for another
+            self._tokens, self._present = {}, frozenset()  # no prompt waits, so all clients are equal again
             return []
         lengths: dict[str, int] = {}
         for sequence in sorted(prompts, key=lambda s: s.order):
@@ -66,7 +69,7 @@ class PromptTurns:
         return sorted(prompts, key=lambda s: (s.rank, self._tokens[s.client], lengths[s.client], s.order))
 
     def took(self, rows: Iterable[Row]) -> None:
-        """Add the prompt tokens of a launched step to the counters of the clients. `rows` are the rows of the step."""
+        """Add the prompt tokens of a launched step to the counters of the clients. `rows` has all rows of the step."""
         for row in rows:
             if row.length > 1:
                 client = row.sequence.client
@@ -83,22 +86,22 @@ def plan_step(
 ) -> StepPlan | None:
     """Plan the next step of an instance with one lane. Return None if there is nothing to compute.
 
-    Usually, the step has a row for every decoding sequence, and rows for up to four prompts. The first prompt in the
-    order of `turns` determines the size of the chunks. Other prompts join if a step shape has room for them.
+    Usually, the step has a row for every decoding sequence, and chunks of up to four prompts. The first prompt in the
+    order of `turns` determines the size of all chunks. Further prompts are added if a step shape has room for them.
 
-    Prompt tokens delay the decoding sequences of a step. A decoding sequence is protected if it has a higher priority
-    (a lower `Sequence.rank`) than the first prompt, or the same priority and another client. If any decoding sequence
-    is protected, the prompt tokens may take at most as long as two decode steps. One chunk of the smallest size is
-    always allowed.
+    Prompt tokens make the step slower for its decoding sequences. A decoding sequence is protected if its priority
+    (`Sequence.rank`) is higher than the priority of the first prompt. A decoding sequence is also protected if these
+    two priorities are equal and the two clients differ. If any decoding sequence is protected, the prompt tokens may
+    take at most as long as two decode steps. Even then, one chunk of the smallest size is allowed.
 
     Args:
-        running: running sequences of the lane. They must already have pages for the step.
+        running: running sequences of the lane. Each sequence must already have pages for all its tokens.
         buckets: step shapes of the instance.
         turns: order of the prompts.
-        pace: durations of recent steps. These durations tell how much time prompt tokens take.
-        prompt_logits_turn: whether a prompt with requested log-probabilities comes first. The steps of such a prompt
-            have no other rows, because they compute logits at all positions. If False, such a prompt is computed only
-            if there is nothing else to compute. The caller should alternate between True and False.
+        pace: durations of recent steps, from which the duration of prompt tokens is estimated.
+        prompt_logits_turn: whether to prefer a prompt whose log-probabilities are requested. A step with this kind of
+            prompt has only one row, because the step computes logits at all positions. If False, this kind of prompt is
+            computed only if there is nothing else to compute. The caller should alternate between True and False.
     """
     active = _active(running)
     decodes = [s for s in active if s.num_uncomputed_tokens == 1 and not s.needs_prompt_logits]
@@ -121,13 +124,14 @@ def plan_step(
 
 
 def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps that can replace the best step (`plan_step`) while programs of the best step are missing.
+    """Yield steps that the caller can launch while programs of the best step (`plan_step`) are not compiled yet.
 
-    The steps come in three groups: first steps for all sequences, then steps without sequences that need the sampler
-    `full`, then steps with only those sequences that need the sampler `greedy` (`sampler_kind`).
+    The steps come in three groups, by the samplers that their sequences need (`SamplingRow.kind`). The first group is
+    for all sequences. The second group is for sequences that need `greedy` or `sample`. The third group is for
+    sequences that need `greedy`.
 
-    Each group has the same order: steps with a prompt, steps that decode every decoding sequence, and steps that decode
-    only some decoding sequences. No step computes log-probabilities of a prompt.
+    Each group has the same order: first steps with a prompt, then steps that decode all decoding sequences of the
+    group, then steps that decode only some decoding sequences. No step computes log-probabilities of a prompt.
     """
     active = [s for s in _active(running) if not s.needs_prompt_logits]
     for left_out in ((), ("full",), ("sample", "full")):
@@ -140,10 +144,11 @@ def other_plans(running: list[Sequence], buckets: Buckets) -> Iterator[StepPlan]
 
 
 def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
-    """Return plans whose step shapes have room for as many sequences as possible.
+    """Return plans whose step shapes have room for as many sequences as possible. The plans have no rows.
 
-    The caller compiles programs for these shapes. The plans have no rows. With a prompt to compute, there are two
-    plans: for decodes and one prompt, and for decodes only. Without a prompt, there is one plan: for decodes only.
+    The caller compiles the programs of these plans, and does not launch the plans. If any sequence has a prompt to
+    compute, return two plans: the first for decodes and one prompt, the second for decodes only. If no sequence has a
+    prompt to compute, return one plan, for decodes only.
     """
     prompts = [s for s in _active(running) if s.num_uncomputed_tokens > 1 and not s.needs_prompt_logits]
     decodes = StepPlan(buckets.step(buckets.max_num_seqs), ())
@@ -156,11 +161,11 @@ def roomy_plans(running: list[Sequence], buckets: Buckets) -> list[StepPlan]:
 def lane_plans(lanes: list[Lane], buckets: Buckets, turns: PromptTurns, *, prompt_turn: bool) -> Iterator[StepPlan]:
     """Yield possible next steps of an instance with several lanes, the best step first.
 
-    If programs of the best step are missing, the caller can launch one of the other steps.
+    If programs of the best step are not compiled yet, the caller can launch one of the other steps.
 
     Args:
         lanes: lanes of the instance.
-        buckets: step shapes for the sequences of one lane (`Instance.lane_buckets`).
+        buckets: step shapes for batches with sequences of one lane (`Instance.lane_buckets`).
         turns: order of the prompts.
         prompt_turn: whether steps with a prompt come first. If False, steps that decode come first. The caller should
             alternate between True and False.
@@ -197,7 +202,7 @@ def _plan(shape: BatchShape, decodes: list[Sequence], prompts: list[Sequence]) -
 
 
 def _first_prompt_row(shape: BatchShape) -> int:
-    """Return the index of the first prompt row in a step of this shape. All earlier rows are decodes or padding."""
+    """Return the index of the first row with a prompt in a step of this shape. Earlier rows are decodes or padding."""
     return shape.num_rows - shape.groups[-1][0]
 
 
@@ -212,17 +217,17 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
         sizes = sorted(s.num_rows for s in shapes if s.num_tokens == s.num_rows)
         for rows in (rows for rows in sizes if rows >= len(decodes)):
             yield _plan(buckets.step(rows), decodes, [])
-        for shape in sorted(mixed, key=lambda s: s.num_tokens):  # its prompt row is padding
+        for shape in sorted(mixed, key=lambda s: s.num_tokens):  # the prompt rows of these steps are padding
             yield _plan(shape, decodes, [])
         for rows in (rows for rows in reversed(sizes) if rows < len(decodes)):
             yield _plan(buckets.step(rows), decodes[:rows], [])
 
 
 def _prompt_left(sequence: Sequence) -> int:
-    """Return the number of tokens of a sequence that prompt steps must still compute.
+    """Return the number of tokens of a sequence that steps with prompt chunks must still compute.
 
-    After a preemption, generated tokens count too, because their keys and values must be computed again. If
-    log-probabilities of the prompt are still needed, only prompt tokens count.
+    If log-probabilities of the prompt are still needed, only prompt tokens count. In all other cases, generated tokens
+    also count: after a preemption, their keys and values must be computed again.
     """
     if sequence.needs_prompt_logits:
         return len(sequence.prompt) - sequence.num_computed
@@ -232,8 +237,8 @@ def _prompt_left(sequence: Sequence) -> int:
 def _prompt_step(sequence: Sequence, chunk: int, buckets: Buckets, lane: int | None = None) -> StepPlan:
     """Return a step that computes only one chunk of one prompt. `chunk` is the size of the chunk in tokens.
 
-    If the sequence needs log-probabilities of the prompt, the step computes logits of all tokens of the chunk.
-    Otherwise, the step computes logits of the last token only.
+    If the sequence needs log-probabilities of the prompt, the step computes logits of all tokens of the chunk. If not,
+    the step computes logits of only the last token of the chunk.
     """
     shape = buckets.step(0, 1, chunk)
     row = Row(_first_prompt_row(shape), sequence, sequence.num_computed, min(_prompt_left(sequence), chunk))
@@ -241,9 +246,9 @@ def _prompt_step(sequence: Sequence, chunk: int, buckets: Buckets, lane: int | N
 
 
 def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps that compute one chunk of a prompt. The step with the best chunk size comes first.
+    """Yield steps that compute only one chunk of a sequence's prompt. The step with the best chunk size comes first.
 
-    `lane` is the index of the sequence's lane.
+    `lane` is the index of the lane of the sequence.
     """
     best = buckets.chunk_size(_prompt_left(sequence))
     sizes = buckets.prompt_logits_chunks if sequence.needs_prompt_logits else buckets.chunk_sizes
@@ -254,8 +259,8 @@ def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[S
 def _lane_decode_plans(decodes: list[list[Sequence]], buckets: Buckets) -> Iterator[StepPlan]:
     """Yield steps that decode all decoding sequences of all lanes. The step with the fewest rows comes first.
 
-    `decodes` lists the decoding sequences of each lane. If only one lane has decoding sequences, the steps have rows of
-    this lane only.
+    `decodes` has a list of decoding sequences for each lane. If only one lane has decoding sequences, the steps have
+    rows of this lane only.
     """
     busy = [number for number, sequences in enumerate(decodes) if sequences]
     if not busy:

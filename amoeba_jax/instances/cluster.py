@@ -1,4 +1,4 @@
-"""Cluster: the devices of an engine, the memory of the devices, and the instances on them."""
+"""Cluster: the devices of an engine, with the memory and the instances of these devices."""
 
 import gc
 import logging
@@ -37,7 +37,7 @@ from sharding.placement import Homes, ModuleKind, Placement
 logger = logging.getLogger(__name__)
 
 REVIVE_INTERVAL_S = 1.0
-"""Minimum time between two attempts of `Cluster.revive`."""
+"""Minimum number of seconds between two attempts of `Cluster.revive`."""
 _REVIVE_PAUSE = 9
 """Minimum pause after an attempt of `Cluster.revive`, as a multiple of the duration of the attempt.
 
@@ -50,16 +50,16 @@ class Cluster:
     """Devices of an engine with their weights and memory, and the instances (serving replicas) on these devices.
 
     The constructor loads the weights, and calls `on_load(name)` after each loaded parameter. Then the constructor
-    creates the first instances. During this time, background threads compile the programs of the
-    tensor-parallel degrees `compile_first`.
+    creates the first instances. While the constructor runs, background threads compile the programs of the
+    tensor-parallel degrees in `compile_first`.
 
     Attributes:
         instances: present instances, in the order of their first devices. Paused instances are not included.
         factory: factory of instances and their parts. The attribute exists only after the weights are loaded.
-        lost: dict with a key for each device group that is out of service. The value is the degree whose weights the
-            group keeps (`Instance.released`). The memory of the group stays reserved. Any thread may read the dict,
+        lost: dict of the device groups that are out of service. The value for a group is the degree whose weights the
+            group keeps (`Instance.released`). The memory of these groups stays reserved. Any thread may read the dict,
             because every change replaces the whole dict.
-        activation_bytes: bytes reserved on each device for temporary arrays of step programs.
+        activation_bytes: number of bytes reserved on each device for temporary arrays of step programs.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Cluster:
     def _fill_memory(self, on_load: Callable[[str], None]) -> None:
         """Load the weights, and create the first instances with their buffers.
 
-        Raises `MemoryBudgetError` if an allocation of the buffers fails. The message names the budget.
+        Raises `MemoryBudgetError` if a buffer of the instances cannot be allocated.
         """
         plan, tp = self.plan, self.plan.start_tp
         with self.open_weights() as reader:
@@ -128,18 +128,18 @@ class Cluster:
     def unused_bytes(self, device: int) -> int:
         """Return how many bytes of a device's memory budget were unused right after the start of the engine.
 
-        For example, the option `kv_cache_tokens` can limit the KV cache and leave bytes unused. For a device without an
-        instance at the start, return the minimum over the devices with an instance.
+        For example, the option `kv_cache_tokens` can limit the KV cache and leave bytes unused. If the device had no
+        instance at the start, return the smallest number of unused bytes of all devices that had an instance.
         """
         return self._unused_bytes.get(device, min(self._unused_bytes.values()))
 
     def reserve_temporaries(self, executable: Executable) -> None:
-        """Reserve memory for the temporary arrays of a program, on all devices.
+        """Reserve memory for the temporary arrays of a program, on every device.
 
         Do nothing if enough memory is reserved already. Also do nothing for programs of a change, such as exchanges of
         pages, because these programs have another reservation (`staging_bytes`).
 
-        Raises `MemoryBudgetError` if too little memory is free. The reservations are then unchanged.
+        Raises `MemoryBudgetError`, and changes no reservation, if too little memory is free on a device.
         """
         if executable.info.temp_bytes <= self.activation_bytes or executable.spec.kind not in ACTIVATION_KINDS:
             return
@@ -156,10 +156,10 @@ class Cluster:
         self.activation_bytes = executable.info.temp_bytes
 
     def release_more(self, instance: Instance, degree: int) -> None:
-        """Turn the memory of further weights of an instance into KV cache.
+        """Turn memory of an instance's weights into KV cache.
 
-        Afterwards, the instance keeps only the weights that an instance of degree `degree` needs. `degree` is at most
-        the degree of this instance.
+        Afterwards, the instance keeps only the weights that degree `degree` needs. The instance itself must have at
+        least this degree.
         """
         for layer, extents in enumerate(instance.site.kv):
             extents += self.weights.release(instance.group, layer, instance.released, degree)
@@ -171,10 +171,10 @@ class Cluster:
         instance.released = degree
 
     def add_layer(self, site: Site, layer: int) -> None:
-        """Allocate the KV extents (page buffers) of a layer, if the site does not have them yet.
+        """Allocate the KV extents (page buffers) of a layer at a site. Do nothing if the site already has them.
 
         `site` holds the buffers of one device. Raises `MemoryBudgetError` if the budget is too small. Raises the error
-        of JAX if the allocation fails. After an error, nothing has changed.
+        of JAX if the allocation fails. If an error is raised, nothing has changed.
         """
         if not site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
@@ -187,7 +187,7 @@ class Cluster:
                 raise
 
     def drop_layer(self, site: Site, layer: int) -> None:
-        """Free the KV extents (page buffers) of a layer. `site` holds the buffers of one device."""
+        """Free the KV extents (page buffers) of a layer at a site. `site` holds the buffers of one device."""
         if site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
             self.ledgers[site.group.start].remove(Owner.KV_CACHE, size, layer)
@@ -196,11 +196,11 @@ class Cluster:
     def open_device(self, device: int, *, samples: bool = False) -> None:
         """Allocate the buffers that a device needs to compute steps, and reserve memory for temporary arrays.
 
-        If `samples`, also allocate the state of the sampler. Buffers that exist already stay. The call waits for the
-        new buffers, so that missing memory is noticed here.
+        If `samples`, also allocate the sampling state. Existing buffers are kept. The call waits until the new buffers
+        are allocated, so that missing memory is noticed here.
 
         Raises `MemoryBudgetError` if the budget is too small. Raises the error of JAX if an allocation fails. After an
-        error, the caller must call `close_device`.
+        error, some of the buffers may exist: `close_device` frees them.
         """
         ledger, plan, factory, at = (
             self.ledgers[device],
@@ -223,9 +223,9 @@ class Cluster:
             factory.sampling_states[device] = state
 
     def close_device(self, device: int) -> None:
-        """Free the weights and buffers of a device that no instance uses, and end the reservations on the device.
+        """Free the weights and buffers of a device, and end the memory reservations on the device.
 
-        The KV cache of the device must already be free.
+        No instance may use the device. The KV cache of the device must already be free.
         """
         factory, ledger = self.factory, self.ledgers[device]
         for layer in (None, *range(self.dims.config.num_layers)):
@@ -244,13 +244,13 @@ class Cluster:
 
     @property
     def empty_devices(self) -> list[int]:
-        """Indices of the devices that are in service and on which no instance has modules (attention or FFNs)."""
+        """Indices of the devices that are in service and have no modules (attention or FFNs) of any instance."""
         used = {device for instance in self.instances for device in instance.runner.placement.devices}
         used |= {device for group in self.lost for device in group.device_indices}
         return [device for device in range(len(self.sub_meshes.devices)) if device not in used]
 
     def instance(self, instance_id: int) -> Instance:
-        """Return the present instance with an id. Raises `RequestError` if there is no such instance."""
+        """Return the present instance with the id `instance_id`. Raises `RequestError` if there is no such instance."""
         for instance in self.instances:
             if instance.id == instance_id:
                 return instance
@@ -258,7 +258,7 @@ class Cluster:
 
     @property
     def all_instances(self) -> list[Instance]:
-        """Present and paused instances. Each present instance is followed by the instances that are paused for it."""
+        """All present and paused instances. Each present instance is followed by the instances that it has paused."""
         return [each for instance in self.instances for each in (instance, *instance.paused)]
 
     def instance_of(self, sequence: Sequence) -> Instance:
@@ -266,21 +266,27 @@ class Cluster:
         return next(instance for instance in self.all_instances if sequence in instance.running)
 
     def swap(self, old: Iterable[Instance], new: Iterable[Instance]) -> None:
-        """Replace present instances by new instances on the same devices. The old instances keep their buffers."""
+        """Replace the present instances `old` by the instances `new` on the same devices.
+
+        The instances in `old` keep their buffers.
+        """
         kept = [instance for instance in self.instances if instance not in old]
         self.instances = tuple(sorted([*kept, *new], key=lambda instance: instance.id))
 
     def replace(self, old: list[Instance], new: list[Instance]) -> None:
-        """Replace present instances by new instances on the same devices, and retire the old instances.
+        """Replace the present instances `old` by the instances `new` on the same devices, and retire `old`.
 
-        A retired instance keeps only the device buffers of its KV cache.
+        A retired instance drops all its device buffers except the KV cache.
         """
         self.swap(old, new)
         for instance in old:
             instance.retire()
 
     def sharing(self, instance: Instance) -> list[Instance]:
-        """Return `instance` and all instances that share buffers with it, directly or through other instances."""
+        """Return `instance` and all present instances that share buffers with it.
+
+        Instances that share buffers with any returned instance are returned too.
+        """
         found = [instance]
         for each in found:
             sites = set(each.runner.sites.values())
@@ -288,10 +294,10 @@ class Cluster:
         return found
 
     def rebuild(self, instances: list[Instance]) -> None:
-        """After a program has failed, replace instances by new instances with an empty KV cache in the same buffers.
+        """Replace instances by new instances with an empty KV cache in the same buffers, after a program has failed.
 
-        Buffers that the failed program has lost are allocated again. The old instances must have no sequences. If
-        another instance shares buffers with one of `instances`, it must be in `instances` too.
+        Buffers that the failed program has lost are allocated again. The old instances must have no sequences. Every
+        instance that shares buffers with one of `instances` must be in `instances` too.
         """
         for instance in instances:
             for home, site in instance.runner.sites.items():
@@ -308,7 +314,8 @@ class Cluster:
     def link_lanes(self) -> None:
         """Let the prefix cache of each lane evict cached pages of other lanes that use the same memory.
 
-        If an instance has paused other instances, its lanes are left out. `Instance.take_the_place_of` links them.
+        The lanes of an instance that has paused other instances are left out. `Instance.take_the_place_of` links these
+        lanes.
         """
         lanes = [lane for instance in self.instances if not instance.paused for lane in instance.lanes]
         for lane in lanes:
@@ -319,14 +326,14 @@ class Cluster:
     # Groups that are out of service
 
     def take_back(self, old: list[Instance]) -> None:
-        """Replace instances by new, empty instances on the same devices, after a change or `rebuild` has failed.
+        """Replace the instances `old` by new instances on the same devices, after a change or `rebuild` has failed.
 
-        The devices keep the weights of the same degree as before (`Instance.released`). With a start placement, there
-        is only one old instance, and the new instance has the start placement. The old instances must have no sequences
-        and empty prefix caches.
+        The new instances have no sequences. Each new instance has the same `Instance.released` as the old instance on
+        its devices. With a start placement, there is only one old instance, and the new instance has the start
+        placement. The old instances must have no sequences and empty prefix caches.
 
-        The creation of each new instance is tried several times, because old buffers may be freed late. If every
-        attempt fails, the devices of the instance go out of service (`lost`).
+        The creation of a new instance is tried several times, because old buffers may be freed late. If every attempt
+        fails, the devices of the instance go out of service (`lost`).
         """
         for instance in old:
             instance.enter(Phase.LOST)
@@ -345,9 +352,9 @@ class Cluster:
     def _abandon(self, instance: Instance) -> None:
         """Free the KV cache of an instance whose devices go out of service.
 
-        Usually, the memory stays reserved for the next instance on these devices. But if layers of the instance are
-        replicated or migrated, the reservations of its TP1 homes end. The next instance may have these layers on other
-        devices, and makes its own reservations.
+        Usually, the memory stays reserved for the next instance on these devices. If layers of the instance are
+        replicated or migrated, the memory of its TP1 homes does not stay reserved. The next instance may have these
+        layers on other devices, and then reserves memory there.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:
@@ -356,13 +363,13 @@ class Cluster:
             site.kv.clear()
 
     def revive(self) -> bool:
-        """Try to bring groups of devices that are out of service back into service.
+        """Try to bring the device groups in `lost` back into service.
 
-        Return whether at least one group is in service again. If the attempt for a group fails, no error is raised, and
-        the group stays out of service.
+        Return whether at least one of these groups is in service again. If the attempt for a group fails, no error is
+        raised, and the group stays out of service.
 
-        The dispatcher calls this method often. The method does nothing if no group is out of service, or if the latest
-        attempt was a short time ago.
+        The dispatcher calls this method often. Do nothing if no group is out of service, or if the latest attempt was a
+        short time ago.
         """
         start = time.monotonic()
         if not self.lost or start < self._next_revival_s:
@@ -376,7 +383,7 @@ class Cluster:
         return bool(revived)
 
     def check_in_service(self, devices: Iterable[int]) -> None:
-        """Raise `RequestError` if any of these devices is out of service."""
+        """Raise `RequestError` if any device in `devices` is out of service."""
         for group in self.lost:
             if not set(group.device_indices).isdisjoint(devices):
                 raise RequestError(
@@ -385,7 +392,7 @@ class Cluster:
                 )
 
     def _make_again(self, group: SubMesh) -> str | None:
-        """Create an instance for a group that is out of service. Return an error text if this fails, otherwise None."""
+        """Create an instance for a group that is out of service. Return None, or the text of an error."""
         try:
             if self.plan.placement is not None:
                 instance = self._placed_instance(self.plan.placement)
@@ -399,14 +406,14 @@ class Cluster:
             return f"{type(error).__name__}: {error}"
         self.lost = {other: degree for other, degree in self.lost.items() if other != group}
         self.replace([], [instance])
-        for device in self.empty_devices if not self.lost else ():  # their modules have been copied back
+        for device in self.empty_devices if not self.lost else ():  # all moved modules have been copied back
             self.close_device(device)
         return None
 
     def _placed_instance(self, placement: Placement) -> Instance:
         """Create an instance with a start placement and an empty KV cache.
 
-        Weights that have moved to other devices since the start are copied back.
+        Weights that have moved to other devices since the start are copied back to the devices of the placement.
         """
         for device in placement.devices:
             self.open_device(device, samples=device == placement.head.start)
@@ -426,7 +433,7 @@ class Cluster:
                         if kind == "attention":
                             kv_bytes[device, layer] += pages[home] * self.memory_plan.page_bytes
         for module, degree in degrees.items():
-            if degree == 1:  # modules of larger homes have not moved
+            if degree == 1:  # modules at homes of a higher degree never move
                 self.weights.copy_modules(*module)
         for device, ledger in enumerate(self.ledgers):
             for layer in range(placement.num_layers):
@@ -451,10 +458,10 @@ class Cluster:
         for device in group.device_indices:
             for layer in layers:
                 held = self.ledgers[device].entries[(layer, Owner.KV_CACHE)]
-                if held <= base and group.tp == 1:  # no weights are KV cache, so missing weights have migrated
+                if held <= base and group.tp == 1:  # no weight memory is KV cache: missing weights have migrated
                     weights.copy_modules(device, layer)
                 self.ledgers[device].add(Owner.KV_CACHE, max(base - held, 0), layer)
-        # Release memory first, and do the slowest part last. `released_on` is equal on all devices of the group.
+        # First release memory. Read weights last, the slowest part. `released_on` is equal on all devices of the group.
         for layer in layers:
             if (present := weights.released_on(group.start, layer)) < released:
                 weights.release(group, layer, present, released)
@@ -479,7 +486,7 @@ class Cluster:
 def drop_frames(error: BaseException) -> None:
     """Clear the stack frames of an error and of the errors that caused it.
 
-    Local variables in these frames could keep device buffers alive as long as the error exists.
+    Otherwise, local variables in these frames could keep device buffers alive as long as the error exists.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -1,4 +1,4 @@
-"""Factory that creates instances and their parts: page allocators, sites, lanes and scratch buffers."""
+"""Factory of instances, and of the parts of instances: page allocators, sites (buffers of one home) and lanes."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -29,15 +29,16 @@ class InstanceFactory:
     """Factory of instances and their parts, on devices whose weights are loaded. Used by the dispatcher thread only.
 
     Attributes:
-        allocators: one page allocator for each device. The allocators stay the same objects when instances change. With
-            a start placement, the list is empty, because the instance has allocators of its own.
+        allocators: list of page allocators, one for each device. When instances merge or split, each device keeps its
+            allocator object. With a start placement, the list is empty, because the only instance has its own
+            allocators.
         hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
             `hidden.loads` counts the tokens of each expert.
-        sampling_states: state of the sampler on each device that samples, by device index.
-        constants: scalar arguments of programs, on each device that holds modules, by device index. The first two are
-            False and True. One of them tells a program whether the program begins the step. If the model has experts,
-            the indices of all layers follow. Programs that count tokens of experts take the index of their layer.
-        on_result: function that other threads call after each result of a step. It must not block.
+        sampling_states: sampling state of each device that samples, by device index.
+        constants: list of scalar arrays on each device that holds modules, by device index: False, True and, if the
+            model has experts, the index of each layer. As arguments of a step program, these arrays tell whether the
+            program begins the step, and which layer is the first layer of the program.
+        on_result: function that the reader threads call after each result of a step. The function must not block.
     """
 
     def __init__(self, plan: EnginePlan, weights: WeightStore, executables: Executables):
@@ -54,13 +55,14 @@ class InstanceFactory:
     # Allocators
 
     def open_allocator(self, index: int, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return an empty page allocator for a device that held no pages so far.
+        """Return a page allocator for a device that has held no pages so far. All pages of the allocator are free.
 
-        With a start placement, the allocator is a new object. Otherwise, it is the device's object in `allocators`.
+        With a start placement, the allocator is a new object. Otherwise, the allocator is the device's object in
+        `allocators`.
 
         Args:
             index: index of the device.
-            extent_pages: number of pages of each extent. An extent is a range of pages with a buffer of its own.
+            extent_pages: number of pages of each KV extent (page buffer) of a layer.
         """
         new = self.empty_allocator(extent_pages)
         if not self.allocators:
@@ -69,17 +71,17 @@ class InstanceFactory:
         return self.allocators[index]
 
     def new_allocator(self, released: int) -> BuddyAllocator:
-        """Return an empty page allocator for a device that keeps the weights of degree `released`.
+        """Return a page allocator for a device that keeps the weights of degree `released`. All pages are free.
 
-        The pages are in extents, and each extent has a buffer of its own. Every device has the first extent. The other
-        extents are in the memory of weights that only degrees below `released` need.
+        The pages are in extents (page buffers). The first extent of each device is always KV cache. The other extents
+        are the memory of weights that only degrees below `released` need.
         """
         return self.empty_allocator(self._plan.extent_pages(released))
 
     def empty_allocator(self, extent_pages: Iterable[int]) -> BuddyAllocator:
-        """Return an empty page allocator with extents of the given sizes.
+        """Return a page allocator in which all pages are free.
 
-        `extent_pages` has the number of pages of each extent. An extent is a range of pages with a buffer of its own.
+        `extent_pages` has the number of pages of each KV extent (page buffer) of a layer.
         """
         allocator = BuddyAllocator(self._dims.max_tp)
         for num_pages in extent_pages:
@@ -91,10 +93,10 @@ class InstanceFactory:
         return [self.allocators[device] for device in group.device_indices]
 
     def settle_allocators(self, group: SubMesh, planned: list[BuddyAllocator]) -> list[BuddyAllocator]:
-        """Move the contents of the allocators in `planned` to the page allocators of a group's devices.
+        """Replace the contents of the page allocators of a group's devices by the contents of `planned`.
 
-        `planned` has one allocator for each device. Do not use `planned` afterwards. Return the page allocators of the
-        devices, which stay the same objects.
+        `planned` has one allocator for each device of the group. Do not use `planned` afterwards. Return the page
+        allocators of the devices. The returned allocators are the same objects as before the call.
         """
         own = self.allocators_of(group)
         for allocator, plan in zip(own, planned, strict=True):
@@ -121,7 +123,8 @@ class InstanceFactory:
         Args:
             placement: placement of the instance.
             allocators: page allocators of each home, one for each rank of the home.
-            width: the instance runs up to `max_num_seqs * width` sequences. Each lane gets an equal part of this limit.
+            width: maximum number of running sequences of the instance, as a multiple of `max_num_seqs`. Each lane gets
+                an equal share of this number.
         """
         most = max(1, self._plan.buckets(width).max_num_seqs // placement.num_microbatches)
         return [
@@ -130,13 +133,13 @@ class InstanceFactory:
         ]
 
     def pool_at(self, home: Home, allocators: Mapping[Home, SequenceOf[BuddyAllocator]]) -> PagePool:
-        """Return a page pool for a home. The pages come from the allocators of this home."""
+        """Return a page pool for a home. `allocators` has the page allocators of each home."""
         return PagePool(self._dims.pages, allocators[home], home.degree)
 
     def lane(self, pools: Mapping[Home, PagePool], max_running: int) -> Lane:
         """Return an empty lane for up to `max_running` sequences.
 
-        `pools` has the page pool of each home. Each page of the lane consists of one page from each of these pools.
+        `pools` has the page pool of each home. A page of the lane consists of one page from each of these pools.
         """
         ranks, first = {}, 0
         for home, pool in pools.items():
@@ -162,11 +165,11 @@ class InstanceFactory:
         """Return an instance that computes all layers on one group.
 
         Args:
-            allocators: page allocators of the KV extents, one for each rank.
+            allocators: page allocators of the group, one for each rank.
             kv: KV extents (page buffers) of each layer.
-            released: degree whose weights each device keeps. The memory of other weights is KV cache.
-            last_tokens: last tokens of the previous instances (`Runner.last_tokens`), a buffer for each rank. None: new
-                buffers.
+            released: degree whose weights each device keeps. The memory of all other weights is KV cache.
+            last_tokens: buffers of the last tokens from previous instances (`Runner.last_tokens`), one for each rank.
+                None: new buffers are allocated.
         """
         placement = Placement.uniform(group.home, self._dims.config.num_layers)
         sites = {group.home: self.site(group, kv, self._plan.extent_pages(released))}
@@ -178,9 +181,9 @@ class InstanceFactory:
         Parts of the group compute the attention of different sequences. The whole group computes the FFNs.
 
         Args:
-            degree: number of devices of each part, below the degree of the group.
+            degree: number of devices of each part, less than the number of devices of the group.
             kv: KV extents (page buffers) of each layer, sharded over the whole group.
-            released: degree whose FFN weights each device keeps. The memory of other FFN weights is KV cache.
+            released: degree whose FFN weights each device keeps. The memory of all other FFN weights is KV cache.
         """
         placement = Placement.parallel_attention(group.home, degree, self._dims.config.num_layers)
         extent_pages = self._plan.extent_pages(released)
@@ -195,10 +198,10 @@ class InstanceFactory:
     def empty_instance(self, group: SubMesh, released: int, attention_degree: int | None = None) -> Instance:
         """Return an instance with a new, empty KV cache on a group.
 
-        The call waits for the KV cache, so that missing memory is noticed here and not in the first step.
+        The call waits until the KV cache is allocated. If memory is missing, this call raises the error.
 
         Args:
-            released: degree whose weights each device keeps. The memory of other weights is KV cache.
+            released: degree whose weights each device keeps. The memory of all other weights is KV cache.
             attention_degree: degree of the attention. If this degree is below the degree of the group, the instance has
                 data-parallel attention. None: the degree of the group.
         """
@@ -212,8 +215,8 @@ class InstanceFactory:
     def placed_instance(self, placement: Placement) -> Instance:
         """Return an instance with a start placement and a new, empty KV cache.
 
-        The placement tells which devices compute which modules. The call waits for the KV cache, so that missing memory
-        is noticed here.
+        The placement tells which devices compute which modules. The call waits until the KV cache is allocated. If
+        memory is missing, this call raises the error.
         """
         plan = self._plan
         pages = home_pages(placement, plan.device_plans)
@@ -239,12 +242,12 @@ class InstanceFactory:
 
         Args:
             placement: placement of the instance, which tells which home (device group) computes which modules.
-            sites: buffers of each home.
+            sites: site (buffers) of each home.
             allocators: page allocators of each home, one for each rank of the home.
-            released: degree whose weights each device keeps. The memory of other weights is KV cache.
-            width: the instance runs up to `max_num_seqs * width` sequences at once.
-            last_tokens: last tokens of the previous instances (`Runner.last_tokens`), a buffer for each rank. None: new
-                buffers.
+            released: degree whose weights each device keeps. The memory of all other weights is KV cache.
+            width: maximum number of running sequences of the instance, as a multiple of `max_num_seqs`.
+            last_tokens: buffers of the last tokens from previous instances (`Runner.last_tokens`), one for each rank of
+                the head's home. None: new buffers are allocated.
         """
         plan, executables = self._plan, self._executables
         head = plan.sub_meshes.group(placement.head.start, placement.head.degree)
@@ -260,11 +263,11 @@ class InstanceFactory:
         )
 
     def _new_extents(self, group: SubMesh, extent_pages: Iterable[int], layers: Collection[int]) -> KvBuffers:
-        """Allocate KV extents (page buffers) of zeros on a group. Return a list of extents for each layer.
+        """Allocate KV extents (page buffers) of zeros on a group. Return the list of extents of each layer.
 
         Args:
-            extent_pages: number of pages of each extent, on one rank.
-            layers: indices of the layers that get extents. The lists of other layers are empty.
+            extent_pages: number of pages of each extent of a layer, on one rank.
+            layers: indices of the layers that get extents. The lists of all other layers are empty.
         """
         shapes = [(group.tp * num_pages, self._dims.pages.page_elems) for num_pages in extent_pages]
         return [

@@ -14,7 +14,7 @@ from sharding.mesh import SubMesh, assemble, disassemble, is_lost
 
 
 class StepStates(NamedTuple):
-    """Buffers of a device group that a step program takes and returns with new contents.
+    """Hidden states and expert loads of a device group. Step programs take both as arguments, and return both updated.
 
     Attributes:
         hidden: hidden states, `[D, hidden_tokens]`, with one column for each token.
@@ -27,11 +27,13 @@ class StepStates(NamedTuple):
 
 
 class DeviceBuffers:
-    """One buffer on each device, all of the same shape. Used by the dispatcher thread only.
+    """Buffers of equal shape, one on each device. Used by the dispatcher thread only.
 
-    Several instances may have modules on a device. These instances use the device's buffer in turn. This is possible
-    because all programs of one step are launched before the programs of the next step. The buffers are donated to
-    programs: `take` removes a buffer before a program runs, and `put` stores the buffer that the program returns.
+    If several instances have modules on a device, their steps use the buffer of this device one after another. The
+    steps do not interfere, because all programs of a step are launched before any program of the next step.
+
+    Programs take the buffers as donated arguments. `take` removes a buffer from this object before a program runs, and
+    `put` stores the new buffer that the program returns.
 
     Args:
         shape: shape of each buffer.
@@ -42,12 +44,12 @@ class DeviceBuffers:
         self._shape, self._dtype = shape, dtype
         self._devices: dict[int, jax.Device] = {}
         self._arrays: dict[tuple[int, ...], jax.Array] = {}
-        """Arrays by their devices. After a program on several devices, their buffers are one array."""
+        """Arrays by device indices. After a program on several devices, the buffers of these devices are one array."""
 
     def add(self, index: int, device: jax.Device) -> None:
-        """Allocate the buffer of a device, if the device has none.
+        """Allocate the buffer of a device. Do nothing if the device already has a buffer.
 
-        The call waits for the buffer, so that missing memory is noticed here.
+        The call waits until the buffer is allocated. If memory is missing, this call raises the error.
         """
         if index not in self._devices:
             buffer = jnp.zeros(self._shape, self._dtype, device=device)
@@ -62,7 +64,7 @@ class DeviceBuffers:
             del self._devices[index]
 
     def take(self, group: SubMesh, *, replicated: bool = True) -> jax.Array:
-        """Take the buffers of a group's devices out of this object, and return them as one array.
+        """Take the buffers of a group's devices out of this object, and return the buffers as one array.
 
         If `replicated`, the array has the shape of one buffer, and each device has the whole array. Otherwise, the
         array is the concatenation of the buffers along the first axis.
@@ -74,7 +76,7 @@ class DeviceBuffers:
         return assemble(group, [self._arrays.pop((index,)) for index in indices], replicated=replicated)
 
     def put(self, group: SubMesh, array: jax.Array, *, replicated: bool = True) -> None:
-        """Store the buffers of a group's devices, for a later `take`.
+        """Store an array over the devices of a group as the buffers of these devices, for a later `take`.
 
         If `replicated`, each device has the whole `array`. Otherwise, `array` is the concatenation of the buffers along
         the first axis.
@@ -86,9 +88,9 @@ class DeviceBuffers:
             self._arrays.update(((index,), buffer) for index, buffer in zip(group.device_indices, buffers, strict=True))
 
     def replace_lost(self, devices: Iterable[int]) -> None:
-        """Replace lost buffers on these devices by new buffers of zeros.
+        """Replace each lost buffer on `devices` by a new buffer of zeros.
 
-        A buffer is lost if a program to which it was donated has failed. The call waits for launched steps.
+        A buffer is lost if it was donated to a program that has failed. The call waits until launched steps have ended.
         """
         for indices, array in list(self._arrays.items()):
             if not set(indices).isdisjoint(devices) and is_lost(array):
@@ -104,7 +106,7 @@ class DeviceBuffers:
         self._devices.clear()
 
     def _take_apart(self, devices: tuple[int, ...]) -> None:
-        """Split the stored arrays of these devices into one array for each device."""
+        """Split each stored array that is on any of `devices` into single-device arrays."""
         for indices, array in list(self._arrays.items()):
             if len(indices) > 1 and not set(indices).isdisjoint(devices):
                 del self._arrays[indices]
@@ -115,12 +117,12 @@ class DeviceBuffers:
 class ExpertLoads(DeviceBuffers):
     """Loads of experts: the number of tokens that each expert of each layer has computed.
 
-    Each device has one buffer of counters, u32 `[layers, E]`. Programs change only the counters of the first rank of
-    each home (device group). Experts are in the order in which the shards hold them (`ModelDims.expert_order`). When
-    `collect` takes a buffer, the device gets a new buffer of zeros. Used by the dispatcher thread only.
+    Each device has one buffer of counters, u32 `[layers, E]`. A program counts tokens only on the first rank of its
+    home (device group). The experts of a layer are in the order of the weight shards (`ModelDims.expert_order`).
+    `collect` takes the buffers, and gives each device a new buffer of zeros. Used by the dispatcher thread only.
 
     Attributes:
-        totals: sum of all collected buffers of each device, as int64 `[layers, E]`, by device index.
+        totals: sum of all collected counters of each device, int64 `[layers, E]`, by device index.
     """
 
     def __init__(self, shape: tuple[int, int]):
@@ -129,10 +131,11 @@ class ExpertLoads(DeviceBuffers):
         self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
-        """Take the buffers of all devices, and add their counters to `totals`. Return the taken buffers not added yet.
+        """Take the buffers of all devices, and add the counters to `totals`. Return the taken buffers not yet added.
 
-        A taken buffer is added to `totals` when the launched steps that use it have ended. If they have not ended yet,
-        a later call adds the buffer. As long as a taken buffer is not added, calls take no further buffers.
+        The call does not wait for launched steps. If a step still has to compute a taken buffer, a later call adds the
+        counters of this buffer. Until all taken buffers are added, calls take no further buffers. The counters of lost
+        buffers are left out.
         """
         if not self._pending:
             self._take_apart(tuple(self._devices))
@@ -155,7 +158,7 @@ class HiddenStates(DeviceBuffers):
     A step uses the first columns of the buffers.
 
     Attributes:
-        loads: loads of experts on the same devices. None: the model has no experts.
+        loads: loads of experts on each device. None: the model has no experts.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: str, load_shape: tuple[int, int] = (0, 0)):
@@ -163,11 +166,11 @@ class HiddenStates(DeviceBuffers):
         self.loads = ExpertLoads(load_shape) if load_shape[1] else None
 
     def take_states(self, group: SubMesh) -> StepStates:
-        """Take the hidden states and the expert loads of a device group out of this object, and return them."""
+        """Take the hidden states and the expert loads of a device group out of this object, and return both."""
         return StepStates(self.take(group), None if self.loads is None else self.loads.take(group))
 
     def put_states(self, group: SubMesh, states: StepStates) -> None:
-        """Store the hidden states and the expert loads of a device group, after a program has returned them."""
+        """Store the hidden states and the expert loads that a program has returned for a device group."""
         self.put(group, states.hidden)
         if self.loads is not None and states.loads is not None:
             self.loads.put(group, states.loads)

@@ -1,4 +1,4 @@
-"""Instance: a serving replica with a view of the weights, a part of the KV cache, and running sequences."""
+"""Instance: one serving replica, with its running sequences, page allocators and launched steps."""
 
 import logging
 from collections import deque
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 class Phase(StrEnum):
     """Phase of an instance.
 
-    SERVING: the instance launches steps.
-    DRAINING: the instance waits until the launched steps have ended. Until then, the instance launches no further step.
-    CHANGING: layers of the instance move to other homes (device groups), and the instance launches steps meanwhile.
-    PAUSED: the instance keeps its requests while another instance serves on its devices.
-    LOST: the devices of the instance are out of service.
+    SERVING: the instance launches steps, and no layer of the instance changes its home (device group).
+    DRAINING: the instance launches no steps until all steps in flight have ended.
+    CHANGING: the instance launches steps, and layers of the instance switch to other homes.
+    PAUSED: the instance launches no steps but keeps its requests. Another instance serves on the same devices.
+    LOST: a failure has ended the instance. Its devices are out of service until a new instance serves on them.
     """
 
     SERVING = "serving"
@@ -45,16 +45,16 @@ NEXT_PHASES = {
     Phase.PAUSED: {Phase.SERVING},
     Phase.LOST: set[Phase](),
 }
-"""Phases that may follow each phase. `Instance.enter` checks this."""
+"""For each phase, the phases that may follow. `Instance.enter` allows no other change of the phase."""
 
 
 class PageCounts(NamedTuple):
     """Numbers of KV pages of an instance.
 
     Attributes:
-        total: number of all pages.
-        available: number of pages that are free or can be evicted: free pages plus `cached`.
-        cached: number of pages that the prefix cache keeps although no sequence uses them.
+        total: number of all pages, whether in use or not.
+        available: number of pages that could be reserved now: free pages plus the pages counted in `cached`.
+        cached: number of pages that are in the prefix cache and that no sequence uses. These pages can be evicted.
     """
 
     total: int
@@ -63,27 +63,29 @@ class PageCounts(NamedTuple):
 
 
 class Instance:
-    """Serving replica: runs sequences on one device or a group of devices. Used by the dispatcher thread only.
+    """Serving replica of the model on one device or a group of devices. Only the dispatcher thread uses this object.
 
     Args:
         runner: launcher of the steps of the instance.
-        allocators: page allocators of each home (device group), one for each rank of the home.
-        lanes: sets of sequences that travel through the layers together (`Lane`).
-        released: degree whose weights each device keeps. The memory of other weights is KV cache. With 1, each device
+        allocators: for each home (device group), a list of page allocators, one for each rank of the home.
+        lanes: list of lanes. The sequences of a lane travel through the layers together.
+        released: degree whose weights each device keeps. The memory of all other weights is KV cache. 1: each device
             keeps all weights.
-        width: the instance runs up to `max_num_seqs * width` sequences at once.
+        width: maximum number of running sequences, divided by `max_num_seqs`.
 
     Attributes:
+        id: index of the first device of the instance.
         buckets: step shapes of the instance.
-        phase: present phase. `enter` changes the phase.
-        attention_degree: degree of the attention. With data-parallel attention, this degree is below `tp`.
-        pending: launched steps whose results the host has not taken.
+        phase: phase in which the instance is now. Only `enter` changes the phase.
+        attention_degree: number of devices that compute the attention of a sequence together. With data-parallel
+            attention, this number is lower than `tp`.
+        pending: queue of launched steps whose results the host has not taken, oldest first.
         num_launched: number of steps launched so far.
-        transition: object that moves layers to other homes (package `transform`). None: no layers move.
+        transition: transition (package `transform`) that switches layers to other homes. None: no transition.
         pace: durations of recent steps.
-        turns: order in which prompts are computed.
-        batch_limit: maximum number of running sequences. None: the maximum is `max_num_seqs * width`.
-        paused: instances that are paused because this instance serves on their devices.
+        turns: order in which steps compute the prompts.
+        batch_limit: additional limit on the number of running sequences (`limit_batch`). None: no additional limit.
+        paused: instances that are paused so that this instance can serve on their devices.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Instance:
         self._paused_pages: SharedPages | None = None
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase. Raises `AssertionError` if the new phase must not follow the present phase."""
+        """Change the phase. Raises `AssertionError` if `phase` may not follow the present phase (`NEXT_PHASES`)."""
         if phase is self.phase:
             return
         assert phase in NEXT_PHASES[self.phase], f"instance {self.id} must not go from {self.phase} to {phase}"
@@ -123,7 +125,10 @@ class Instance:
 
     @property
     def is_spread(self) -> bool:
-        """Whether modules of the instance are at several homes (device groups). False during a merge or split."""
+        """Whether the instance has several homes (device groups) or several microbatches.
+
+        Always False while a transition changes the degree of the instance or of its attention.
+        """
         placement = self.runner.placement
         return placement.home is None and (self.transition is None or not self.transition.changes_degree)
 
@@ -131,13 +136,13 @@ class Instance:
     def has_parallel_attention(self) -> bool:
         """Whether the instance has data-parallel attention (`Placement.parallel_attention`).
 
-        In that case, parts of the instance's device group compute the attention of different sequences.
+        With data-parallel attention, each part of the device group computes the attention of different sequences.
         """
         return self.attention_degree < self.tp
 
     @property
     def devices(self) -> set[int]:
-        """Indices of all devices of the instance. While layers move, the old and new devices are included."""
+        """Indices of the devices of the instance. During a transition: the devices of the old and the new placement."""
         return {device for home in self.runner.sites for device in home.devices}
 
     @property
@@ -146,28 +151,30 @@ class Instance:
 
     @property
     def site(self) -> Site:
-        """Site (buffers) of the home (device group) that computes the embedding and the head.
+        """Site (buffers) of the home (device group) that computes the embedding and the output projection.
 
-        If all modules of the instance are at one home, this site has the KV cache of all layers.
+        If the instance has only one home, this site has the KV cache of all layers.
         """
         return self.runner.sites[self.runner.placement.head]
 
     @property
     def lane(self) -> Lane:
-        """The only lane (set of sequences) of the instance. Raises `ValueError` if there are several lanes."""
+        """The only lane (set of sequences) of the instance. Raises `ValueError` if the instance has several lanes."""
         (lane,) = self.lanes
         return lane
 
     @property
     def lane_buckets(self) -> Buckets:
-        """Step shapes for the sequences of one lane. The shapes are the same for all lanes."""
+        """Step shapes for batches with sequences of one lane. These shapes are the same for every lane."""
         return self.runner.plan.buckets(max(1, self.width // len(self.lanes)))
 
     @property
     def capacity_tokens(self) -> int:
-        """Number of tokens that fit in the KV cache of the instance, if no page is in use and no change is in progress.
+        """Number of tokens that fit in all KV pages of the instance, whether in use or free.
 
-        If modules are at several homes, the number is for the lane with the most pages.
+        During a transition, fewer tokens may fit, because a page can need memory in both the old and the new placement.
+        If the instance has several homes (device groups) or microbatches, the number is for the lane with the most
+        pages.
         """
         if self.is_spread:
             return max(lane.capacity_tokens for lane in self.lanes)
@@ -177,24 +184,21 @@ class Instance:
 
     @property
     def running(self) -> list[Sequence]:
-        """Running sequences of all lanes."""
+        """Running sequences of all lanes. If the instance is paused, these are its paused sequences."""
         if len(self.lanes) == 1:
             return self.lanes[0].running
         return [sequence for lane in self.lanes for sequence in lane.running]
 
     @property
     def max_running(self) -> int:
-        """Maximum number of sequences that may run at once.
-
-        This is `max_num_seqs * width`, or `batch_limit` if that is lower.
-        """
+        """Maximum number of sequences that may run at once: the lower of `max_num_seqs * width` and `batch_limit`."""
         most = self.buckets.max_num_seqs
         return most if self.batch_limit is None else min(most, self.batch_limit)
 
     def limit_batch(self, size: int | None) -> None:
-        """Set `batch_limit`, the maximum number of running sequences, and divide the limit evenly among the lanes.
+        """Set `batch_limit` to `size`, and divide the new `max_running` evenly among the lanes.
 
-        While layers move to other homes, only `batch_limit` is set. The lanes get their limits when the move has ended.
+        During a transition, the lanes keep their limits. The lanes get the new limits at the end of the transition.
         """
         self.batch_limit = size
         if self.transition is None:
@@ -203,7 +207,7 @@ class Instance:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of further sequences that could run now, given the free slots and `max_running`."""
+        """Number of further sequences that may start now, limited by the free slots and by `max_running`."""
         return max(min(self.max_running - len(self.running), len(self._free_slots)), 0)
 
     def lane_of(self, sequence: Sequence) -> Lane:
@@ -213,14 +217,14 @@ class Instance:
         return next(lane for lane in self.lanes if sequence in lane.running)
 
     def free_slots(self, slots: Iterable[int]) -> None:
-        """Free the slots of sequences that have moved to another instance. Their pages have moved too."""
+        """Mark slots as free. Call this method after the sequences in these slots have moved to another instance."""
         self._free_slots += slots
 
     def add(self, sequence: Sequence, lane: Lane, *, remember: bool = True) -> None:
-        """Give a slot to a sequence that has pages, and add the sequence to a lane. The sequence then runs.
+        """Give a slot to a sequence that already has pages, and add the sequence to a lane. The sequence then runs.
 
-        If `remember`, first write the sequence's row of the sampling state (`StepSampler.remember`). If the write
-        fails, its error is raised, and the sequence has no slot and is not in the lane.
+        If `remember` is True, first write the sampling settings of the sequence to the slot (`StepSampler.remember`).
+        If this write fails, raise the error of the write. The sequence then gets no slot and does not join the lane.
         """
         slot = self._free_slots.pop()
         try:
@@ -233,11 +237,12 @@ class Instance:
         lane.running.append(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Collection[Sequence]:
-        """Reserve pages until a sequence has room for `num_tokens` tokens. Return an empty collection on success.
+        """Reserve pages so that a sequence has room for `num_tokens` tokens. Return an empty collection on success.
 
-        If too few pages are free, return candidates for preemption. The caller must preempt one candidate and call
-        again. The candidates are the paused sequences in the same memory that have the same or a lower priority. If
-        there are none, the candidates are the running sequences in the same memory, including `sequence`.
+        If too few pages are available, reserve nothing, and return candidates for preemption. The caller must preempt
+        one candidate, and call again. The candidates use the memory that is full. If paused sequences use this memory
+        and have a priority (`Sequence.rank`) equal to or lower than the priority of `sequence`, the candidates are
+        these paused sequences. In all other cases, the candidates are running sequences, including `sequence` itself.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
@@ -246,7 +251,7 @@ class Instance:
         except OutOfPagesError:
             needed = sequence.pages.num_lacking(num_tokens)
             if len(self.lanes) > 1:
-                # Either the pages of this lane only are used up, or the pages that all lanes share.
+                # If a rank that only this lane uses lacks pages, only sequences of this lane can free pages there.
                 return lane.running if lane.lacks_own_pages(needed, self.lanes) else self.running
             if self._paused_pages is not None:
                 holders = [s for s in self._paused_pages.holders(needed) if s.rank >= sequence.rank]
@@ -255,9 +260,9 @@ class Instance:
         return ()
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a running sequence from the instance, and release the sequence's pages.
+        """Remove a running sequence from the instance. Free the slot and release the pages of the sequence.
 
-        Pages that are also in the prefix cache stay there until their memory is needed.
+        Pages that are in the prefix cache stay cached until they are evicted.
         """
         lane = self.lane_of(sequence)
         self.leave(sequence, lane)
@@ -267,21 +272,25 @@ class Instance:
         sequence.pages = None
 
     def leave(self, sequence: Sequence, lane: Lane) -> None:
-        """Remove a sequence from a lane and free the sequence's slot. The sequence keeps its pages."""
+        """Remove a sequence from a lane and free the sequence's slot. The caller must update `Sequence.slot`.
+
+        The sequence keeps its pages.
+        """
         lane.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.paused = False
 
     def page_counts(self) -> PageCounts:
-        """Return how many pages the instance has, and how many of them are available or cached.
+        """Return the numbers of all pages, of available pages and of cached pages of the instance.
 
-        A page counts once, although each rank has a part of the page. If the modules are at several homes, the numbers
-        are for the lane with the most available pages.
+        A page that is divided among ranks counts once. If the instance has several homes (device groups) or
+        microbatches, the numbers are for the lane with the most available pages. This lane can also evict cached pages
+        of the other lanes. `cached` therefore counts the cached pages of all lanes, but at most `total`.
         """
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self.is_spread:
             lane = max(self.lanes, key=lambda lane: lane.cache.num_available_pages)
-            total = lane.pages.num_total_pages  # lanes may share devices, and their cached pages there
+            total = lane.pages.num_total_pages  # other lanes may also have cached pages there
             return PageCounts(total, min(lane.pages.num_free_pages + cached, total), min(cached, total))
         lane = self.lanes[0]
         ranks = lane.ranks[self.runner.placement.head]
@@ -292,13 +301,12 @@ class Instance:
         return PageCounts(min(lane.pages.total_by_rank()[ranks]), free + cached, cached)
 
     def requeue_all(self, requeue: Callable[["Instance", Sequence], None]) -> None:
-        """Put all sequences back into the queue, because the KV cache is lost.
+        """Move all sequences of this instance and of its paused instances to the queue, because the KV cache is lost.
 
-        Sequences of paused instances are included. The results of launched steps are dropped. The paused instances are
-        retired.
+        Empty and disable the prefix caches, drop the results of launched steps, and retire the paused instances.
 
         Args:
-            requeue: function that takes a sequence off its instance and puts the sequence into the queue.
+            requeue: function that removes a sequence from the given instance, and adds the sequence to the queue.
         """
         paused = self.drop_paused()
         for each in (self, *paused):
@@ -314,13 +322,13 @@ class Instance:
     # Paused instances
 
     def take_the_place_of(self, members: "tuple[Instance, ...]") -> None:
-        """Pause the instances `members`, so that this instance can serve on their devices.
+        """Pause the instances `members`, so that this instance can serve on the devices of `members`.
 
-        Paused sequences keep their slots and pages. If this instance needs pages, it evicts cached prefixes of the
-        paused instances.
+        Paused sequences keep their slots and pages. If this instance needs pages, cached prefixes of the paused
+        instances are evicted.
 
-        This instance uses the sampling state of `members[0]`, because both have the same first device. The slots of the
-        paused sequences of `members[0]` are therefore not free here.
+        Both this instance and `members[0]` use the sampling state of their common first device. Therefore, the slots of
+        the sequences of `members[0]` are not free for this instance.
         """
         for member in members:
             member.enter(Phase.PAUSED)
@@ -332,10 +340,7 @@ class Instance:
         self.lane.cache.lender = self._paused_pages
 
     def drop_paused(self) -> "tuple[Instance, ...]":
-        """End the pause of all paused instances, and return these instances. Afterwards, `paused` is empty.
-
-        The returned instances may serve again.
-        """
+        """Move all instances in `paused` to the phase `SERVING`, empty `paused`, and return the instances."""
         members, self.paused, self._paused_pages = self.paused, (), None
         for lane in self.lanes:
             lane.cache.lender = None
@@ -345,14 +350,15 @@ class Instance:
 
     @property
     def paused_sequences(self) -> list[Sequence]:
-        """Sequences of all paused instances."""
+        """Sequences of all instances in `paused`."""
         return [sequence for member in self.paused for sequence in member.running]
 
     def paused_victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the paused sequences that must be preempted to make `num_pages` pages available.
+        """Return paused sequences to preempt, so that `num_pages` pages become available.
 
-        Only sequences whose sort key `Sequence.rank` is at least `rank` are chosen. The result is empty if they do not
-        suffice, or if enough pages are available already.
+        Only sequences whose `Sequence.rank` is at least `rank` are chosen: sequences of an equal or lower priority.
+        Return an empty list if these sequences do not have enough pages, or if enough pages are available without
+        preemption.
         """
         if self._paused_pages is None:
             return []
@@ -361,27 +367,26 @@ class Instance:
     # Steps
 
     def clear_pending(self) -> None:
-        """Drop all pending steps, because their results are lost."""
+        """Drop all steps in `pending` and all tokens that these steps sample. Call this if the results are lost."""
         clear_in_flight(row for step in self.pending for row in step.sampled)
         for step in self.pending:
             step.drop()
         self.pending.clear()
 
     def retire(self) -> None:
-        """Drop all device buffers except the KV cache, and end the reader thread.
+        """Drop all device buffers of the instance except the KV cache, and end the reader thread.
 
-        If steps are pending, the reader thread first reads their results. In that case, the call waits until the thread
-        has ended.
+        If steps are pending, wait until the reader thread has read their results and has ended.
         """
         self.transition = None
         self.reader.close(wait=bool(self.pending))
         del self.sampler, self.runner
 
     def close(self) -> None:
-        """Drop all device buffers, including the KV cache and the buffers of paused instances."""
+        """Drop all device buffers of this instance and of its paused instances, including the KV cache."""
         for member in self.drop_paused():
             member.close()
         for site in self.runner.sites.values():
             site.kv.clear()
-        self.reader.close(wait=True)  # its thread keeps the last result for a moment after it has set the future
+        self.reader.close(wait=True)  # the reader thread may still hold the last result for a moment
         self.retire()

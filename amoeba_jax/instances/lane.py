@@ -1,4 +1,4 @@
-"""Lane: sequences of an instance that travel through the layers together, and the pages of these sequences."""
+"""Lane (sequences that travel through the layers together), and memory that several lanes share."""
 
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -13,24 +13,24 @@ from sharding.placement import Home
 
 
 class Lane:
-    """Sequences of an instance that travel through the layers together. Used by the dispatcher thread only.
+    """Sequences of an instance that travel through the layers together. Only the dispatcher thread uses this object.
 
-    An instance usually has one lane. During a merge or split, the instance has one lane for each instance of the lower
-    degree. With several microbatches (`sharding.placement`), the instance has one lane for each microbatch.
+    An instance usually has one lane. An instance that merges or splits has one lane for each instance of the lower
+    degree. An instance with several microbatches (`sharding.placement`) has one lane for each microbatch.
 
-    All pages of a lane come from one pool. Each sequence has a block table, with a column for each page and a row for
-    each rank. Each rank has its own id for a page. The rows are for the ranks of all homes (device groups) that compute
-    the lane's attention. While layers move to another home, both the old home and the new home have rows.
+    All pages of a lane come from one pool. The block table of a sequence has the ids of the sequence's pages: a row for
+    each rank, and a column for each page. The block table has rows for the ranks of all homes (device groups) that
+    compute attention for the lane. During a transition, both the old homes and the new homes have rows.
 
     Args:
-        pages: pool of the lane's pages.
+        pages: pool from which the sequences of the lane get pages.
         cache: prefix cache of the pool.
-        ranks: rows of the block tables that belong to each home.
-        max_running: maximum number of running sequences.
+        ranks: for each home, the slice of block table rows that belong to the ranks of the home.
+        max_running: maximum number of sequences that may run in the lane.
 
     Attributes:
         running: running sequences of the lane.
-        closed: whether no further sequence may start in the lane.
+        closed: whether the lane refuses new sequences.
     """
 
     def __init__(self, pages: PagePool, cache: PrefixCache, ranks: Mapping[Home, slice], max_running: int):
@@ -40,7 +40,7 @@ class Lane:
 
     @property
     def capacity_tokens(self) -> int:
-        """Number of tokens that fit in the pages of the lane if no page is in use."""
+        """Number of tokens that fit in all pages of the lane, in use or free."""
         return self.pages.num_total_pages * self.pages.geometry.page_size
 
     @property
@@ -48,25 +48,25 @@ class Lane:
         return not self.closed and len(self.running) < self.max_running
 
     def lacks_own_pages(self, num_pages: int, lanes: Iterable["Lane"]) -> bool:
-        """Return whether a rank that no other lane uses has fewer than `num_pages` free pages.
+        """Return whether any rank that only this lane uses has fewer than `num_pages` free pages.
 
-        `lanes` are all lanes that may have pages on the same devices. This lane may be among them.
+        `lanes` are all lanes that may have pages on the devices of this lane. `lanes` may include this lane.
         """
         shared = {allocator for lane in lanes if lane is not self for allocator in lane.pages.allocators}
         own = zip(self.pages.free_by_rank(), self.pages.allocators, strict=True)
         return any(free < num_pages for free, allocator in own if allocator not in shared)
 
     def table(self, pages: SequencePages, home: Home) -> Int32[np.ndarray, "tp pages"]:
-        """Return the page ids of a sequence on the ranks of one home (device group).
+        """Return the ids of a sequence's pages on the ranks of one home (device group).
 
-        These ids are the rows of the sequence's block table that belong to the home.
+        The result has the rows of the block table that belong to this home. `pages` is the whole block table.
         """
         return pages.table[self.ranks[home]]
 
     def live_pages(self) -> Int32[np.ndarray, "rows pages"]:
-        """Return the ids of all pages that running sequences or the prefix cache hold.
+        """Return the ids of all pages of the lane that running sequences use or that the prefix cache holds.
 
-        The result has a column for each page and a row for each rank. The columns are sorted by the ids on rank 0.
+        The result has a row for each rank and a column for each page. The columns are sorted by the first row.
         """
         tables = [s.pages.table for s in self.running if s.pages is not None] + [self.cache.table()]
         table = np.concatenate(tables, axis=1)
@@ -74,7 +74,7 @@ class Lane:
         return table[:, first]
 
     def num_pages_of(self, sequences: Collection[Sequence]) -> int:
-        """Return the number of pages that the given sequences use and that no other sequence of the lane uses."""
+        """Return the number of pages that `sequences` use and that no other running sequence of the lane uses."""
         of = {True: set[int](), False: set[int]()}
         for sequence in self.running if sequences else ():
             if sequence.pages is not None:
@@ -83,17 +83,18 @@ class Lane:
 
 
 class SharedPages:
-    """Pages of other lanes that are in the memory of a page pool. Some of these pages can be freed for the pool.
+    """Pages that other lanes have in the memory of a lane's page pool. Some of these pages can be freed for the pool.
 
-    This class implements `PageLender` for the prefix cache of the pool. The other lanes belong to the same instance, to
-    another instance on the same devices, or to paused instances.
+    The prefix cache of the pool uses this object as its `PageLender`. The other lanes belong to the same instance as
+    the pool, to another instance on the devices of the pool, or to paused instances.
 
-    A lane may have a lower degree than the pool. A page of the lane then takes the memory of several pages of the pool.
-    For example, a page of a TP1 lane takes the memory of four pages of a TP4 pool. All methods count pages of the pool.
+    If another lane has a lower degree than the pool, a page of the other lane takes the memory of several pages of the
+    pool. For example, a page of a TP1 lane takes the memory of four pages of a TP4 pool. All numbers of pages in the
+    methods count pages of the pool.
 
     Args:
         pool: page pool that may need more free pages.
-        others: lanes that share allocators with `pool`.
+        others: other lanes. Each of these lanes shares allocators with `pool`.
     """
 
     def __init__(self, pool: PagePool, others: SequenceOf[Lane]):
@@ -102,20 +103,20 @@ class SharedPages:
         self._ranks = {
             lane: {own[a][0]: 1 << (order - own[a][1]) for a, order in lane.pages.ranks if a in own} for lane in others
         }
-        """For each lane: its ranks of the pool, and the number of pages of the pool in a page of the lane."""
+        """For each other lane: `{shared rank of the pool: number of pages of the pool in one page of the lane}`."""
 
     def num_free_pages(self, without: Collection[Sequence] = ()) -> int:
-        """Return how many pages of the pool are free or could become free. The rank with the smallest number counts.
+        """Return the number of free pages of the pool, on the rank with the fewest free pages.
 
-        Cached pages of the other lanes could become free if no sequence uses them. Pages of the sequences `without`
-        could become free too.
+        Pages of the other lanes count as free if they can be freed: cached pages that no sequence uses, and pages that
+        only sequences in `without` use.
         """
         return min(self._free_by_rank(without))
 
     def make_free(self, num_pages: int) -> None:
-        """Evict cached prefixes of the other lanes until `num_pages` pages of the pool are free.
+        """Evict cached pages of the other lanes until the pool has `num_pages` free pages.
 
-        The call ends earlier if no further prefix can be evicted.
+        The call ends earlier if the other lanes have no further pages to evict.
         """
         for lane in sorted(self.others, key=lambda lane: -lane.cache.num_evictable_pages):
             free = self._pool.free_by_rank()
@@ -123,19 +124,20 @@ class SharedPages:
             lane.cache.evict(max(0, *missing))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return the running sequences of all other lanes that use a rank with fewer than `num_pages` free pages.
+        """Return the sequences of the other lanes that use any rank with fewer than `num_pages` free pages of the pool.
 
-        Pages that could become free count as free, as in `num_free_pages`. The sequences in `without` are left out.
+        Pages that can be freed count as free, as in `num_free_pages`. Sequences in `without` are not returned.
         """
         free = self._free_by_rank(without)
         short = [lane for lane in self.others if min(free[rank] for rank in self._ranks[lane]) < num_pages]
         return [sequence for lane in short for sequence in lane.running if sequence not in without]
 
     def victims(self, num_pages: int, rank: tuple[int, int]) -> list[Sequence]:
-        """Return the sequences of other lanes that must be preempted to make `num_pages` pages of the pool free.
+        """Return sequences of the other lanes to preempt, so that the pool gets `num_pages` free pages.
 
-        Only sequences whose sort key `Sequence.rank` is at least `rank` are chosen, the last in `Sequence.order` first.
-        The result is empty if they do not suffice, or if enough pages can become free without preemption.
+        Only sequences whose `Sequence.rank` is at least `rank` are chosen: sequences of an equal or lower priority. The
+        last in `Sequence.order` is chosen first. Return an empty list if these sequences do not have enough pages, or
+        if enough pages can be freed without preemption.
         """
         found: list[Sequence] = []
         while holders := self.holders(num_pages, found):

@@ -1,4 +1,4 @@
-"""Durations of an instance's recent steps, and the speed that follows from them."""
+"""Durations of an instance's latest steps, and the resulting speeds of decoding and of computing prompts."""
 
 import math
 from collections import deque
@@ -9,11 +9,11 @@ _NUM_STEPS = 16
 
 
 class DecodeRate(NamedTuple):
-    """Speed at which an instance decodes.
+    """Measured decoding speed of an instance.
 
     Attributes:
         sequences: mean number of sequences in a decode step.
-        tokens_per_s: tokens generated per second, of all sequences together.
+        tokens_per_s: number of tokens decoded per second, of all sequences together.
     """
 
     sequences: float
@@ -21,13 +21,13 @@ class DecodeRate(NamedTuple):
 
 
 class _PromptStep(NamedTuple):
-    """Measured step that computed prompt tokens.
+    """Measured durations of one step that computed prompt tokens.
 
     Attributes:
         tokens: number of prompt tokens in the step.
         step_s: duration of the step, in seconds.
-        prompt_s: seconds that the prompt tokens took. If the step also decoded, this is `step_s` minus the duration of
-            a decode step.
+        prompt_s: part of `step_s` that the prompt tokens took, in seconds. If the step also decoded, this is `step_s`
+            minus the median duration of a decode step.
     """
 
     tokens: int
@@ -36,15 +36,15 @@ class _PromptStep(NamedTuple):
 
 
 class Pace:
-    """Durations of an instance's latest 16 decode steps, and of its latest 16 steps with prompts.
+    """Measured durations of the latest 16 decode steps and of the latest 16 steps with prompts, for one instance.
 
-    A step starts with its launch, or with the result of the previous step if that result comes later. The step ends
-    when the host takes its result. Steps during a transformation (change of degree or placement) count only in
-    `busy_s`.
+    A decode step computes no prompt. The duration of a step starts at the launch of the step, or when the host takes
+    the result of the previous step, whichever is later. The duration ends when the host takes the result of the step.
+    Steps during a transition (change of degree or placement) count only in `busy_s`.
 
     Attributes:
-        taken_at: time of the latest result, by the caller's clock, in seconds. 0 before the first result.
-        busy_s: total seconds of all steps so far.
+        taken_at: time at which the host took the latest result, in seconds of the caller's clock. 0: no result yet.
+        busy_s: total duration of all steps so far, in seconds.
     """
 
     def __init__(self) -> None:
@@ -61,12 +61,13 @@ class Pace:
         beside_decodes: bool = False,
         num_rows: int = 0,
     ) -> None:
-        """Record a step. Steps must be recorded in the order of their launches.
+        """Record the duration of a step. Steps must be recorded in the order of their launches.
 
         Args:
-            launched_at, taken_at: times of the launch and of the result, in seconds. Both are from the same clock.
-            decodes: whether all rows of the step decode. False if layers change their degree or home during the step.
-            prompt_tokens: number of prompt tokens in the step. 0 for a step during a transformation.
+            launched_at: time of the launch, in seconds.
+            taken_at: time at which the host took the result, in seconds of the same clock as `launched_at`.
+            decodes: whether the step only decodes. Must be False for a step during a transition.
+            prompt_tokens: number of prompt tokens in the step. Must be 0 for a step during a transition.
             beside_decodes: whether the step computes prompts and also decodes.
             num_rows: number of sequences in the step.
         """
@@ -81,12 +82,12 @@ class Pace:
 
     @property
     def step_s(self) -> float | None:
-        """Median duration of the latest 16 decode steps, in seconds. None before the first decode step."""
+        """Median duration of the latest decode steps (at most 16), in seconds. None before the first decode step."""
         return median(seconds for seconds, _ in self._decodes) if self._decodes else None
 
     @property
     def decode_rate(self) -> DecodeRate | None:
-        """Speed of the latest 16 decode steps. None before there are 16 decode steps."""
+        """Decoding speed in the latest 16 decode steps. None before 16 decode steps have been recorded."""
         seconds, rows = sum(seconds for seconds, _ in self._decodes), sum(rows for _, rows in self._decodes)
         if len(self._decodes) < _NUM_STEPS or seconds <= 0:
             return None
@@ -94,15 +95,15 @@ class Pace:
 
     @property
     def prompt_tokens_per_s(self) -> float | None:
-        """Prompt tokens per second in the latest 16 steps with prompts. None before the first such step."""
+        """Prompt tokens per second in the latest 16 steps with prompts. None before the first step with a prompt."""
         seconds = sum(step.step_s for step in self._prompts)
         return sum(step.tokens for step in self._prompts) / seconds if seconds > 0 else None
 
     @property
     def prompt_tokens_in_a_step(self) -> float:
-        """Number of prompt tokens whose computation takes as long as a decode step.
+        """Number of prompt tokens that take as long to compute as one decode step takes.
 
-        Infinity if there are no durations of decode steps or of prompts yet.
+        Infinity if no decode step, or no step with a prompt, has been recorded yet.
         """
         seconds = sum(step.prompt_s for step in self._prompts)
         if self.step_s is None or seconds <= 0:

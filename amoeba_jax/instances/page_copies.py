@@ -1,4 +1,4 @@
-"""Copies of KV pages: to other pages of an instance, to host memory, and from host memory back."""
+"""Copies of KV pages: to other pages of an instance, to host memory, and back from host memory to devices."""
 
 import jax
 import numpy as np
@@ -22,8 +22,8 @@ def copy_page(instance: Instance, lane: Lane, source: np.ndarray, target: np.nda
     Donates the KV cache, layer by layer. If a program fails, some of the KV cache is lost.
 
     Args:
-        source: ids of the page to copy, `[rows]`, one for each row of a block table.
-        target: ids of the page to overwrite, in the same form.
+        source: ids of the page to copy, one for each row of the lane's block tables, `[rows]`.
+        target: ids of the page to overwrite, one for each row of the lane's block tables, `[rows]`.
     """
     runner = instance.runner
     for home, layers in runner.placement.layers_by_home(instance.lanes.index(lane)).items():
@@ -38,7 +38,7 @@ def copy_page(instance: Instance, lane: Lane, source: np.ndarray, target: np.nda
 def host_specs(instance: Instance) -> list[ProgramSpec]:
     """Return the specs (descriptions) of the programs that `read_to_host` and `write_from_host` need.
 
-    Programs for all homes (device groups) of the instance are included.
+    The result includes the programs of all homes (device groups) of the instance.
     """
     specs, count = instance.runner.executables.specs, instance.runner.plan.transfer_pages
     sites = [site for site in instance.runner.sites.values() if any(site.kv)]
@@ -48,9 +48,9 @@ def host_specs(instance: Instance) -> list[ProgramSpec]:
 
 
 def read_to_host(instance: Instance, sequence: Sequence) -> HostPages:
-    """Launch copies of a sequence's pages to host memory, and return the copies.
+    """Launch programs that copy the pages of a sequence to host memory, and return the copies.
 
-    The copies do not change if later programs overwrite the pages.
+    The copies do not change if later programs overwrite the pages on the devices.
     """
     runner, count = instance.runner, instance.runner.plan.transfer_pages
     layers: list[list[tuple[jax.Array, int]]] = [[] for _ in range(runner.placement.num_layers)]
@@ -69,9 +69,9 @@ def read_to_host(instance: Instance, sequence: Sequence) -> HostPages:
 
 
 def write_from_host(instance: Instance, sequence: Sequence) -> None:
-    """Launch copies of an offloaded sequence's pages from host memory back to devices.
+    """Launch programs that copy the pages of an offloaded sequence from host memory back to devices.
 
-    The contents go to the pages that the sequence has now. Donates the KV cache, layer by layer.
+    The copies go to the pages in `sequence.pages`. Donates the KV cache, layer by layer.
     """
     runner, count, pages = instance.runner, instance.runner.plan.transfer_pages, sequence.host_pages
     assert pages is not None, "it was offloaded"
@@ -92,7 +92,8 @@ def write_from_host(instance: Instance, sequence: Sequence) -> None:
 def _places(instance: Instance, sequence: Sequence) -> list[tuple[Home, np.ndarray, tuple[int, ...]]]:
     """Return `(home, ids, layers)` for each home (device group) that has pages of a sequence.
 
-    `ids` are the page ids `[tp, pages]` on the ranks of the home. `layers` are the layers whose pages are at the home.
+    `ids` are the ids of these pages on the ranks of the home, `[tp, pages]`. `layers` are the layers whose pages are at
+    the home.
     """
     lane = instance.lane_of(sequence)
     assert sequence.pages is not None, "it has pages"

@@ -1,4 +1,4 @@
-"""Queue of waiting sequences, shares of clients, and second and later samples of requests."""
+"""Queue of waiting sequences, equal shares of clients, and siblings that may not enter the queue yet."""
 
 import heapq
 import math
@@ -10,16 +10,16 @@ from operator import attrgetter
 from amoeba_jax.instances.sequence import Sequence
 
 _RESERVED_SHARE = 8
-"""One in this many slots is reserved for sequences that are not siblings. With fewer slots, none is reserved."""
+"""One of every 8 slots is reserved for sequences that are not siblings. With fewer than 8 slots, none is reserved."""
 
 _order, _order_of_client = attrgetter("order"), attrgetter("order_of_client")
 
 
 class Waiting:
-    """Queue of waiting sequences, sorted by `Sequence.order`. Used by the dispatcher thread only.
+    """Queue of waiting sequences, sorted by `Sequence.order`. Only the dispatcher thread uses the queue.
 
     Attributes:
-        clients: number of waiting sequences of each client.
+        clients: for each client, the number of its sequences in the queue.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Waiting:
         return id(sequence) in self._members
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence into the queue, at its position in the order."""
+        """Insert a sequence at the position that `Sequence.order` gives."""
         insort(self._ordered, sequence, key=_order)
         self._members.add(id(sequence))
         self.clients[sequence.client] += 1
@@ -55,14 +55,13 @@ class Waiting:
         self.clients -= Counter([sequence.client])  # drops clients without sequences
 
     def sort(self) -> None:
-        """Sort the queue again, after `Sequence.beyond_share` of some sequences has changed."""
+        """Sort the queue again. Call this method after `Sequence.beyond_share` has changed for some sequences."""
         self._ordered.sort(key=_order)
 
     def expired(self, now_s: float) -> list[Sequence]:
-        """Return the sequences whose deadline is before `now_s`, a value of `time.monotonic()`.
+        """Return the sequences in the queue whose deadline is before `now_s`, a value of `time.monotonic()`.
 
-        The sequences stay in the queue, and the caller must remove them. The queue is searched only if a deadline has
-        passed since the latest search.
+        The caller must remove the returned sequences. Later calls do not always return these sequences again.
         """
         if now_s <= self._next_deadline_s:
             return []
@@ -78,21 +77,21 @@ class Waiting:
 
 
 def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots: int, num_tokens: int) -> bool:
-    """Mark the sequences that exceed the share of their client. Return whether any mark has changed.
+    """Set `Sequence.beyond_share` of all running and waiting sequences. Return whether any value has changed.
 
-    The mark is `Sequence.beyond_share`. The queue is sorted again afterwards.
+    The clients with running or waiting sequences have equal shares. With N such clients, a share is an N-th of all
+    slots, and an N-th of the tokens that fit in all KV caches. A client's share goes first to the client's running
+    sequences, and then to the client's waiting sequences. The running sequences are sorted by
+    `Sequence.order_of_client`, and so are the waiting sequences. A sequence is beyond the share if the share does not
+    suffice for this sequence and all earlier sequences of the client. Example: with 8 slots and 2
+    clients, the fifth and all later sequences of each client are beyond the share.
 
-    If N clients have sequences, each client's share is an N-th of all slots, and an N-th of the tokens that fit in all
-    KV caches. The running sequences of a client use up its share first, then the waiting sequences. Both are in the
-    order of `Sequence.order_of_client`. Sequences for which the share does not suffice are marked. Example: with 8
-    slots and 2 clients, the fifth and all later sequences of each client are marked.
-
-    The first sequence of a client is never marked, so that even a request longer than the share can run. If there is
-    only one client, no sequence is marked.
+    The first sequence of a client is never beyond the share, so that even a request longer than the share can run. If
+    there is only one client, no sequence is beyond the share. At the end, `waiting` is sorted again.
 
     Args:
-        num_slots: number of slots of all instances.
-        num_tokens: number of tokens that fit in all KV caches.
+        num_slots: number of slots of all instances together.
+        num_tokens: number of tokens that fit in the KV caches of all instances together.
     """
     of_client: defaultdict[str, list[Sequence]] = defaultdict(list)
     present = [s for s in running if not s.finished]
@@ -114,14 +113,15 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
 
 
 class Siblings:
-    """Second and later samples of requests, called siblings. Used by the dispatcher thread only.
+    """Siblings (later samples of requests) that must not enter the queue yet. Used by the dispatcher thread only.
 
-    The first sample of a request is the leader of the request's siblings. Siblings wait until their leader's prompt is
-    computed. Then they may enter the queue, up to a limit: the siblings of all requests may use at most seven eighths
-    of all slots. Without this limit, a request with 128 samples could hold every slot until its longest sample ends.
+    A sibling first waits until the prompt of its leader (the first sample of the request) is computed. Then the sibling
+    may still have to wait because of a limit: the number of siblings that have entered the queue and have not ended may
+    be at most seven eighths of the number of slots. Without this limit, a request with 128 samples could occupy all
+    slots until the longest of these samples ends. If there are fewer than eight slots, there is no limit.
 
     Attributes:
-        held: siblings that no longer wait for their leader. They wait only because of the limit.
+        held: siblings that wait only because of the limit.
     """
 
     def __init__(self) -> None:
@@ -129,30 +129,30 @@ class Siblings:
         self._admitted: set[Sequence] = set()
 
     def release(self, leader: Sequence) -> None:
-        """Move the siblings of a leader to `held`.
+        """Move the siblings in `leader.siblings` to `held`. Siblings that have ended are dropped.
 
-        Call this when the leader's prompt is computed, or when the leader is preempted or has ended.
+        Call this method when the leader's prompt is computed, or when the leader is preempted or ends.
         """
         siblings, leader.siblings = leader.siblings, []
         self.held.update(sibling for sibling in siblings if not sibling.finished)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended. Do nothing if the sequence is not a sibling."""
+        """Forget a sequence that has ended. If the sequence is a sibling, it no longer counts toward the limit."""
         self._admitted.discard(sequence)
         self.held.discard(sequence)
 
     def clear(self) -> None:
-        """Remove all siblings, because the engine ends."""
+        """Forget all siblings. Call this method when the engine ends."""
         self.held.clear()
         self._admitted.clear()
 
     def admit(self, num_slots: int) -> list[Sequence]:
-        """Return the siblings in `held` that may enter the queue now, and remove them from `held`.
+        """Return the siblings that may enter the queue now, and remove these siblings from `held`.
 
-        The result is in the order of `Sequence.order`.
+        The result is sorted by `Sequence.order`.
 
         Args:
-            num_slots: number of sequences that all instances together can run.
+            num_slots: number of sequences that all instances together may run.
         """
         limit = num_slots - num_slots // _RESERVED_SHARE
         room = len(self.held) if num_slots < _RESERVED_SHARE else limit - len(self._admitted)

@@ -1,7 +1,8 @@
-"""Runner: launches the steps of an instance.
+"""Runner: launcher of the steps of an instance.
 
-The placement of an instance tells which home (device group) computes which modules. The work list of a step follows
-from the placement, and lists the programs of the step in order (`programs/work.py`).
+The placement of an instance tells which home (device group) computes which modules (attention or FFN of a layer). The
+placement determines the work list of a step. A work list has the computations at the homes and the transfers of hidden
+states between the homes, in order (`programs/work.py`).
 """
 
 from collections.abc import Mapping
@@ -28,44 +29,45 @@ from sharding.placement import Home, Placement
 
 
 class StepSwitch(Protocol):
-    """Interface of a switch: a change of some layers from one tensor-parallel degree to another, inside the next step.
+    """Interface of a switch: the change of some layers to another tensor-parallel degree, inside the next step.
 
-    The step has two parts. One part runs at the lower degree and has the changing layers. The other part runs at the
-    higher degree. The lower degree comes first in a merge, and last in a split. The runner calls `begin` before the
-    launch of the part at the higher degree, and `end` after this launch. The package `transform` implements the
-    interface.
+    The step computes the changing layers, and possibly other layers, at the lower degree. All remaining layers run at
+    the higher degree. In a merge, the layers at the lower degree run first. In a split, the layers at the higher degree
+    run first. The runner calls `begin` before it launches the layers at the higher degree, and `end` after this launch.
+    The package `transform` implements the interface.
     """
 
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
-        """Launch the page exchanges that are separate programs. Return the exchanges that step programs must run.
+        """Launch the page exchanges that are separate programs. Return the exchanges that run inside step programs.
 
-        A page exchange moves KV pages between ranks. The result maps segments (parts of the model) to exchanges. The
-        program that computes a segment must also run the exchange of this segment.
+        A page exchange moves KV pages between ranks. In the result, each key is a segment (part of the model). The
+        value is the exchange that runs inside the step program of this segment.
 
         Args:
-            shape: shape of the step. None if the step has only one of several lanes. If the switch was planned for
-                another shape, this call launches all exchanges, and the result is empty.
+            shape: shape of the step. None if the step has only one of several lanes. If `shape` is not the shape for
+                which the switch was planned, all exchanges are launched as separate programs, and the result is empty.
         """
         ...
 
     def end(self) -> None:
-        """Record that the layers have changed to the other degree."""
+        """Record that the changing layers have their new degree."""
         ...
 
 
 class _Prepared(NamedTuple):
-    """Item of a work list (`programs/work.py`), with its programs and inputs.
+    """Item of a work list (`programs/work.py`), with the programs and inputs of the item.
 
-    The item is a `Compute` or a `Transfer`. A `Compute` runs segments of the model at one home. A `Transfer` moves
-    hidden states between homes. Its kind is `join`, `split` or `copy`.
+    The item is a `Compute` or a `Transfer`. A `Compute` runs segments of the model at one home (device group). A
+    `Transfer` moves hidden states between homes. The kind of a transfer is `join`, `split` or `copy`.
 
     Attributes:
         work: the item.
-        programs: programs of the item. A `Compute` has one for each segment. A `join` or `split` has one. A `copy` has
-            two for each of `work.copies`: the first reads columns, and the second writes them.
-        packed: inputs of a `Compute` (`StepBatch.packed`). None if no segment takes them.
-        columns: number of columns (tokens) of one microbatch, for a `Transfer`. A `join` or `split` takes a scalar
-            array on all ranks. A `copy` takes an int.
+        programs: compiled programs of the item. A `Compute` has one program for each segment. A `join` or `split` has
+            one program. A `copy` has two programs for each entry of `work.copies`: the first program reads columns, and
+            the second program writes the columns.
+        packed: inputs of a `Compute` (`StepBatch.packed`). None for a `Transfer`, or if no segment takes these inputs.
+        columns: number of columns (tokens) of one microbatch, for a `Transfer`. For a `join` or `split`, the number is
+            a scalar array on all ranks. For a `copy`, the number is an int.
     """
 
     work: Work
@@ -78,9 +80,9 @@ class StepInputs(NamedTuple):
     """Programs and inputs of a step, without the buffers that the step updates.
 
     Attributes:
-        work: prepared items of the work list, in order.
-        rows: input of the head (`StepBatch.rows`).
-        head: program of the head.
+        work: items of the work list, in order, with their programs and inputs.
+        rows: array with the inputs of the head (`StepBatch.rows`).
+        head: compiled program of the head.
         shape: shape of the step. None if the step computes only one of several microbatches.
     """
 
@@ -94,12 +96,12 @@ class Runner:
     """Launcher of the steps of an instance. Used by the dispatcher thread only.
 
     Args:
-        group: devices of the embedding and the head. The first device samples.
-        sites: buffers of each home (device group) of the placement.
+        group: devices that compute the embedding and the head. The first of these devices also samples.
+        sites: site (buffers) of each home (device group) of the placement.
 
     Attributes:
         last_tokens: last sampled token of each slot, `[num_slots]`, equal on all ranks of `group`.
-        switch: change of some layers to another degree, which runs inside the next step. None: no layers change.
+        switch: change of some layers to another degree, to run inside the next step. None: the next step has no switch.
     """
 
     def __init__(
@@ -124,24 +126,24 @@ class Runner:
         self._known: dict[tuple[BatchShape, LogitsOf, int | None, SamplerKind], bool] = {}
 
     def place(self, placement: Placement) -> None:
-        """Set the placement, which tells which home computes which modules. Only later steps use the new placement."""
+        """Set the placement, which tells which home computes which modules. Launched steps keep the old placement."""
         self.placement = placement
         self._work.clear()
 
     # Programs
 
     def specs(self, plan: StepPlan, kind: SamplerKind | None = None) -> list[ProgramSpec]:
-        """Return the specs of all programs of a step. A spec describes a program that can be compiled.
+        """Return the specs of all programs of a step. A spec is a description from which a program can be compiled.
 
         `kind` is the kind of sampler. None: the kind that the rows of the step need.
         """
         return self._layer_specs(plan) + self.sampler.specs(plan, kind or sampler_kind(plan))
 
     def can_launch(self, plan: StepPlan) -> bool:
-        """Return whether all programs of a step are available, so that the launch waits for no compilation.
+        """Return whether a step can be launched without waiting for a compilation.
 
-        A program that has failed to compile counts as available (`fails`). If the engine does not compile in the
-        background, the result is always True.
+        Programs that have failed to compile need no wait, because the launch raises their error (`fails`). If the
+        engine does not compile in the background, the result is always True.
         """
         extents = tuple(site.extent_pages for site in self.sites.values())
         now = self.executables.version, self.placement, extents
@@ -153,17 +155,18 @@ class Runner:
         return known
 
     def fails(self, plan: StepPlan) -> bool:
-        """Return whether a program of a step has failed to compile. Sampling programs are not considered.
+        """Return whether any program of a step, except its sampling programs, has failed to compile.
 
-        A step of another shape may work, because other programs compute it.
+        Steps of other shapes may still work, because they have other programs.
         """
         return self.executables.has_failures and self.executables.has_failed(self._layer_specs(plan))
 
     def state_specs(self) -> list[ProgramSpec]:
         """Return the specs (descriptions) of the programs that write a sequence's row of the sampling state.
 
-        The result has a program for each home (device group) of the instance, because an instance at any of these homes
-        may soon take over the sequence. With a start placement, only the home of the head has a program.
+        Without a start placement, the result has one program for each home (device group) of the instance. A later
+        instance at any of these homes may take over a sequence and write the sequence's row. With a start placement,
+        the result has only the program for the home of the head.
         """
         groups = [self.group] if self.plan.placement is not None else [site.group for site in self.sites.values()]
         return [self.sampler.state_spec(group) for group in groups]
@@ -176,7 +179,7 @@ class Runner:
         return self.plan.head_spec(self.executables.specs, self.group, plan.shape, plan.logits_of)
 
     def _work_of(self, plan: StepPlan) -> list[tuple[Work, list[ProgramSpec]]]:
-        """Return the work list of a step, with the specs of the programs of each item."""
+        """Return the items of a step's work list. Each item comes with the specs of its programs."""
         extents = {home: site.extent_pages for home, site in self.sites.items()}
         key = plan.lane, plan.shape, *extents.items()
         if (found := self._work.get(key)) is None:
@@ -191,13 +194,13 @@ class Runner:
     def launch(self, plan: StepPlan, lanes: list[Lane]) -> PendingStep:
         """Launch a step and the sampling of the next tokens. The thread of `reader` reads the results.
 
-        With structured output, the sampling needs all earlier tokens. If the host has not read all of them yet, only
-        the layers and the head are launched. The caller must then take the results of the previous step, and call
-        `sample_late`.
+        With structured output, the host must know all earlier tokens of a sequence before the sampling is launched. If
+        the host has not read all of these tokens yet, only the layers and the head are launched. In that case, the
+        caller must take the results of the previous step and then call `sample_late`.
 
-        Raises `StepNotLaunchedError` if the step cannot be prepared, for example because a program is missing. In that
-        case, nothing has changed. If any other error is raised, programs have already been launched, and the KV cache
-        may be lost.
+        Raises `StepNotLaunchedError`, and changes nothing, if the step cannot be prepared. For example, a program may
+        have failed to compile. If any other error is raised, programs were already launched, and the KV cache may be
+        lost.
         """
         shape, every = plan.shape, plan.logits_of == "all"
         with jax.profiler.TraceAnnotation(
@@ -213,7 +216,7 @@ class Runner:
             except Exception as error:
                 raise StepNotLaunchedError("the step could not be prepared") from error
             head = self.run(inputs)
-            # Taking one rank's part of an array takes time.
+            # Taking one rank's part of an array takes time. Do so only if the sampler needs the logits.
             logits = self._first_rank(head.logits) if sample is not None or columns is not None else None
             prompt_row = prompt_result = None
             if columns is not None:
@@ -221,7 +224,7 @@ class Runner:
                 (prompt_row,) = plan.rows
                 targets = np.zeros(shape.num_tokens, np.int32)
                 known = prompt_row.sequence.prompt[prompt_row.start + 1 : prompt_row.start + prompt_row.length + 1]
-                targets[prompt_row.place : prompt_row.place + len(known)] = known  # rows before it are padding
+                targets[prompt_row.place : prompt_row.place + len(known)] = known  # earlier rows are padding
                 prompt_result = self.reader.read(token_logprobs(logits, targets))
                 if sample is not None:
                     logits = take_column(logits, np.int32(prompt_row.place + prompt_row.length - 1))
@@ -229,7 +232,7 @@ class Runner:
             if sample is None:
                 if sampled:
                     self.last_tokens = head.last_tokens
-                # Read also without samples: it tells when the step is done.
+                # Read the result even if no row samples: it tells when the step is done.
                 self.reader.read(self._first_rank(head.argmax_ids), step.result)
             elif any(row.sequence.awaits_token for row in sampled):
                 step.logits = logits
@@ -244,7 +247,8 @@ class Runner:
     def sample_late(self, step: PendingStep) -> None:
         """Launch the sampling of a step whose sampling had to wait for the tokens of the previous step.
 
-        A row is dropped if its sequence has ended or was preempted, because another sequence may now have the slot.
+        Rows whose sequences have ended or were preempted are not sampled. Other sequences may now have the slots of
+        these rows.
         """
         for row in step.sampled:
             if row.sequence.slot < 0:
@@ -266,7 +270,7 @@ class Runner:
         self.reader.read(result, step.result)
 
     def prepare(self, plan: StepPlan, lanes: list[Lane]) -> StepInputs:
-        """Return the programs and inputs of a step's layers and head. After an error, nothing has changed."""
+        """Return the programs and inputs of a step, without the sampling. After an error, nothing has changed."""
         shape, count = plan.shape, self.placement.num_microbatches
         batches: dict[tuple[Home, Blocks | None], tuple[jax.Array, jax.Array]] = {}
 
@@ -278,7 +282,7 @@ class Runner:
 
         prepared: list[_Prepared] = []
         for work, specs in self._work_of(plan):
-            # Segments of equal shape have the same spec object. Its key is hashed only once.
+            # Segments of equal shape share one spec object. Look up each object only once, because hashing is slow.
             found = {id(spec): spec for spec in specs}
             compiled = {number: self.executables.get(spec) for number, spec in found.items()}
             programs = [compiled[id(spec)] for spec in specs]
@@ -299,7 +303,7 @@ class Runner:
     def run(self, inputs: StepInputs) -> HeadOutput:
         """Launch the layers and the head of a step. Return the result of the head.
 
-        The head writes the greedy token of each row to the slot of the row's sequence (`HeadOutput.last_tokens`).
+        In the result, `last_tokens` has the greedy token of each row that samples, in the slot of the row's sequence.
         Donates the KV cache and the hidden states. If a program fails, some of these buffers are lost.
         """
         switch, self.switch = self.switch, None

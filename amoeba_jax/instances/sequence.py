@@ -1,4 +1,4 @@
-"""Sequence: one sample of a request, with its tokens, its pages and its times in the engine."""
+"""State of a sequence (one sample of a request), updates for the client, and copies of KV pages in host memory."""
 
 import time
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from kvcache.prefix_cache import PageKeys
 class SequenceState(StrEnum):
     """State of a sequence.
 
-    WAITING: the sequence is in the queue, or waits for the first sample of its request.
+    WAITING: the sequence is in the queue and has no KV cache, or is a sibling that may not enter the queue yet.
     OFFLOADED: the sequence is in the queue, and its KV cache is in host memory.
-    RUNNING: the sequence has a slot and pages, and its instance serves.
-    PAUSED: the sequence has a slot and pages, but its instance is paused.
-    FINISHED: the sequence has ended, with or without an error.
+    RUNNING: the sequence has a slot and pages on an instance, and this instance is not paused.
+    PAUSED: the sequence has a slot and pages on an instance, and this instance is paused.
+    FINISHED: the sequence has ended, either normally or with an error.
     """
 
     WAITING = "waiting"
@@ -36,15 +36,16 @@ class SequenceState(StrEnum):
 
 
 class Entries(NamedTuple):
-    """Log-probabilities of consecutive tokens, as arrays that are not yet converted for the client.
+    """Log-probabilities of consecutive tokens of a sequence, as arrays.
 
-    `build` converts the arrays. The output thread calls `build`, because the conversion would delay the dispatcher.
+    `build` converts the arrays to dicts for the client. The output thread calls `build`, so that the conversion does
+    not delay the dispatcher thread.
 
     Attributes:
-        logprobs: log-probabilities of a whole step, one row for each position.
-        place: row of the first token in `logprobs`. The rows of the other tokens follow.
-        tokens: the token ids.
-        k: number of most likely tokens to report at each position.
+        logprobs: arrays with the log-probabilities of all tokens of a step.
+        place: index of the first token of `tokens` in the arrays. The other tokens follow in order.
+        tokens: ids of the tokens.
+        k: number of most likely tokens to report at the position of each token.
     """
 
     logprobs: TokenLogprobs
@@ -53,22 +54,22 @@ class Entries(NamedTuple):
     k: int
 
     def build(self) -> list[dict[int, Logprob]]:
-        """Return a dict for each token, with log-probabilities by token id.
+        """Return a list of dicts `{token id: log-probability}`, one dict for each token in `tokens`.
 
-        Each dict has the token itself first, and then the `k` most likely tokens at the same position.
+        Each dict starts with the token itself. The `k` most likely tokens at the position of this token follow.
         """
         return [logprob_entry(self.logprobs, self.place + i, token, self.k) for i, token in enumerate(self.tokens)]
 
 
 class Update(NamedTuple):
-    """Report about a sequence: new output, or the end of the sequence.
+    """Report about a sequence to its client: new tokens, log-probabilities, or the end of the sequence.
 
     Attributes:
-        tokens: new tokens.
-        logprobs: log-probabilities of the new tokens, if they were requested.
-        finished: whether the sequence has ended. After its end, the fields of the sequence no longer change.
-        prompt_logprobs: log-probabilities of prompt tokens, if they were requested. The updates of a sequence have each
-            prompt token once, in order.
+        tokens: ids of new tokens.
+        logprobs: log-probabilities of the new tokens. None: not requested, or there are no new tokens.
+        finished: whether the sequence has ended. After the end, the fields of `sequence` no longer change.
+        prompt_logprobs: log-probabilities of some prompt tokens. None: this update reports no prompt tokens. All
+            updates of a sequence together report each prompt token once, in order. The first prompt token is left out.
     """
 
     sequence: "Sequence"
@@ -80,14 +81,13 @@ class Update(NamedTuple):
 
 @dataclass
 class HostPages:
-    """Copies of a sequence's pages in host memory. An instance of any degree can take the pages back.
+    """Copies of a sequence's KV pages in host memory. Instances of all degrees can load these copies.
 
     Attributes:
-        num_computed: number of leading tokens whose keys and values are in the pages.
-        layers: for each layer, a list of pairs `(block, used)`. `block` is an array of pages in the shape
-            `[tp * pages, page_elems / tp]`, where `tp` is the degree at which the pages were copied. The first `used`
-            pages of the block have contents. The other pages are padding. Blocks are in pinned host memory if the
-            device supports it.
+        num_computed: number of leading tokens of the sequence whose keys and values are in the copies.
+        layers: for each layer, a list of pairs `(block, used)`. `block` is an array `[tp * pages, page_elems / tp]` of
+            pages that were copied from a group of `tp` devices. In each block, the first `used` pages have contents,
+            and all further pages are padding. Blocks are in pinned host memory if the device supports this.
     """
 
     num_computed: int
@@ -98,7 +98,10 @@ class HostPages:
         return sum(block.nbytes for layer in self.layers for block, _ in layer)
 
     def whole(self, layer: int, tp: int) -> np.ndarray:
-        """Return the pages of one layer, divided for a home of `tp` devices: `[pages, tp, page_elems / tp]`."""
+        """Return the pages of one layer, without padding: `[pages, tp, page_elems / tp]`.
+
+        Each page is cut into equal parts for `tp` ranks. The pages may have been copied from another number of ranks.
+        """
         found = []
         for block, used in self.layers[layer]:
             ranks = len(block.sharding.device_set)
@@ -110,35 +113,33 @@ class HostPages:
 
 @dataclass(eq=False)
 class Sequence:
-    """Sample of a request, with its tokens, pages and times. After submission, used by the dispatcher thread only.
+    """One sample of a request. After the submission of the request, only the dispatcher thread uses this object.
 
-    The host reads sampled tokens one step late: `num_in_flight` is the number of tokens that launched steps sample and
-    that the host has not read. Times are values of `time.monotonic()`, in seconds.
+    All points in time are values of `time.monotonic()`, in seconds.
 
     Attributes:
-        sink: function that gets every `Update`, in the dispatcher thread. It must not block.
-        number: order of arrival of the request, equal for all its samples.
-        index: index of the sample in its request.
-        siblings: other samples of the request that wait until the prompt of this sample is computed.
-        leader: sample that computes the prompt for this sample. None: this sample computes its prompt itself.
-        deadline: time by which the sequence must start. None: no deadline.
-        client: client that sent the request. All sequences of a client use one share of the slots and KV caches
-            (`mark_beyond_share`).
-        matcher: state of the sequence's grammar after the known tokens. None: the text is not constrained.
-        arrival: time at which the request arrived, before tokenization.
-        waiting_since: start of the present wait, minus the seconds of all earlier waits. The time from `waiting_since`
-            until now is the total wait so far.
-        queued_s: total seconds in the queue, up to the latest start.
-        num_prompt_logprobs: number of leading prompt tokens whose log-probabilities were reported. The number starts at
-            1, because the first token has no log-probability.
-        num_failures: number of steps of this sequence that have failed in a row (`Steps.recover`).
-        num_computed: number of leading tokens whose keys and values launched steps have written or will write.
+        sink: function that gets every `Update` of the sequence, in the dispatcher thread. The function must not block.
+        number: number of the request in the order of arrival. All samples of a request have the same number.
+        index: index of the sample in its request. 0: the leader.
+        siblings: list of later samples of the request that wait until the prompt of this sample is computed.
+        leader: first sample of the request. None: this sample is the first.
+        deadline: time after which the sequence is rejected if it is in the queue. None: no deadline.
+        client: name of the client that sent the request. Clients have equal shares of the engine (`mark_beyond_share`).
+        matcher: state of the grammar after the output that the host knows. None: no grammar constrains the output.
+        arrival: time at which the request arrived, before the tokenization of its prompt.
+        waiting_since: start of the latest wait, minus the total duration of all earlier waits. For a sequence that
+            waits now, the total wait so far is therefore `time.monotonic() - waiting_since`.
+        queued_s: total duration of all waits that have ended, in seconds.
+        num_prompt_logprobs: number of leading prompt tokens whose log-probabilities have been reported. The first token
+            has no log-probability, and counts as reported from the beginning.
+        num_failures: number of failed steps of this sequence since its latest successful step (`Steps.recover`).
+        num_computed: number of leading tokens whose keys and values are in `pages` after all launched steps.
+        num_in_flight: number of output tokens that launched steps sample and that the host has not read yet.
         beyond_share: whether the sequence exceeds the share of its client (`mark_beyond_share`).
-        slot: index of the sequence in the sampling state of its instance. -1 while the sequence waits and after its
-            end.
-        paused: whether the sequence's instance is paused.
-        host_pages: KV cache of an offloaded sequence, in host memory (`Admission.offload`).
-        page_keys: prefix cache keys of the known tokens. Set when the sequence is queued.
+        slot: index of the sequence in the sampling state of its instance. -1: the sequence waits or has ended.
+        paused: whether the instance of the sequence is paused.
+        host_pages: KV cache in host memory, if the sequence is offloaded (`Admission.offload`). None: not offloaded.
+        page_keys: prefix cache keys of the sequence's pages. None until the sequence first enters the queue.
     """
 
     request_id: str
@@ -191,48 +192,48 @@ class Sequence:
         return SequenceState.PAUSED if self.paused else SequenceState.RUNNING
 
     def start(self) -> None:
-        """Record that the wait of the sequence ends, and that the sequence starts."""
+        """Record that the sequence starts now: set `queued_s`, and at the first start also `started_at`."""
         now = time.monotonic()
         self.queued_s = now - self.waiting_since
         if self.started_at is None:
             self.started_at = now
 
     def wait_again(self) -> None:
-        """Record that the sequence was preempted and waits again."""
+        """Record that a further wait begins now. Call this method when the sequence is preempted."""
         self.waiting_since = time.monotonic() - self.queued_s
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key. Sequences start in this order. They are preempted in the reverse order."""
+        """Sort key of sequences. Sequences with smaller keys start first, and are preempted last."""
         return (*self.rank, self.number, self.index)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key for scheduling: `(beyond_share, priority)`. The sequence with the smallest key is served first.
+        """Priority for scheduling: the tuple `(beyond_share, priority)`. A smaller tuple is a higher priority.
 
-        `beyond_share` is True if the client of the sequence already has its share of the engine. A sequence may be
-        preempted to start a sequence with a smaller key. Other docstrings call a smaller key a higher priority.
+        A sequence may be preempted so that a sequence of a higher priority can start. This priority is unrelated to the
+        ranks of an instance.
         """
         return (self.beyond_share, self.params.priority)
 
     @property
     def order_of_client(self) -> tuple[int, ...]:
-        """Sort key among the sequences of one client. Unlike `order`, this key ignores `beyond_share`."""
+        """Sort key for the sequences of one client. Unlike `order`, this key does not depend on `beyond_share`."""
         return (self.params.priority, self.number, self.index)
 
     @property
     def max_total_tokens(self) -> int:
-        """Maximum number of tokens of the sequence, including the prompt."""
+        """Number of prompt tokens plus the maximum number of output tokens."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
     def num_known(self) -> int:
-        """Number of tokens that the host knows, including the prompt."""
+        """Number of prompt tokens, plus the number of output tokens that the host has read."""
         return len(self.prompt) + len(self.output)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens so far, including the prompt and the sampled tokens that the host has not read yet."""
+        """Number of all tokens so far: `num_known`, plus the output tokens in flight (`num_in_flight`)."""
         return self.num_known + self.num_in_flight
 
     @property
@@ -241,9 +242,9 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of tokens to compute before the next token can be sampled.
+        """Number of tokens that steps must compute before the next output token can be sampled.
 
-        The number is 0 if all requested tokens have been sampled.
+        0 if no further output token is needed: the output, including tokens in flight, has `max_tokens` tokens.
         """
         if self.num_generated >= self.params.max_tokens:
             return 0
@@ -251,15 +252,15 @@ class Sequence:
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the host must read a sampled token before the next token can be sampled.
+        """Whether the host must read the token in flight before the next token can be sampled.
 
-        Only sequences with structured output wait in this way, because their grammar needs every token.
+        True only with structured output: the grammar needs the token in flight to tell which tokens may follow.
         """
         return self.matcher is not None and self.num_in_flight > 0
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether requested log-probabilities of the prompt must still be computed."""
+        """Whether this sequence must still compute some of the requested log-probabilities of its prompt."""
         wanted = self.params.prompt_logprobs is not None and self.index == 0
         return wanted and self.num_computed < len(self.prompt) and self.num_prompt_logprobs < len(self.prompt)
 
@@ -268,7 +269,7 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Return the tokens at positions `start` to `stop - 1`, as far as the host knows them.
+        """Return the tokens at positions `start` to `stop - 1`. Tokens that the host does not know yet are left out.
 
         Position 0 is the first token of the prompt. The output follows the prompt.
         """
@@ -276,7 +277,7 @@ class Sequence:
         return [*prompt, *self.output[max(start - len(self.prompt), 0) : max(stop - len(self.prompt), 0)]]
 
     def append(self, token: int) -> None:
-        """Append a sampled token that the host has read. If this is the last token, mark the sequence as finished.
+        """Append an output token that the host has read. If the token ends the sequence, mark the sequence as finished.
 
         If the matcher (state of the grammar) raises an error, mark the sequence as failed.
         """
@@ -293,10 +294,9 @@ class Sequence:
             self.finish("length")
 
     def _completes_text(self, token: int) -> bool:
-        """Advance the matcher (state of the grammar) by a token. Return whether the text is complete.
+        """Pass a token to the matcher (state of the grammar). Return whether the grammar allows no further text.
 
-        The text is complete if the grammar allows no further text. Without a matcher, return False. If the matcher
-        raises an error, mark the sequence as failed, and return False.
+        Without a matcher, return False. If the matcher raises an error, mark the sequence as failed, and return False.
         """
         if self.matcher is None:
             return False
@@ -307,15 +307,18 @@ class Sequence:
         return self.error is None and self.matcher.is_complete
 
     def is_stop_token(self, token: int) -> bool:
-        """Return whether a token is a stop token or an end-of-sequence token of this sequence."""
+        """Return whether a token is a stop token of the request or an end-of-sequence token of the model."""
         return token in self.sampling.stop_ids or token in self.eos_token_ids
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Mark the sequence as finished. The caller must report the end to the client."""
+        """Mark the sequence as ended without an error. The caller must report the end to the client.
+
+        `stop_reason` is the stop token or the stop string that ended the output. None: the end has another reason.
+        """
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finished_at = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """Mark the sequence as failed. The caller must report the end to the client."""
+        """Mark the sequence as ended with an error. The caller must report the end to the client."""
         self.error = error
         self.finished_at = time.monotonic()

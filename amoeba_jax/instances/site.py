@@ -1,7 +1,7 @@
-"""Site: the KV cache of one home, and launches of the segments that the home computes.
+"""Site: the KV cache of one home, and the launch of the segments that the home computes.
 
-A home is a group of devices that computes some modules together. A segment is the part of a model that one program
-computes.
+A home is a group of devices that computes some modules together. A module is the attention or the FFN of a layer. A
+segment is a part of the model that one program computes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,17 +15,17 @@ from amoeba_jax.weights.store import WeightStore
 from sharding.mesh import SubMesh, replaced_if_lost
 
 KvBuffers = list[list[jax.Array]]
-"""KV extents of each layer, each `[tp * pages, page_elems]`. The list of a layer at another home is empty."""
+"""KV extents of each layer: lists of arrays `[tp * pages, page_elems]`. Layers of other homes have empty lists."""
 
 
 class ExchangePart(NamedTuple):
-    """Exchange of KV pages between ranks, which runs inside the program of a segment (part of the model).
+    """Page exchange inside the program of a segment (part of the model). A page exchange moves KV pages between ranks.
 
-    The pages belong to layers of other segments.
+    The moved pages belong to layers outside the segment.
 
     Attributes:
-        program: program that computes the segment and exchanges the pages.
-        layers: layers whose pages move.
+        program: compiled program that computes the segment and also exchanges the pages.
+        layers: indices of the layers whose pages move.
         send, receive: ids of the page pieces that each rank sends and receives, `[tp, 1, *pieces]`.
     """
 
@@ -38,16 +38,18 @@ class ExchangePart(NamedTuple):
 class Site:
     """Buffers of the modules that one home (device group) computes. Used by the dispatcher thread only.
 
-    `kv[layer]` is the list of KV extents (page buffers) of a layer, sharded over the ranks. The programs of a step get
-    the extents donated, and return arrays in the same memory. The returned arrays replace the extents in `kv`.
+    `kv[layer]` is the list of KV extents (page buffers) of a layer. Each extent is sharded over the ranks. The programs
+    of a step take extents as donated arguments, and return new arrays in the same memory. The new arrays replace the
+    extents in `kv`.
 
-    Programs run in the order of their launches. A freed page can therefore be reused at once: the programs that
-    overwrite the page run after all programs that still read the page.
+    Programs run in the order of their launches. A freed page can therefore be reused at once: a program that overwrites
+    the page runs after all earlier programs that read the page.
 
     Args:
+        group: devices of the home.
         kv: KV extents of each layer.
-        extent_pages: number of pages of each extent on a rank, the same for all layers.
-        constants: scalar arguments of programs, on all ranks: False, True, and with experts the index of each layer
+        extent_pages: number of pages of each extent of a layer, on one rank. All layers have the same numbers.
+        constants: scalar arrays on all ranks: False, True and, if the model has experts, the index of each layer
             (`InstanceFactory.constants`).
     """
 
@@ -74,20 +76,19 @@ class Site:
         *,
         begins: bool = True,
     ) -> StepStates:
-        """Launch the segments of a step that this home computes. Return the new hidden states and loads of experts.
+        """Launch the programs of segments that this home computes. Return the new hidden states and loads of experts.
 
-        Donates `states`, and the KV cache of the layers that programs use. If a program fails, some of these buffers
-        are lost.
+        Donates `states`, and the KV extents that the programs use. If a program fails, some of these buffers are lost.
 
         Args:
             segments: parts of the model to compute, in order.
-            programs: program of each segment.
+            programs: compiled programs, one for each segment.
             states: hidden states and loads of experts before the first segment.
             packed: inputs of the step (`StepBatch.packed`). None if all segments are dense FFNs.
-            last_tokens: last token of each slot, `[num_slots]` on all ranks. None if no segment embeds tokens.
-            exchanges: page exchanges that also run in the programs of segments, by segment. The pages belong to other
-                layers of this site.
-            begins: whether the first segment begins the step.
+            last_tokens: last token of each slot, `[num_slots]` on all ranks. None if no segment includes the embedding.
+            exchanges: page exchanges that run inside the programs of segments, by segment. The moved pages belong to
+                layers of this site outside the segment.
+            begins: whether the first segment begins the step with the embeddings of the tokens.
         """
         kv, hidden, loads = self.kv, states.hidden, states.loads
         for segment, program in zip(segments, programs, strict=True):
@@ -113,7 +114,7 @@ class Site:
         return StepStates(hidden, loads)
 
     def weights(self, segment: SegmentPlan) -> list[jax.Array]:
-        """Return the weights of a segment, in the order in which the segment's program takes them."""
+        """Return the weights of a segment, in the order in which the segment's program takes the weights."""
         return self._store.view(self.group, segment)
 
     def replace_lost(self) -> None:

@@ -1,6 +1,6 @@
-"""A step of an instance: its plan, its inputs, the launched step, and the thread that reads the results.
+"""Step of an instance: the plan, the inputs, the launched step, and the thread that reads the results from devices.
 
-A step is one pass of the instance's sequences through the model.
+In a step, an instance computes tokens of its sequences, in one pass through the model.
 """
 
 import time
@@ -22,14 +22,16 @@ from sharding.placement import Home
 
 
 class StepNotLaunchedError(RuntimeError):
-    """Error: a step could not be prepared. Nothing has changed. The reason is `__cause__`."""
+    """Error: a step could not be prepared. Nothing was launched or changed. `__cause__` is the original error."""
 
 
 class Row(NamedTuple):
-    """One sequence in a step. The step computes the sequence's tokens `start` to `start + length - 1`.
+    """Row of a step: a sequence, and the consecutive tokens of this sequence that the step computes.
 
     Attributes:
-        place: index of the row in the batch.
+        place: index of the row in the batch of the step.
+        start: index of the first token to compute. Index 0 is the first token of the prompt.
+        length: number of tokens to compute.
     """
 
     place: int
@@ -41,8 +43,7 @@ class Row(NamedTuple):
     def samples(self) -> bool:
         """Whether the step samples the next token of the sequence.
 
-        The step samples if the row contains the sequence's last token. A chunk before the end of a prompt samples
-        nothing.
+        True if the row ends with the last token that the sequence has now. Otherwise, a later step samples the token.
         """
         return self.stop == self.sequence.num_tokens
 
@@ -52,9 +53,9 @@ class Row(NamedTuple):
 
 
 def drop_sample(row: Row) -> None:
-    """Cancel the sampling of a row whose sequence has ended or was preempted. The sampling must not be launched yet.
+    """Cancel the sampling of a row whose sequence has ended or was preempted.
 
-    If the sequence was preempted, it samples the token after its restart.
+    Call this before the sampling is launched. A preempted sequence samples its next token after it has started again.
     """
     sequence = row.sequence
     sequence.num_in_flight -= 1
@@ -63,26 +64,27 @@ def drop_sample(row: Row) -> None:
 
 
 def clear_in_flight(sampled: Iterable[Row]) -> None:
-    """Forget the sampled tokens that the host has not read, because these tokens are lost.
+    """Forget sampled tokens that are lost. The host has not read these tokens, and never will.
 
     Args:
-        sampled: rows whose next token a step has sampled. Do not pass other rows of the step. Their sequences may have
-            been preempted, and may now have tokens in flight on another instance.
+        sampled: rows whose sampled tokens are lost. Rows that sample nothing must not be included: their sequences may
+            already run on other instances, with tokens in flight there.
     """
     for row in sampled:
         row.sequence.num_in_flight = 0
-        row.sequence.host_pages = None  # they may count the lost token as known
+        row.sequence.host_pages = None  # the copied pages may include a lost token
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Contents of a step.
+    """Plan of a step: its shape, its rows, and the logits to compute.
 
     Attributes:
-        shape: static shape of the batch.
-        rows: sequences in the step.
-        logits_of: tokens whose logits the step computes. "all": all tokens. "last": the last token of each row.
-        lane: index of the lane, if the step has only one lane. None: the step has equally many rows for each lane.
+        shape: static shape of the batch, for which programs are compiled.
+        rows: rows of the step, one for each sequence.
+        logits_of: tokens whose logits the step computes. "all": all tokens of the step. "last": each row's last token.
+        lane: index of a lane, if the instance has several lanes and all rows of the step belong to this lane. None: the
+            step has equally many rows for each lane of the instance.
     """
 
     shape: BatchShape
@@ -92,17 +94,17 @@ class StepPlan:
 
     @property
     def decodes(self) -> bool:
-        """Whether the step only decodes: every row has one token, and no prompt is computed."""
+        """Whether the step only decodes. If True, every row has one token."""
         return self.shape.num_tokens == self.shape.num_rows
 
     def batch(self, lanes: SequenceOf[Lane], home: Home, blocks: Blocks | None, shape: BatchShape, /) -> StepBatch:
         """Return the inputs of the step for one home (device group).
 
         Args:
-            lanes: lanes of the instance. The block tables come from these lanes.
-            blocks: indices of the microbatches that the home computes. The inputs have the rows of these microbatches
-                side by side. None: the home computes all rows of the plan.
-            shape: shape of the rows that the home computes.
+            lanes: all lanes of the instance. The lanes have the block tables of the sequences.
+            blocks: indices of the microbatches that the home computes. In the inputs, the rows of these microbatches
+                lie side by side, in the order of `blocks`. None: the home computes all rows of the plan.
+            shape: shape of the part of the step that the home computes.
         """
         batch, num_tokens, num_rows = StepBatch(shape, home.degree), shape.num_tokens, shape.num_rows
         first_token = np.cumsum([0, *(length for count, length in shape.groups for _ in range(count))])
@@ -114,7 +116,7 @@ class StepPlan:
             place, sequence, start, length = row
             first, stop = first_token[place], start + length
             positions[first : first + length] = np.arange(start, stop)
-            if stop > sequence.num_known:  # only the last token can be unknown
+            if stop > sequence.num_known:  # the host does not know the last token of the row yet
                 sources[first + length - 1] = sequence.slot
             known = sequence.tokens(start, stop)
             tokens[first : first + len(known)] = known
@@ -135,9 +137,9 @@ class StepPlan:
         return batch
 
     def _rows_of(self, blocks: Blocks, num_lanes: int) -> list[Row]:
-        """Return the rows of the microbatches `blocks`, with new places.
+        """Return the rows of the microbatches `blocks`, with new values of `place`.
 
-        The new places are for a batch that has only these microbatches, side by side in the order of `blocks`.
+        Each new place is an index in a batch that has only these microbatches, in the order of `blocks`.
         """
         width = self.shape.num_rows // num_lanes
         first = {block: index * width for index, block in enumerate(blocks)}
@@ -147,17 +149,17 @@ class StepPlan:
 
 @dataclass(eq=False)
 class PendingStep:
-    """Launched step whose results the host has not taken.
+    """Launched step whose results the dispatcher thread has not taken yet.
 
     Attributes:
-        rows: all rows of the step.
-        sampled: rows whose next token the step samples.
-        decodes: whether all rows decode. False if layers change their degree or home during the step.
-        result: future of the sampled tokens. This is the last result that the reader thread reads for the step.
-        logits: logits `[V, R]` of a step whose sampling is not launched yet, because it needs the tokens of the
-            previous step (`Runner.sample_late`). None: the sampling is launched.
-        prompt_row: row of a prompt whose log-probabilities the step computes. None: there is no such prompt.
-        prompt_result: future of the log-probabilities of `prompt_row`.
+        rows: all rows of the step, without padding.
+        sampled: rows for which the step samples a next token.
+        decodes: whether all rows decode, and the instance is in no transition (change of its degree or placement).
+        result: future of the sampled tokens. The reader thread completes all other futures of the step earlier.
+        logits: logits `[V, R]` for a sampling that waits for the tokens of the previous step (`Runner.sample_late`).
+            None: no sampling waits.
+        prompt_row: row of the prompt, if the step computes log-probabilities of a prompt. None: the step does not.
+        prompt_result: future of the log-probabilities of the prompt. None if `prompt_row` is None.
         launched_at: time of the launch, a value of `time.perf_counter()`.
     """
 
@@ -172,12 +174,12 @@ class PendingStep:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens in the step. 0 if all rows decode."""
+        """Number of tokens that the step computes in chunks of prompts (rows with more than one token)."""
         return 0 if self.decodes else sum(row.length for row in self.rows if row.length > 1)
 
     @property
     def beside_decodes(self) -> bool:
-        """Whether the step computes prompts and also decodes."""
+        """Whether the step computes chunks of prompts and also decodes other sequences."""
         return not self.decodes and any(row.length == 1 for row in self.rows)
 
     @property
@@ -187,18 +189,19 @@ class PendingStep:
     def drop(self) -> None:
         """Record that the results of the step are lost.
 
-        If the sampling is not launched yet, `result` gets an error, because nothing else would complete the future.
+        If the sampling is not launched yet, complete `result` with an error. Otherwise, the reader thread completes
+        `result`.
         """
         if self.logits is not None:
             self.result.set_exception(RuntimeError("a step before this step has failed"))
 
 
 class ResultReader:
-    """Thread that reads results from devices, in the order in which `read` and `when_ready` are called.
+    """Thread that reads results from devices, in the order of the calls of `read` and `when_ready`.
 
     Args:
         name: name of the thread.
-        on_result: function that the thread calls after each result. It must not block.
+        on_result: function that the thread calls after each result. The function must not block.
     """
 
     def __init__(self, name: str, on_result: Callable[[], None]):
@@ -208,15 +211,15 @@ class ResultReader:
     def read(self, array: jax.Array, result: "Future[np.ndarray] | None" = None) -> "Future[np.ndarray]":
         """Let the thread copy an array `[rows, ...]` to the host. Return a future of the copy, `[rows, values]`.
 
-        All axes of the array except the first become one axis. The returned future is `result`, or a new future if
-        `result` is None.
+        In the copy, all axes after the first axis are joined into one. The returned future is `result`, or a new future
+        if `result` is None.
         """
         return self._submit(lambda: np.asarray(array).reshape(len(array), -1), result)
 
     def when_ready(self, arrays: list[jax.Array]) -> "Future[Any]":
         """Return a future that is done when the arrays are computed.
 
-        Until then, do not donate the arrays to a program.
+        Before the future is done, do not donate the arrays to a program.
         """
         return self._submit(lambda: jax.block_until_ready(arrays))
 
@@ -233,5 +236,5 @@ class ResultReader:
         self._on_result()
 
     def close(self, wait: bool) -> None:
-        """Let the thread read all requested results and then end. If `wait`, wait until the thread has ended."""
+        """End the thread after it has read all requested results. If `wait`, return only after the thread has ended."""
         self._thread.shutdown(wait=wait)

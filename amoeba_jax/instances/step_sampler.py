@@ -26,27 +26,27 @@ from amoeba_jax.sampling.rows import (
 from amoeba_jax.sampling_params import SamplingParams
 from sharding.mesh import SubMesh, is_lost
 
-# Padding, or a chunk that does not end its prompt.
+# Input for a row that samples nothing: padding, or a chunk that does not end its prompt.
 _NO_SAMPLE = StepRow(sampling_row(SamplingParams(temperature=0), 0, 1, ()), NO_SLOT, 0, 0)
 
 
 class StateLostError(RuntimeError):
-    """Error: a failed program has lost the buffers of `SamplingState`. The error of the program is `__cause__`.
+    """Error: a failed program has lost buffers of `SamplingState`. `__cause__` is the error of the program.
 
-    The state of all slots is now zero.
+    The lost buffers are replaced by buffers of zeros.
     """
 
 
 @dataclass(eq=False)
 class SamplingState:
-    """Arrays of the sampler `sample_full` on one device, with a row for each slot (running sequence).
+    """Arrays of the program `sample_full` on one device, with a row for each slot. Each running sequence has a slot.
 
-    A program that changes an array takes the array as a donated argument.
+    Programs that change an array take the array as a donated argument.
 
     Attributes:
-        flags: `[slots, V]` i32. For each token: whether it is in the prompt, whether it is a stop token, and how often
-            it was generated (`sampling.rows.state_rows`).
-        bias: `[slots, V]` f32. Values that are added to the logits.
+        flags: bits for each token of the vocabulary, i32 `[slots, V]`: whether the token is in the prompt, whether it
+            is a stop token, and how often it was generated (`sampling.rows.state_rows`).
+        bias: values to add to the logits, f32 `[slots, V]`.
     """
 
     flags: jax.Array
@@ -59,7 +59,7 @@ class SamplingState:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a failed program has lost one of the arrays."""
+        """Whether a failed program has lost at least one of the arrays."""
         return is_lost(self.flags) or is_lost(self.bias)
 
     def replace_lost(self) -> None:
@@ -71,11 +71,12 @@ class SamplingState:
 
 
 class SampleCall(NamedTuple):
-    """Sampling program of a step, with its inputs.
+    """Sampling program of a step, with the inputs of the program.
 
     Attributes:
-        packed: sampling settings of the step's rows, packed into one array.
-        masks: allowed tokens of each row, for the program `sample_full`. None for the program `sample`.
+        program: compiled program `sample` or `sample_full`.
+        packed: sampling settings of the rows of the step, packed into one array.
+        masks: masks of the allowed tokens of each row, for the program `sample_full`. None for the program `sample`.
     """
 
     program: jax.stages.Compiled
@@ -86,8 +87,8 @@ class SampleCall(NamedTuple):
 def sampler_kind(plan: StepPlan) -> SamplerKind:
     """Return the kind of sampler that a step needs: `greedy`, `sample` or `full`.
 
-    The kind `greedy` needs no sampling program, because the head already returns the greedy tokens. The kinds `sample`
-    and `full` need the programs `sample` and `sample_full`.
+    The kind `greedy` needs no sampling program, because the head already returns the greedy tokens. The kind `sample`
+    needs the program `sample`. The kind `full` needs the program `sample_full`.
     """
     kinds: set[SamplerKind] = {row.sequence.sampling.kind for row in plan.rows if row.samples}
     if "full" in kinds:
@@ -99,8 +100,8 @@ class StepSampler:
     """Launcher of the sampling programs of an instance. Used by the dispatcher thread only.
 
     Attributes:
-        state: sampling state of the first device. Other instances with the same first device share this state.
-        num_slots: number of slots of the state.
+        state: sampling state on the first device of the instance. All instances with this first device share the state.
+        num_slots: number of slots in the sampling state.
     """
 
     def __init__(self, group: SubMesh, state: SamplingState, executables: Executables):
@@ -108,10 +109,10 @@ class StepSampler:
         self._group, self._executables = group, executables
 
     def remember(self, sequence: Sequence, slot: int) -> None:
-        """Write a sequence's row of the sampling state, if the sampling settings of the sequence need the state.
+        """Write the row of the slot `slot` in the sampling state. Do nothing if the sequence needs no sampling state.
 
-        If the program that writes the row fails, its error is raised. If the program has also lost the state,
-        `StateLostError` is raised instead.
+        Raises the error of the program that writes the row, if this program fails. Raises `StateLostError` instead if
+        the failed program has also lost the state.
         """
         if not sequence.sampling.uses_state:
             return
@@ -130,7 +131,7 @@ class StepSampler:
         return self._executables.specs.set_state(group, self.num_slots)
 
     def specs(self, plan: StepPlan, kind: SamplerKind) -> list[ProgramSpec]:
-        """Return the specs (descriptions) of the sampling programs of a step, for the sampler of the kind `kind`."""
+        """Return the specs of the programs that sample or compute log-probabilities in a step, for a sampler kind."""
         every, shape = plan.logits_of == "all", plan.shape
         found = self._column_specs(shape.num_tokens) if every else []
         if kind != "greedy":
@@ -149,18 +150,18 @@ class StepSampler:
     def column_programs(self, num_tokens: int) -> list[jax.stages.Compiled]:
         """Return two programs, `[take_column, token_logprobs]`, for a step with logits of all tokens.
 
-        `take_column` takes the logits of one token. `token_logprobs` computes the log-probabilities of given tokens.
+        `take_column` returns the logits at one token. `token_logprobs` returns the log-probabilities of given tokens.
         `num_tokens` is the number of tokens of the step.
         """
         return [self._executables.get(spec) for spec in self._column_specs(num_tokens)]
 
     def prepare(self, kind: SamplerKind, num_rows: int, sampled: list[Row]) -> SampleCall | None:
-        """Return the sampling program of a step, with its inputs. Return None if the kind is `greedy`.
+        """Return the sampling program of a step, with the inputs of the program. Return None if the kind is `greedy`.
 
         Args:
             kind: kind of sampler that the rows need (`sampler_kind`).
-            num_rows: number of rows of the step. 1 if the step computes logits of all tokens.
-            sampled: rows whose next token is sampled.
+            num_rows: number of rows of the step, with padding. 1 if the step computes logits of all tokens.
+            sampled: rows for which a next token is sampled.
         """
         if kind == "greedy":
             return None
@@ -168,7 +169,7 @@ class StepSampler:
         rows = [_NO_SAMPLE] * num_rows
         for row in sampled:
             s, position = row.sequence, row.stop
-            # The host knows all tokens before this position, or all except the token of the step before.
+            # The host knows all tokens before `position`, except perhaps the token that the previous step samples.
             pairs = bad_word_pairs(s.sampling, s.output, position > s.num_known)
             rows[row.place] = StepRow(s.sampling, s.slot, position, position - len(s.prompt), pairs)
         packed = pack(rows, num_rows, full=full)
@@ -178,13 +179,14 @@ class StepSampler:
     def sample(self, sample: SampleCall, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Launch the sampling of the next tokens. Return `(last_tokens, result)`.
 
-        `last_tokens` has the new last token of each slot. `result` is an array for the host, with the sampled tokens.
-        All arrays are on the first device of the instance.
+        `last_tokens` has the last token of each slot after the sampling. `result` is an array for the host, with the
+        sampled tokens. The program `sample_full` adds log-probabilities to `result`. All arrays are on the first device
+        of the instance.
 
         Args:
-            sample: sampling program and its inputs, from `prepare`.
-            logits: logits of the rows to sample.
-            tokens: last token of each slot before this step.
+            sample: sampling program with the inputs of the program, from `prepare`.
+            logits: logits of the rows to sample, `[V, R]`.
+            tokens: last token of each slot before the sampling.
         """
         state = self.state
         if sample.masks is not None:
@@ -196,9 +198,9 @@ class StepSampler:
 
 
 def _masks(sampled: list[Row], num_rows: int, vocab_size: int) -> Masks:
-    """Return the masks of allowed tokens for the rows of a step.
+    """Return a mask of allowed tokens for each row of a step.
 
-    Rows without a grammar get a mask of zeros, which the sampler ignores.
+    The mask of a row without a grammar is all zeros, and the sampler ignores this mask.
     """
     masks = np.zeros((num_rows, mask_words(vocab_size)), np.int32)
     for row in sampled:

@@ -19,14 +19,15 @@ from sharding.release import ReleasedShard, holder
 def compile_restore(
     released: Sequence[ReleasedShard], max_tp: int, dtype: jnp.dtype, group: SubMesh, step_pages: int
 ) -> jax.stages.Compiled:
-    """Compile a program `(shards, extents) -> extents` that fills the released extents of one layer with weights.
+    """Compile a program `(shards, extents) -> extents` that restores the released weights of one layer.
 
-    `shards` and `extents` are lists with one array `[tp * pages, page_elems]` for each entry of `released`. For each
-    entry, every rank sends one shard that it has kept (`source_place`) to another rank. That rank writes the shard into
-    its own extent, without temporaries. `extents` are donated. The results hold weights.
+    `shards` (kept weights) and `extents` (page buffers) are lists with one array `[tp * pages, page_elems]` for each
+    entry of `released`. For each entry, every rank sends one shard that it has kept (`source_place`) to another rank.
+    The other rank writes this shard into its own part of the extent. `extents` are donated. The results hold weights.
 
-    On CPU, XLA would send bf16 values as f32. The program on CPU therefore sends bf16 values as integers, `step_pages`
-    pages at a time. It needs temporaries of `2 * step_pages` pages.
+    - With bf16 on CPU, ranks send bf16 values as integers, because XLA would send bf16 values as f32. Ranks send
+      `step_pages` pages at a time, and the program needs temporaries of `2 * step_pages` pages.
+    - In all other cases, ranks send whole shards, and the program needs no temporaries.
     """
     in_steps = group.devices[0].platform == "cpu" and dtype == jnp.bfloat16
 

@@ -1,4 +1,4 @@
-"""`Change`: state and result of one call that changes tensor-parallel degrees or a placement."""
+"""`Change`: state and result of one call of an `LLM` method that changes tensor-parallel degrees or a placement."""
 
 import logging
 import time
@@ -21,24 +21,25 @@ _LOG_INTERVAL_S = 10.0
 
 @dataclass(eq=False)
 class Change:
-    """One call of `LLM.transform`, `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
+    """State and result of one call of `LLM.transform`, `replicate`, `evict`, `migrate`, `scale_out` or `scale_in`.
 
-    `LLM.transform` may change several groups of devices, and changes independent groups at the same time. Each of the
-    other methods changes only one group. Only the dispatcher thread may use this object.
+    A group is a set of devices that change together. `LLM.transform` may change several groups, some of them at the
+    same time. Each of the other methods changes one group. Only the dispatcher thread may use this object.
 
     Attributes:
-        future: future on which the caller waits. It gets the report or the error.
-        state: present state. Only `enter` may set the state.
-        transitions: transitions of the groups whose layers are switching now.
-        reports: reports of the groups that have changed.
-        held: instances that start no new requests until `let_go` is called.
+        future: future of the report. The caller waits for this future. If the change fails, the future gets the error.
+        state: present state of the change. Only `enter` may set this attribute.
+        transitions: list of the transitions that have begun and have not ended, one for each group that is changing.
+        reports: list of reports. Each completed transition, pause or resume of a group adds one report.
+        held: list of the instances that start no new requests until `let_go` is called.
+        prepare_s: number of seconds in which the engine compiled missing programs and launched no steps.
         programs_left: number of programs that the change needs and that are not compiled yet.
-        estimated_s: expected seconds until all programs of the change are compiled. None if unknown.
+        estimated_s: expected number of seconds until all programs of the change are compiled. None if unknown.
         awaited_programs: number of programs for which the change has had to wait so far.
-        waited_s: seconds that the change has waited for programs.
+        waited_s: number of seconds that the change has waited for programs so far.
         error: error of the first group that failed. None if no group has failed.
-        outcomes: one text for each failed group. The text tells what happened to the group, for the error message.
-        recovered: whether a group has failed after its first switch had begun.
+        outcomes: list of texts for the error message, one for each failed group: what happened to the group.
+        recovered: whether at least one group has failed after the switch of its first layer had begun.
     """
 
     options: TransformOptions | PlacementOptions
@@ -61,7 +62,7 @@ class Change:
     _logged_left: int = 0
 
     def enter(self, state: TransformState) -> None:
-        """Set the state. Raises `AssertionError` if `state` cannot follow the present state."""
+        """Set the state of the change. Raises `AssertionError` if `state` must not follow the present state."""
         if state is self.state:
             return
         assert state in TRANSITIONS[self.state], f"{self.name}: {state} cannot follow {self.state}"
@@ -78,7 +79,7 @@ class Change:
 
     @property
     def can_resume(self) -> bool:
-        """Whether the requests or steps for which the change waits have ended. False in all other states."""
+        """Whether all requests or steps that the change awaits have ended. False if it awaits programs or nothing."""
         if self.state is TransformState.AWAITING_REQUESTS:
             return not any(instance.running for instance in self.held)
         if self.state is TransformState.DRAINING:
@@ -87,7 +88,7 @@ class Change:
 
     @property
     def status(self) -> TransformStatus | PlacementStatus:
-        """State of the change, and the number of layers that have switched."""
+        """Progress of the change: its state, and the number of layers that have switched in its present transitions."""
         options, switched = self.options, sum(transition.num_switched for transition in self.transitions)
         if isinstance(options, PlacementOptions):
             span = (0, 0) if options.layers is None else (options.layers.start, options.layers.stop)
@@ -99,11 +100,11 @@ class Change:
     # Waiting
 
     def hold(self, instances: list[Instance], draining: Iterable[Instance] = ()) -> None:
-        """Stop instances from starting new requests, until `let_go` is called.
+        """Keep instances from starting new requests until `let_go` is called.
 
         Args:
-            instances: instances that start no new requests.
-            draining: some of `instances`, which also launch no new steps. Steps in flight still run.
+            instances: list of the instances that start no new requests.
+            draining: the members of `instances` that also launch no new steps. Steps that are in flight still run.
         """
         self.held = instances
         for lane in [lane for instance in instances for lane in instance.lanes]:
@@ -112,16 +113,16 @@ class Change:
             instance.enter(Phase.DRAINING)
 
     def let_go(self) -> None:
-        """Let the held instances start requests and steps again."""
+        """Let the instances in `held` start requests and launch steps again."""
         for instance in self.held:
             for lane in instance.lanes:
                 lane.closed = False
-            if instance.phase is Phase.DRAINING:  # not lost meanwhile
+            if instance.phase is Phase.DRAINING:  # a lost instance stays lost
                 instance.enter(Phase.SERVING)
         self.held = []
 
     def await_requests(self, count: int) -> None:
-        """Enter `AWAITING_REQUESTS`. If this changes the state, log the number of running requests (`count`)."""
+        """Enter the state `AWAITING_REQUESTS`. If the state is new, log `count`, the number of running requests."""
         if self.state is not TransformState.AWAITING_REQUESTS:
             logger.warning("%s waits for %s", self.name, _counted(count, "request"))
         self.enter(TransformState.AWAITING_REQUESTS)
@@ -133,7 +134,7 @@ class Change:
 
         Args:
             count: number of programs that the change needs and that are not compiled yet.
-            estimated_s: expected seconds until all programs of the change are compiled. None if unknown.
+            estimated_s: expected number of seconds until all programs of the change are compiled. None if unknown.
         """
         now, before = time.perf_counter(), self.programs_left
         if before:
@@ -157,13 +158,13 @@ class Change:
 
         Args:
             error: error of the group. The change keeps only the error of the first group that fails.
-            how: text that tells what happened to the group.
+            how: text for the error message: what happened to the group.
         """
         self.error = self.error or error
         self.outcomes.append(how)
 
     def end(self) -> None:
-        """End the change. The caller gets the report, or a `TransformError` if any group has failed."""
+        """End the change. `future` gets a `TransformError` if at least one group has failed, otherwise the report."""
         options = self.options
         if self.error is not None:
             changed = self.recovered or bool(self.reports)

@@ -1,8 +1,8 @@
 """`Changes`: starts, continues and ends all changes of a cluster (the instances of an engine).
 
-A change is one call that changes tensor-parallel degrees or a placement. `Changes._proceed` moves a change to its next
-state (`TransformState`). A change may have to wait, for example until its programs are compiled. The other methods call
-`_proceed` again when the wait may be over.
+A change is one call of an `LLM` method that changes tensor-parallel degrees or a placement. `Changes._proceed` moves a
+change forward as far as possible. A change may have to wait, for example until its programs are compiled. `_proceed`
+then returns. Other methods of `Changes` call `_proceed` again when the wait may be over.
 """
 
 import logging
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class Changes:
-    """All unfinished changes of a cluster.
+    """All unfinished changes of a cluster (the instances of an engine).
 
-    Any thread may call `capacity_to_come`. Only the dispatcher thread may call the other methods.
+    Any thread may call `capacity_to_come`. Only the dispatcher thread may use all other methods and properties.
 
     Args:
-        requeue: function that removes a sequence from its instance and puts the sequence back into the queue. The
-            sequence is then computed again.
+        requeue: function that removes a sequence from its instance and puts the sequence back into the queue of waiting
+            sequences. The sequence is computed again later.
     """
 
     def __init__(self, cluster: Cluster, requeue: Requeue):
@@ -49,7 +49,7 @@ class Changes:
 
     @property
     def busy(self) -> bool:
-        """Whether any change is unfinished."""
+        """Whether at least one change has not ended."""
         return bool(self._present)
 
     @property
@@ -64,17 +64,16 @@ class Changes:
 
     @property
     def transitions(self) -> list[Transition]:
-        """All transitions that have not ended. In some of them, all layers may already have switched."""
+        """All transitions that have begun and have not ended. The last switch of a transition is not yet its end."""
         return [transition for one in self._present for transition in one.transitions]
 
     def targets(self) -> dict[int, int]:
-        """Return the requested degree of each device that the present transformations include, as `{device: degree}`.
+        """Return `{device: requested degree}` for all devices whose instances are changing or must still change.
 
-        These devices are left out:
+        Only transformations (changes of degree) count. These devices are left out:
 
         - all devices of a transformation that waits for programs,
-        - devices that have the requested degree and are not changing,
-        - devices whose change has not begun, if another group of the same transformation has failed.
+        - devices that have not begun to change, if their transformation has already failed for other devices.
         """
         targets: dict[int, int] = {}
         for one, options in [(one, one.options) for one in self._present if not one.awaits_programs]:
@@ -89,23 +88,26 @@ class Changes:
         return targets
 
     def request_programs(self, options: TransformOptions) -> bool:
-        """Start to compile the missing programs of a transformation in the background.
+        """Start a background compilation of the programs that a transformation needs and that are not compiled yet.
 
-        Return whether the transformation can begin without a wait for programs.
+        Return whether the transformation could begin now without a wait for programs.
         """
         plans = relayout_plans(self._cluster, options)
         return self._cluster.executables.request(spec for plan in plans for spec in plan.programs(self._cluster))
 
     def capacity_to_come(self, instance: Instance, further: TransformOptions | None = None) -> tuple[int, int]:
-        """Return the `(capacity, degree)` that an instance will have after its requested transformation.
+        """Return `(capacity, degree)` of an instance after the requested transformation of its devices.
 
-        The capacity is the number of tokens that fit in the KV cache. If the instance merges or splits, the result is
-        for a new instance on the same devices. If no transformation is requested, the result has the present values.
-        Any thread may call this method, even with an instance that has already been replaced.
+        The capacity is the number of tokens that fit in the KV cache of one instance. With data-parallel attention, the
+        capacity is for one of the parts of the instance that compute attention separately. If the instance will merge,
+        the result describes the merged instance. If the instance will split, the result describes one of the new
+        instances. If no transformation of the instance is requested, the result describes the instance as it is now.
+
+        Any thread may call this method. `instance` may already have been replaced by other instances.
 
         Args:
             further: options of a transformation that has not been requested. If no requested transformation includes
-                the instance, the result is as if `further` were requested.
+                the instance, the result is as if this transformation were requested.
         """
         requested = [one.options for one in list(self._present) if isinstance(one.options, TransformOptions)]
         options = next((options for options in requested if instance.id in options.devices), further)
@@ -125,7 +127,8 @@ class Changes:
         """Start a change. Return a future of the `TransformReport` or `PlacementReport`.
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible. Raises `TransformError`
-        if the change fails before this method returns. If an error is raised, nothing has changed.
+        if the start fails for another reason. If an error is raised, nothing has changed. If the change fails after its
+        start, the future gets the error.
         """
         one = Change(options)
         if isinstance(options, TransformOptions):
@@ -137,7 +140,7 @@ class Changes:
         return one.future
 
     def _plans(self, one: Change) -> list[RelayoutPlan | RelocationPlan]:
-        """Return one plan for each group that can change now. Return an empty list if nothing is left to change.
+        """Return one plan for each group of devices that can change next. If nothing is left to change, return [].
 
         Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the change is impossible.
         """
@@ -153,9 +156,9 @@ class Changes:
         return [plan]
 
     def retry(self) -> None:
-        """Continue each change that waits for programs, if these programs are now compiled.
+        """Continue each change that waits for programs, if all of its programs are now compiled.
 
-        The engine calls this method after a compilation.
+        The engine calls this method when the background warm-up has compiled programs.
         """
         self._proceed_with([one for one in self._present if one.awaits_programs])
 
@@ -163,18 +166,19 @@ class Changes:
         for one in changes:
             try:
                 self._proceed(one)
-            except Exception as error:  # it cannot begin, and nothing has changed
+            except Exception as error:  # the change cannot begin, and nothing has changed
                 one.future.set_exception(error)
 
     def _proceed(self, one: Change) -> None:
         """Move a change forward as far as is possible now.
 
-        - If the change must wait, begin nothing.
-        - If groups can change now, begin to change all of these groups.
+        - If transitions of the change have not ended, begin nothing.
+        - If the next groups of devices must wait for requests, programs or steps in flight, begin nothing.
+        - If the next groups need not wait, begin to change all of them.
         - If nothing is left to change, end the change.
 
-        Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if the change fails before it has
-        changed any group.
+        Raises `LayoutError`, `RequestError`, `MemoryBudgetError` or `TransformError` if an error occurs and no group
+        has changed or is changing.
         """
         one.let_go()
         try:
@@ -199,7 +203,7 @@ class Changes:
         missing = 0 if executables.request(specs) else executables.num_missing(specs)
         count = sum(len(instance.running) for instance in old)
         if one.options.running == "wait" and (count or missing):
-            one.hold(old)  # a request that starts now would have to end first too
+            one.hold(old)  # otherwise the change would also wait for requests that start now
             if count:
                 one.await_requests(count)
                 return True
@@ -207,8 +211,8 @@ class Changes:
         if missing:
             return True
         for spec in [spec for spec in specs if executables.has_failed([spec])]:
-            executables.get(spec)  # raises the error of its compilation
-        # All wait together: an instance that launched steps meanwhile would make the others wait again.
+            executables.get(spec)  # raises the error of the failed compilation
+        # All draining instances stop together. Otherwise, new steps of one instance would make all others wait again.
         draining = [instance for plan in plans for instance in plan.draining]
         if not any(instance.pending for instance in draining):
             return False
@@ -217,10 +221,10 @@ class Changes:
         return True
 
     def _begin(self, one: Change, plan: RelayoutPlan | RelocationPlan) -> None:
-        """Begin to change one group.
+        """Begin to change one group of devices.
 
-        A pause or resume is complete when this method returns, because no layers switch. Every other change of a group
-        starts a transition, in which the layers switch later.
+        A pause or resume is complete when this method returns, because no layers switch. All other changes of a group
+        start a transition: the layers switch later.
         """
         cluster = self._cluster
         if isinstance(plan, RelocationPlan):
@@ -242,11 +246,11 @@ class Changes:
     def _stop(self, one: Change, error: Exception) -> None:
         """Stop a change, because one of its groups could not begin to change.
 
-        First abort the transitions whose first switch has not begun. There are then two cases:
+        First abort the transitions that have not begun to switch layers. There are then two cases:
 
-        - Some groups have changed or are changing: record the error. The caller gets the error after the last
-          transition.
-        - No group has changed or is changing: end the change, and raise `LayoutError`, `RequestError`,
+        - Other groups of the change have changed or are changing: record the error. The caller of the change gets the
+          error after the last transition of the change has ended.
+        - No group of the change has changed or is changing: end the change, and raise `LayoutError`, `RequestError`,
           `MemoryBudgetError` or `TransformError`.
         """
         for transition in [t for t in one.transitions if not t.started]:
@@ -267,14 +271,14 @@ class Changes:
     # Switches, around the steps of an instance
 
     def switch_layers(self, instance: Instance, num_preempted: int, step: StepPlan | None) -> bool:
-        """Launch the switch of the next layers of an instance. Return whether the transition continues.
+        """Launch the switch of the next layers of an instance in transition. Return whether the transition continues.
 
-        Call this method before the next step of an instance in transition. If the switch fails, the transition ends,
-        and the result is False.
+        Call this method before each step of the instance. If the switch fails, the transition ends, and the result is
+        False.
 
         Args:
-            num_preempted: number of sequences that were preempted just before this call. The report counts them.
-            step: next step. Its programs may run a part of the switch. If None, the whole switch runs before the next
+            num_preempted: number of sequences that were preempted just before this call, for the report.
+            step: next step, whose programs may run a part of the switch. If None, the whole switch runs before the next
                 step.
         """
         transition = instance.transition
@@ -290,10 +294,10 @@ class Changes:
             transition.switch_layers(step)
 
     def switch_alone(self, instance: Instance) -> bool:
-        """Launch the switch that was left to the next step. Return whether the transition continues.
+        """Launch, without a step, the switch that `switch_layers` left to the next step.
 
-        Call this method if the step cannot be launched. If the switch fails, the transition ends, and the result is
-        False.
+        Call this method if that step cannot be launched. Return whether the transition continues. If the switch fails,
+        the transition ends, and the result is False.
         """
         transition = instance.transition
         try:
@@ -303,16 +307,16 @@ class Changes:
         return instance.transition is transition
 
     def step_launched(self, instance: Instance, plan: StepPlan | None) -> None:
-        """Record that an instance in transition has launched a step, or that it had nothing to compute.
+        """Record that an instance in transition has launched a step, or that the instance had nothing to compute.
 
-        If there was nothing to compute, a merge or split now switches all remaining layers. A relocation switches no
-        layers here, because the weights of the remaining layers must arrive first.
+        If the instance had nothing to compute, a relayout (change of degree) now switches all remaining layers. A
+        relocation switches no layers here, because the weights of the remaining layers must arrive first.
 
         Args:
-            plan: launched step. None if there was nothing to compute.
+            plan: launched step. None if the instance had nothing to compute.
         """
         if (transition := instance.transition) is None:
-            return  # the step failed, and the transition with it
+            return  # the step has failed, which ended the transition
         try:
             if plan is not None:
                 transition.steps += 1
@@ -330,12 +334,12 @@ class Changes:
     def _settle(self, transition: Transition) -> None:
         """Let the instances of the new placement take over, after the last switch of a transition.
 
-        If the transition must drain (`must_drain`) and steps are in flight, only stop new steps. `collect` calls this
-        method again when the steps have run.
+        If `transition.must_drain` is True and steps are in flight, only stop the launch of new steps. `collect` then
+        calls this method again when the steps in flight have ended.
         """
         if transition.must_drain and transition.instance.pending:
             transition.instance.enter(Phase.DRAINING)
-            return  # until `collect` finds that the steps have run
+            return  # `collect` calls this method again
         transition.last_result = transition.settle(self._requeue)
         one = self._owner(transition)
         if transition.last_result is None:
@@ -344,9 +348,9 @@ class Changes:
             one.enter(TransformState.SETTLING)
 
     def wait(self) -> None:
-        """Wait for every `last_result` that a transition already has. Then call `collect`.
+        """Wait until the future `last_result` of each transition is done. Then call `collect`.
 
-        A transition has no `last_result` until all of its layers have switched.
+        If layers of a transition still have to switch, its `last_result` is None, and the transition is skipped.
         """
         for transition in self.transitions:
             if transition.last_result is not None:
@@ -354,9 +358,11 @@ class Changes:
         self.collect()
 
     def collect(self) -> None:
-        """End the transitions whose last work on the devices is done. This method does not wait for any work.
+        """Continue all changes as far as is possible without a wait for the devices.
 
-        Then try to continue each change that waits for requests or for steps in flight.
+        - If a transition has switched all layers and has no steps in flight, let the new placement take effect.
+        - If the last work of a transition on the devices is done, end the transition.
+        - If the requests or steps that a change awaits have ended, continue the change.
         """
         for transition in [t for t in self.transitions if t.instance.transition is t]:
             if transition.done and not transition.instance.pending:
@@ -380,9 +386,9 @@ class Changes:
         self._proceed(one)
 
     def _end(self, one: Change) -> None:
-        """End a change, and give the caller the report or the error.
+        """End a change. The caller of the change gets the report or the error.
 
-        If a device went out of service during a transformation, the caller gets an error.
+        If a device of a transformation has gone out of service, the caller gets an error.
         """
         self._present.remove(one)
         if isinstance(one.options, TransformOptions) and one.error is None:
@@ -411,9 +417,9 @@ class Changes:
         then serves at the higher degree with an empty KV cache, even if no layer has switched.
 
         Args:
-            instance: instance in transition.
+            instance: instance that is merging or splitting.
             error: error of the step or program.
-            sampled: rows of the failed step that were to sample a token. These tokens are lost.
+            sampled: rows whose next token the failed step was to sample. These tokens are lost.
         """
         transition = instance.transition
         clear_in_flight(sampled)
@@ -422,16 +428,16 @@ class Changes:
         self._fail(transition, error)
 
     def forget(self, instance: Instance) -> None:
-        """End the relocation of an instance whose KV cache is lost. The instance keeps its present placement.
+        """End the relocation of an instance, because the KV cache of the instance is lost.
 
-        Do nothing if the instance is not in a relocation.
+        The instance keeps its present placement. If no relocation of the instance is in progress, do nothing.
         """
         transition = instance.transition
         if isinstance(transition, Relocation):
             self._end_failed(transition, RuntimeError("a step failed"), transition.forget())
 
     def _fail(self, transition: Transition, error: Exception) -> None:
-        drop_frames(error)  # the frames may hold buffers, and memory is short
+        drop_frames(error)  # the stack frames of the error may hold buffers, and memory is short
         how = transition.fail(self._requeue)
         transition.drop_spent()
         self._end_failed(transition, error, how)
@@ -445,7 +451,7 @@ class Changes:
         self._proceed(one)
 
     def fail(self, error: BaseException) -> None:
-        """End all changes, because the engine has failed. Each caller gets a `TransformError`."""
+        """End all changes, because the engine has failed. The caller of each change gets a `TransformError`."""
         for one in self._present:
             failure = TransformError(f"the engine failed: {error}")
             failure.__cause__ = error

@@ -18,15 +18,15 @@ from sharding.placement import Home
 
 
 def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
-    """Return `(pages,)`, the number of pages of the largest extra KV extent that fits. Return `()` if none fits.
+    """Return `(n,)`: the number of pages of the largest extra KV extent that fits. Return `()` if no extra extent fits.
 
-    An extent is a page buffer of one layer. The possible sizes are `base * share` pages, for each share in
-    `EXTRA_SHARES`.
+    An extent is a page buffer of one layer. All layers on a device get extra extents of the same size. The possible
+    sizes are `base * share` pages, for each share in `EXTRA_SHARES`.
 
     Args:
         base: number of pages in the first extent of a layer.
-        free_bytes: number of bytes on the device that the extra extents of all layers may use together.
-        page_bytes: bytes of one page, summed over the layers that stay on the device.
+        free_bytes: number of bytes that the extra extents of all layers on the device may use together.
+        page_bytes: number of bytes of one page in each layer that stays on the device, added up over these layers.
     """
     if not page_bytes:
         return ()
@@ -37,18 +37,19 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[int, ...]) -> None:
     """Add extra KV extents (page buffers) to every layer that has KV cache on a device.
 
-    If too little memory is free, the remaining extents are not added. Raises the error of JAX if an allocation fails.
+    If the free memory is too small for an extra extent in every layer, this extent and all later extents in `extra` are
+    not added. Raises the error of JAX if an allocation fails.
 
     Args:
         site: buffers of the device.
         allocator: page allocator of the device.
-        extra: number of pages of each new extent. Every layer gets one new extent of each size.
+        extra: numbers of pages, one number for each extra extent of a layer. All layers get extents of these sizes.
     """
     (device,), page_bytes = site.group.devices, cluster.memory_plan.page_bytes
     for num_pages in extra:
         layers = [layer for layer, extents in enumerate(site.kv) if extents]
         if num_pages * page_bytes * len(layers) > cluster.ledgers[site.group.start].free_bytes:
-            return  # memory was taken meanwhile: the layers keep what they have
+            return  # memory was taken since the plan was made: add no further extents
         shape = (num_pages, cluster.dims.pages.page_elems)
         new = jax.block_until_ready([jnp.zeros(shape, cluster.dims.dtype, device=device) for _ in layers])
         for layer, extent in zip(layers, new, strict=True):
@@ -59,13 +60,13 @@ def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[i
 
 
 def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) -> None:
-    """Remove the extra KV extents (page buffers) of every layer on a device. Each layer keeps its first extent.
+    """Remove the extra KV extents (page buffers) of every layer on a device. Each layer keeps only its first extent.
 
-    If pages of the extra extents are in use, first empty the prefix caches at `home`. Next, move the pages that are
-    still in use to free pages of the first extent.
+    If any page in the extra extents is in use, first empty the prefix caches at `home`. If a page in the extra extents
+    is still in use, move the page to a free page in the first extent.
 
-    Raises `OutOfPagesError` if there are too few free pages. In this case, the prefix caches may be empty, but nothing
-    else has changed.
+    Raises `OutOfPagesError` if the first extent has too few free pages. In this case, the prefix caches may be empty,
+    but nothing else has changed.
 
     Args:
         home: home (group of devices) that consists of only this device.
@@ -109,7 +110,7 @@ def shrink(cluster: Cluster, home: Home, site: Site, allocator: BuddyAllocator) 
 
 
 def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
-    """Copy pages to other pages of the same device, in every layer. `places` maps old page ids to new page ids."""
+    """Copy KV pages of every layer to other pages on the device. `places` maps old page ids to new page ids."""
     if not places:
         return
     program = cluster.executables.get(cluster.executables.specs.page_copy(site.group, site.extent_pages))
@@ -122,8 +123,8 @@ def _copy(cluster: Cluster, site: Site, places: dict[int, int]) -> None:
 def _renumber(lane: Lane, home: Home, places: dict[int, int]) -> None:
     """Replace the ids of moved pages in the block tables of a lane's sequences.
 
-    `places` maps old ids to new ids at `home`. Ids at other homes stay the same. The prefix cache of the lane must be
-    empty.
+    `places` maps old page ids to new page ids at `home`. Page ids at other homes do not change. The prefix cache of the
+    lane must be empty.
     """
     (row,) = range(lane.pages.tp)[lane.ranks[home]]
     for sequence in lane.running:

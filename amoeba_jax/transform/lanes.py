@@ -4,7 +4,7 @@ A lane is a share of an instance's sequences. When a group of devices merges or 
 Until the end of the merge or split, every page has ids in the old layout and ids in the new layout.
 
 In a split, a cached prefix goes to every instance whose sequences use the prefix. A prefix that no sequence uses goes
-to the instance with the most free pages. If too few pages are free, the least recently used prefixes are dropped.
+to the instance with the most free pages. If not all prefixes fit, the least recently used prefixes are dropped.
 """
 
 from collections import defaultdict
@@ -26,9 +26,9 @@ from kvcache.relayout import staying_pieces
 from sharding.placement import Home
 
 Requeue = Callable[[Instance, Sequence], None]
-"""Function that removes a sequence from an instance and puts the sequence into the queue.
+"""Function that removes a sequence from an instance and puts the sequence into the queue of waiting sequences.
 
-The sequence is then computed again from its tokens.
+When the sequence runs again later, it is computed again from its tokens.
 """
 
 
@@ -39,10 +39,10 @@ class LanePages:
     Attributes:
         sequences: sequences for the new lane.
         cached: cached pages for the new lane, in the order of `PrefixCache.pages`.
-        table: page ids, `[tp, pages]`, with one row for each rank of the old layout. Each page that is in `cached` or
-            that a sequence uses has one column. The columns are sorted by the ids on rank 0.
-        references: number of references to the page of each column of `table`. Each of the `sequences` that uses the
-            page counts 1, and `cached` counts 1 if it has the page.
+        table: page ids, `[tp, pages]`, with one row for each rank of the old layout. A page has one column if it is in
+            `cached` or if at least one of the `sequences` uses it. The columns are sorted by the ids on rank 0.
+        references: numbers of references, `[pages]`, with one number for each column (page) of `table`: the count of
+            `sequences` that use the page, plus 1 if the page is in `cached`.
     """
 
     sequences: list[Sequence]
@@ -52,13 +52,13 @@ class LanePages:
 
     @classmethod
     def of(cls, sequences: list[Sequence], cached: list[CachedPage], tp: int) -> "LanePages":
-        """Return a `LanePages` with these sequences and cached pages. `tp` is the degree of the old layout."""
+        """Return a `LanePages` with `sequences` and `cached`. `tp` is the number of ranks of the old layout."""
         if not sequences and not cached:
             return cls([], [], np.empty((tp, 0), np.int32), np.empty(0, np.int64))
         tables = [s.pages.table for s in sequences if s.pages is not None]
         tables.append(np.array([page.column for page in cached], np.int32).reshape(len(cached), tp).T)
         table = np.concatenate(tables, axis=1)
-        # Pages differ in their ids on rank 0.
+        # No two pages have the same id on rank 0.
         _, first, counts = np.unique(table[0], return_index=True, return_counts=True)
         return cls(sequences, cached, table[:, first], counts)
 
@@ -67,19 +67,19 @@ class LanePages:
         return self.table.shape[1]
 
     def columns(self, ids: Int32[np.ndarray, " pages"]) -> Int[np.ndarray, " pages"]:
-        """Return, for each page, the index of its column in `table`. `ids` has the ids of the pages on rank 0."""
+        """Return the index of the column in `table` for each page. `ids` has the id of each page on rank 0."""
         return np.searchsorted(self.table[0], ids)
 
 
 def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
-    """Divide sequences and cached pages of a lane among the new instances of a split.
+    """Divide the sequences and cached pages of a lane among the new instances of a split.
 
     Return one `LanePages` for each new instance. Cached pages that do not fit are left out. Raises `OutOfPagesError` if
     the sequences do not fit.
 
     Args:
-        room: numbers of free pages, one number for each new instance.
-        limits: maximum numbers of sequences, one number for each new instance.
+        room: list with the number of free pages of each new instance.
+        limits: list with the maximum number of sequences of each new instance.
     """
     parts: list[list[Sequence]] = [[] for _ in room]
     if lane.running:
@@ -95,9 +95,9 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
 def dealt(lane: Lane, count: int) -> list[LanePages]:
     """Divide the sequences and cached pages of a lane into `count` parts, one for each new lane.
 
-    The parts get equal numbers of sequences, up to a difference of one. A cached page goes to every part whose
-    sequences use the page. A cached page that no sequence uses goes to the first part. If the first part lacks an
-    earlier page of the same prefix, the cached page is left out.
+    The numbers of sequences in two parts differ by at most one. If sequences use a cached page, the page goes to every
+    part that has such a sequence. If no sequence uses a cached page, the page goes to the first part. But if the first
+    part does not have the preceding page of the prefix, the page is left out.
     """
     parts: list[list[Sequence]] = [[] for _ in range(count)]
     pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
@@ -115,14 +115,14 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
     A part gets all cached pages that its sequences use. These are the rules for a page that no sequence uses:
 
     - The first page of a prefix goes to the part with the most free pages.
-    - A later page goes to a part that has the preceding page. If no part has the preceding page, the later page is left
-      out.
-    - If the part is full, the page is left out.
+    - A later page goes to a part that has the preceding page of the prefix. If no part has the preceding page, the
+      later page is left out.
+    - If the part to which a page should go has no free pages, the page is left out.
 
     Args:
         pages: all cached pages.
-        parts: sequences of each part.
-        room: maximum numbers of pages (of sequences and cache together), one number for each part.
+        parts: list with the sequences of each part.
+        room: list with the maximum number of pages of each part. Pages of sequences and cached pages both count.
     """
     used = [{page for s in part if s.pages is not None for page in s.pages.table[0].tolist()} for part in parts]
     left = [free - len(own) for free, own in zip(room, used, strict=True)]
@@ -130,7 +130,7 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
     roots = _roots(pages)
     chosen: dict[bytes, int] = {}
     latest = {roots[page.key][0]: index for index, page in enumerate(pages)}
-    # Most recently used prefixes first. Each from its first page, because later pages are useless without it.
+    # Most recently used prefixes first. In a prefix, earlier pages first: later pages are useless without them.
     in_order = sorted(enumerate(pages), key=lambda it: (-latest[roots[it[1].key][0]], roots[it[1].key][1], -it[0]))
     for _, page in in_order:
         if any(page.key in own for own in found):
@@ -147,7 +147,7 @@ def _deal_prefixes(pages: list[CachedPage], parts: list[list[Sequence]], room: l
 def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
     """Map the key of each cached page to `(key of the root, distance from the root in pages)`.
 
-    The root of a page is the first cached page of the same prefix. The distance of a root from itself is 0.
+    The root of a page is the first cached page of the prefix that ends with this page. A root has distance 0.
     """
     parents = {page.key: page.parent for page in pages}
     roots: dict[bytes, tuple[bytes, int]] = {}
@@ -165,13 +165,14 @@ def _roots(pages: list[CachedPage]) -> dict[bytes, tuple[bytes, int]]:
 def settle_references(pool: PagePool, before: list[CachedPage], parts: Items[LanePages]) -> None:
     """Correct the reference counts of a lane's cached pages, after the lane was divided into parts.
 
-    Before the division, the prefix cache of the lane held one reference to each cached page. Now each part has its own
-    prefix cache, which needs one reference to each of its pages. If no part caches a page, the page loses its
-    reference. If n parts cache a page, the page gets n - 1 more references.
+    Before the division, the prefix cache of the lane held one reference to each cached page. Each part gets a prefix
+    cache of its own, which needs one reference to each page that the part caches. If no part caches a page, the page
+    loses one reference. If n parts cache a page, the page gets n - 1 further references.
 
     Args:
         pool: page pool of the divided lane.
         before: all pages that were in the prefix cache of the divided lane.
+        parts: all parts of the divided lane.
     """
     counts: dict[int, int] = defaultdict(int)
     for part in parts:
@@ -189,14 +190,15 @@ def lane_at(
     places: Mapping[Home, tuple[PagePool, Int32[np.ndarray, "ranks pages"]]],
     max_running: int,
 ) -> tuple[Lane, list[tuple[Sequence, SequencePages]]]:
-    """Create a lane from `part`. Return `(lane, [(sequence, pages of the sequence in the lane), ...])`.
+    """Create a lane for `part`. Return `(lane, [(sequence, pages of the sequence in the new lane), ...])`.
 
-    The new lane has the cached pages of `part`, but no sequences yet. The caller must add the returned sequences.
+    The new lane has the cached pages of `part`, but no sequences yet. The caller must add the sequences.
 
     Args:
-        places: `{home: (page pool, page ids)}` for each home of the lane. The page ids, `[ranks, pages]`, have one
-            column for each column of `part.table`: the ids of the same page at this home.
-        max_running: maximum number of sequences of the lane.
+        part: sequences and cached pages for the new lane.
+        places: `{home: (page pool, page ids)}` for each home of the new lane. The page ids at a home, `[ranks, pages]`,
+            have one column for each column of `part.table`, in the same order.
+        max_running: maximum number of running sequences of the new lane.
     """
     lane = factory.lane({home: pool for home, (pool, _) in places.items()}, max_running)
     table = np.concatenate([rows for _, rows in places.values()])
@@ -211,9 +213,10 @@ def lane_at(
 
 
 def adopt_prefixes(target: Lane, source: Lane, home: Home) -> None:
-    """Move the cached pages of the lane `source`, and the references to them, to the prefix cache of the lane `target`.
+    """Move the cached pages of the lane `source` to the prefix cache of the lane `target`.
 
-    `target` has only one home: `home`. The ids of the pages at other homes are dropped.
+    The cache of `target` takes over the references to these pages. `home` is the only home of `target`. The ids of the
+    pages at other homes are dropped.
     """
     rows = source.ranks[home]
     target.cache.adopt(page._replace(column=page.column[rows]) for page in source.cache.pages())
@@ -224,12 +227,12 @@ def move_sequences(
 ) -> None:
     """Move the sequences of old instances to new instances.
 
-    If the move fails, the old instances keep all sequences that have no sampling state on the device. The other
-    sequences are requeued, because their sampling state may have been overwritten. Then the error is raised.
+    If the move fails, the sequences that have sampling state on the device are requeued, because this state may have
+    been overwritten. The old instances keep all sequences without sampling state. Then the error is raised.
 
     Args:
-        views: for each sequence, `(new instance, lane of the new instance, sequence, pages in the new lane)`.
-        requeue: function that puts a sequence of an instance back into the queue, to be computed again.
+        views: for each sequence, a tuple `(new instance, lane of the new instance, sequence, pages in the new lane)`.
+        requeue: function that puts a sequence back into the queue, to be computed again.
     """
     before = [(sequence, sequence.pages, sequence.slot) for _, _, sequence, _ in views]
     try:
@@ -254,10 +257,11 @@ def move_sequences(
 def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool]) -> None:
     """Move the sequences and cached pages of `lanes` to the lane `target`.
 
-    The sequences keep only their pages at the homes of `target`.
+    The sequences and cached pages keep only their page ids at the homes of `target`.
 
     Args:
-        pools: `{home: page pool}`. If a home in `pools` is not a home of `target`, pages at this home are freed.
+        pools: `{home: page pool}`. If a home in `pools` is a home of one of `lanes` but not of `target`, the pages of
+            the lane at this home are freed.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])

@@ -1,10 +1,10 @@
 """Begin merges and splits of instances, and changes between normal and data-parallel attention.
 
-`begin` compiles programs, reserves memory, and allocates every page a second time, in the new layout. The result is a
-transition, which switches the layers later.
+`begin` compiles missing programs, reserves temporary memory, and gives every page further ids, for the new layout. The
+result of `begin` is a transition, which switches the layers later.
 
-A `divide` changes an instance to data-parallel attention, and a `join` changes the instance back. Both move pages, and
-leave the FFN weights where they are.
+A `divide` changes an instance to data-parallel attention, and a `join` changes the instance back. A `divide` or `join`
+moves pages, and leaves the FFN weights where they are.
 
     4 x TP1  -- merge -->  TP4  -- divide -->  attention at 4 x TP1, FFNs at TP4
     4 x TP1  <-- split --  TP4  <-- join ----  attention at 4 x TP1, FFNs at TP4
@@ -32,11 +32,11 @@ def begin(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
     """Begin a merge or split, or a change to or from data-parallel attention (`divide` or `join`).
 
     Return the transition, which switches the layers later. The instances of the plan must have no steps in flight. In a
-    merge, a new instance replaces the old instances immediately, and serves during the transition. In the other
-    changes, the old instance serves during the transition.
+    merge, a new instance replaces the old instances immediately, and serves during the transition. In a split, `divide`
+    or `join`, the old instance serves during the transition.
 
-    Raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile. If an error is raised,
-    nothing has changed.
+    Raises `RequestError`, `OutOfPagesError` or the error of a program that does not compile. If an error is raised, the
+    old instances serve as before, but a merge may have requeued some of their sequences (`move_sequences`).
     """
     try:
         return _up(cluster, plan, requeue) if plan.up else _down(cluster, plan)
@@ -67,7 +67,7 @@ def _up(cluster: Cluster, plan: RelayoutPlan, requeue: Requeue) -> Relayout:
         tokens = [token for i in old for token in disassemble(i.group, i.runner.last_tokens)]
         new = factory.new_instance(group, allocators, [[] for _ in range(num_layers)], after, tokens)
     homes = tuple(site.group.home for site in members)
-    # Without pages, all layers switch at once, and no sequence may start before that.
+    # If no page is in use, all layers switch at once, and no sequence may start before this switch.
     limit = cluster.plan.buckets(plan.lower).max_num_seqs if any(part.num_pages for part in parts) else 0
     lanes: list[Lane] = []
     views: list[tuple[Instance, Lane, Sequence, SequencePages]] = []
@@ -101,7 +101,7 @@ def _down(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
     tables = place_down([p.table for p in parts], [p.references for p in parts], geometry, allocators)
     settle_references(lane.pages, lane.cache.pages(), parts)
     if not any(part.num_pages for part in parts):
-        limits = [0] * len(parts)  # all layers switch at once, and no sequence may start before that
+        limits = [0] * len(parts)  # all layers switch at once, and no sequence may start before this switch
     extents = cluster.plan.extent_pages(after)
     members = [cluster.factory.site(member, [[] for _ in range(num_layers)], extents) for member in groups]
     lanes: list[Lane] = []
@@ -121,13 +121,13 @@ def _down(cluster: Cluster, plan: RelayoutPlan) -> Relayout:
 
 
 class _Dealt(NamedTuple):
-    """Result of `_deal_pages`: the sequences and pages of each new instance of a split.
+    """Result of `_deal_pages`: the sequences and pages of each new instance.
 
     Attributes:
-        kept: pages of paused requests. They are claimed in `allocators`, so that no other sequence gets them.
-        allocators: page allocators of the new layout, one for each device.
-        limits: maximum numbers of sequences, one number for each new instance.
-        parts: sequences and cached pages, one `LanePages` for each new instance.
+        kept: pages of paused requests. `allocators` count these pages as allocated, so no other sequence gets them.
+        allocators: list of page allocators for the new layout, one for each device.
+        limits: list with the maximum number of sequences that each new instance may get.
+        parts: list with one `LanePages` for each new instance: the sequences and cached pages that the instance gets.
     """
 
     kept: KeptPages
@@ -139,9 +139,12 @@ class _Dealt(NamedTuple):
 def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) -> _Dealt:
     """Divide the sequences and cached pages of an instance among the new instances of degree `tp`.
 
-    Pages of paused requests also need memory in the new layout. If too few pages are free, the prefix caches of the
-    paused instances are emptied. Raises `OutOfPagesError` or `RequestError` if the pages of the sequences still do not
-    fit.
+    In a `divide`, the parts of the group that will compute attention separately count as the new instances.
+
+    Without paused instances, `OutOfPagesError` is raised if the pages of the sequences do not fit. With paused
+    instances, the pages of the paused instances also need memory in the new layout. If too little memory is left for
+    the sequences, the prefix caches of the paused instances are emptied. If the pages of the sequences still do not
+    fit, `RequestError` is raised.
 
     Args:
         released: degree whose weights the new instances keep. The memory of all other weights is KV cache.
@@ -164,9 +167,9 @@ def _deal_pages(cluster: Cluster, instance: Instance, tp: int, released: int) ->
 
 
 def _check_growth(cluster: Cluster, instance: Instance, tp: int, released: int) -> None:
-    """Raise `RequestError` if a running request may become too long for an instance of degree `tp`.
+    """Raise `RequestError` if a running request may become too long for the new instances of degree `tp`.
 
-    `released` is the degree whose weights this instance keeps. The memory of all other weights is KV cache.
+    `released` is the degree whose weights the new instances keep. The memory of all other weights is KV cache.
     """
     limit = cluster.plan.capacity_tokens(tp, released)
     for sequence in instance.running:

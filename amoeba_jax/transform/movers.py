@@ -22,12 +22,12 @@ Restored = tuple[ReleasedShard, ...]
 
 
 class PlacedExchange(NamedTuple):
-    """Exchange of page pieces between ranks, with device arrays of ids. The arrays are sharded over the ranks.
+    """Exchange of page pieces between ranks, with the ids of the pieces in arrays on the devices.
 
     Attributes:
         kind: kind of the program that runs the exchange.
-        send: ids of the pieces that each rank sends.
-        receive: ids of the slots into which each rank writes the pieces that it receives.
+        send: ids of the pieces that each rank sends, as in `Exchange.send`. Sharded over the ranks.
+        receive: ids to which each rank writes the pieces that arrive, as in `Exchange.receive`. Sharded over the ranks.
     """
 
     kind: ExchangeKind
@@ -37,11 +37,11 @@ class PlacedExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class MovePlan:
-    """Size of the page moves of one layer. The size is the same for all layers.
+    """Size of the page moves of one layer. All layers have page moves of equal size.
 
     Attributes:
         num_pieces: number of pieces (parts of pages) that move.
-        num_phases: number of phases in which pieces move. A phase is one exchange between ranks.
+        num_phases: number of phases in which pieces move. In a phase, all ranks exchange a bounded number of pieces.
     """
 
     num_pieces: int
@@ -52,10 +52,10 @@ class InPlaceMover:
     """Launcher of the programs that move the pages and restore the weights of a layer.
 
     Pages move inside the extents (page buffers) that the layer already has. The moves run in phases: exchanges of
-    bounded size between ranks. `move`, `run` and `restore` launch programs and do not wait for them.
+    bounded size between ranks. `move`, `run` and `restore` launch programs and return before the programs have run.
 
     Attributes:
-        exchanges: exchanges of the present plan, in the order of their launch.
+        exchanges: list of all exchanges of the latest plan, in the order of their launch.
     """
 
     def __init__(self, programs: TransitionPrograms, weights: WeightStore):
@@ -65,21 +65,23 @@ class InPlaceMover:
         self._divided: dict[int, tuple[list[PlacedExchange], list[PlacedExchange]]] = {}
 
     def prepare(self, max_pieces: int) -> int:
-        """Compile missing programs. Return the number of bytes of temporary memory that the programs need on a device.
+        """Compile missing programs. Return the most bytes of temporary memory that one program needs on a device.
 
-        `max_pieces` is the maximum number of page pieces that move. If it is 0, programs that move pages are left out.
+        The programs move pages and restore weights. `max_pieces` is the maximum number of page pieces that move. If
+        `max_pieces` is 0, programs that move pages are left out.
         """
         exchanges = self._programs.exchanges if max_pieces else {}
         return self._programs.move_temporaries(pages=bool(exchanges))
 
     def plan(self, old: Tables, new: Tables) -> MovePlan:
-        """Plan the page moves of a layer. Return the number of moved pieces and the number of phases.
+        """Plan the page moves of a layer. Return the number of pieces that move and the number of phases.
 
         `divided` and `move` use this plan until `plan` is called again.
 
         Args:
-            old: page ids in the old layout. Each lane has a table with a row for each rank and a column for each page.
-            new: ids of the same pages in the new layout, in the same form.
+            old: list of tables, one for each lane, with the page ids in the old layout. A table has a row for each rank
+                and a column for each page.
+            new: list of tables with the page ids in the new layout. `old` and `new` have the pages in the same order.
         """
         programs = self._programs
         source, target = moves(old, new)
@@ -89,11 +91,11 @@ class InPlaceMover:
         return MovePlan(len(source), len(self._phases))
 
     def divided(self, most: int) -> tuple[list[PlacedExchange], list[PlacedExchange]]:
-        """Divide the exchanges of the plan. Return `(exchanges in separate programs, exchanges in step programs)`.
+        """Divide the exchanges of the latest plan into `(exchanges in separate programs, exchanges in step programs)`.
 
         The separate programs run first. The step programs run the last phases of the plan: at most `most` exchanges,
-        with one phase each. A phase that moves pieces only inside ranks cannot run in a step program. Therefore, this
-        phase and all earlier phases run in separate programs.
+        with one phase each. If a phase moves pieces only inside ranks, it cannot run in a step program. This phase and
+        all earlier phases then run in separate programs.
         """
         if most not in self._divided:
             count = 0
@@ -111,10 +113,10 @@ class InPlaceMover:
         return [PlacedExchange(exchange.kind, *_put_ids(self._programs, exchange)) for exchange in exchanges]
 
     def move(self, extents: list[jax.Array]) -> list[jax.Array]:
-        """Move all pages of a layer to the new layout. Return the extents after the moves.
+        """Move all pages of a layer to the new layout, as planned by `plan`. Return the extents after the moves.
 
         Args:
-            extents: all extents (page buffers) of the layer, `[tp * pages, page_elems]` each. Donated.
+            extents: list of all extents (page buffers) of the layer, `[tp * pages, page_elems]` each. Donated.
         """
         return self.run(self.exchanges, extents)
 
@@ -129,7 +131,7 @@ class InPlaceMover:
 
         Args:
             released: weight shards to restore.
-            extents: page buffers in the former memory of these shards.
+            extents: list with one page buffer for each entry of `released`, in the former memory of this entry.
         """
         return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
@@ -140,6 +142,6 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return, for each entry of `released`, an array over the group with the kept weight shards that the ranks send."""
+    """Return one array over the group for each entry of `released`: the kept weight shard that each rank sends."""
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

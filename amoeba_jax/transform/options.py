@@ -6,22 +6,22 @@ from typing import ClassVar, Literal, TypeAlias
 from amoeba_jax.transform.report import TransformVariant
 
 LayersPerStep: TypeAlias = int | Literal["auto"]
-"""Number of layers that switch between two steps. It is rounded up to whole segments. `"auto"`: one segment."""
+"""Number of layers that switch between two steps, rounded up to whole segments. `"auto"`: the layers of one segment."""
 
 ChangeOrder = Literal["layer", "memory_first"]
-"""Order in which the modules of a group change. See `LLM.transform`."""
+"""Order in which the modules (attention and FFNs) of a group of devices change. See `LLM.transform`."""
 
 RunningRequests = Literal["migrate", "pause", "wait"]
-"""Treatment of running requests. See `LLM.transform`."""
+"""Treatment of running requests during a transformation. See `LLM.transform`."""
 
 
 PlacementKind = Literal["replicate", "evict", "migrate", "scale_out", "scale_in"]
-"""Ways to change the placement of an instance. See the methods of `LLM` with these names."""
+"""Name of the `LLM` method that changes the placement of an instance."""
 
 PlacementModules = Literal["layer", "attention", "ffn", "kv"]
 """Modules of a layer that change.
 
-With `kv`, the KV cache and the attention over it move. The old device also keeps the attention weights.
+With `kv`, the attention moves with its KV cache, and the old device keeps a copy of the attention weights.
 """
 
 
@@ -29,15 +29,15 @@ With `kv`, the KV cache and the attention over it move. The old device also keep
 class PlacementOptions:
     """Arguments of `LLM.replicate`, `evict`, `migrate`, `scale_out` and `scale_in`.
 
-    A module is the attention or the FFN of a layer.
-
     Attributes:
         kind: name of the method.
-        device: index of the device that gets modules. For `evict` and `scale_in`, the device that loses modules.
-        instance: id of the instance that changes. For `scale_in`, the instance that takes over the sequences.
-        layers: layers that change. None: all layers.
+        device: index of the device that gets modules (attention or FFNs of layers). In an `evict` or `scale_in`: index
+            of the device that loses modules.
+        instance: id of the instance that changes, or that takes over the sequences in a `scale_in`.
+        layers: range of the indices of the layers that change. None: all layers.
         modules: kinds of modules that change in these layers.
-        move_kv: argument of `migrate`. If False, only FFNs move. The KV cache and the attention stay.
+        move_kv: whether attention and KV cache move in a `migrate`. If False, only FFNs move.
+        running: treatment of running requests, the same for all of these methods.
     """
 
     kind: PlacementKind
@@ -56,7 +56,7 @@ class PlacementOptions:
 
 @dataclass(frozen=True)
 class TransformOptions:
-    """Arguments of `LLM.transform`, which describes them. If the caller named no devices, `devices` has all devices."""
+    """Arguments of `LLM.transform` (described there). If the caller named no devices, `devices` has all devices."""
 
     tensor_parallel_size: int
     devices: tuple[int, ...]
@@ -71,12 +71,13 @@ class TransformOptions:
     def attention(self) -> int:
         """Requested degree of the attention.
 
-        With data-parallel attention, this degree is lower than `tensor_parallel_size`. Without it, the two are equal.
+        If data-parallel attention is requested, this degree is lower than `tensor_parallel_size`. Otherwise, it is
+        equal to `tensor_parallel_size`.
         """
         return self.tensor_parallel_size if self.attention_degree is None else self.attention_degree
 
     def is_reached_by(self, degree: int, attention_degree: int) -> bool:
-        """Return whether these are the requested degrees of an instance and of its attention."""
+        """Return whether an instance of degree `degree` with attention of degree `attention_degree` need not change."""
         return (degree, attention_degree) == (self.tensor_parallel_size, self.attention)
 
     @property

@@ -1,10 +1,11 @@
-"""Pause the requests of several instances, and resume them. In the meantime, one larger instance serves.
+"""Pause the requests of several instances, and resume these requests later.
+
+During the pause, one larger instance serves on the devices of all paused instances. The larger instance uses the free
+memory in the page buffers of the paused instances: one free page at TP1 has the memory for one rank's share of four
+pages at TP4.
 
 A pause or resume moves no pages, restores no weights and computes nothing again. Paused sequences keep their pages,
 slots and sampling state. Steps that are in flight when a pause begins still run.
-
-The larger instance has the devices of all paused instances, and uses the free pages in their page buffers. For example,
-the memory of one free page at TP1 holds one rank's share of four pages at TP4.
 """
 
 import time
@@ -26,9 +27,9 @@ from sharding.mesh import SubMesh, combine, disassemble, divide
 
 
 def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
-    """Pause the requests of several instances, and create one instance over their devices. Return the report.
+    """Pause the instances `plan.old`, and create one instance over all of their devices. Return the report.
 
-    The new instance keeps the paused instances for `resume`.
+    The new instance keeps the paused instances in its attribute `paused`, for `resume`.
     """
     start, group, members = time.perf_counter(), plan.group, plan.old
     for instance in members:
@@ -44,10 +45,10 @@ def pause(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
-    """Replace an instance by the instances that were paused for it. Return the report.
+    """Replace the only instance of `plan.old` by its paused instances, and resume their requests. Return the report.
 
-    The requests of the paused instances resume. The replaced instance must have no sequences and no steps in flight.
-    Its cached prefixes are dropped.
+    The replaced instance must have no sequences and no steps in flight. The cached prefixes of the replaced instance
+    are dropped.
     """
     start, (instance,) = time.perf_counter(), plan.old
     dropped = instance.lane.cache.num_cached_pages
@@ -66,9 +67,9 @@ def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def forget_paused(plan: RelayoutPlan) -> None:
-    """For each instance of `plan.old`, drop its paused instances if their degree is not the requested degree.
+    """Drop the paused instances of each instance in `plan.old`, if they do not have the requested degree.
 
-    The dropped instances must have no sequences. Their cached prefixes are dropped too.
+    The dropped instances must have no sequences. The cached prefixes of the dropped instances are dropped too.
     """
     for instance in plan.old:
         if instance.paused and instance.paused[0].tp != plan.options.tensor_parallel_size:
@@ -79,7 +80,7 @@ def forget_paused(plan: RelayoutPlan) -> None:
 
 
 def drop_prefixes(members: Iterable[Instance]) -> bool:
-    """Empty the prefix caches of paused instances, if this frees any page. Return whether any page has become free."""
+    """Empty the prefix caches of paused instances, and return True. If no page would become free, only return False."""
     caches = [member.lane.cache for member in members]
     if not any(cache.num_evictable_pages for cache in caches):
         return False
@@ -92,10 +93,10 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
     """Create one instance over `group` from the KV extents of the instances `members`, without a copy.
 
     An extent is a page buffer. Each new extent is an array `[tp * pages, page_elems]` over the group, and consists of
-    one extent of each member. The members lose their extents. If this function fails, the members keep their extents.
+    one extent of each member. On success, the members lose their extents. On failure, the members keep their extents.
 
     Args:
-        last_tokens: last tokens of the members' slots, one buffer for each device.
+        last_tokens: list with one buffer for each device of `group`: the last token of each slot of a member.
     """
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]
@@ -109,12 +110,12 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
 
 
 class KeptPages:
-    """Pages that paused instances keep through a split of the merged instance.
+    """Pages that paused instances keep while the merged instance splits.
 
-    The pages are claimed in the allocators of the new layout, so that no other sequence gets these pages.
+    The constructor allocates these pages in the allocators of the new layout, so that no other sequence gets the pages.
 
     Args:
-        instance: merged instance, which serves in place of the paused instances.
+        instance: merged instance, which serves on the devices of the paused instances.
         allocators: empty allocators of the new layout, one for each device of `instance`.
     """
 
@@ -134,9 +135,9 @@ class KeptPages:
             self._pools.append(PagePool(geometry, ranks, tp))
 
     def settle(self) -> None:
-        """Free the pages that paused sequences no longer use.
+        """Free the pages that paused instances have stopped using since this object was created.
 
-        A paused sequence may be removed during the transition, for example if its request is cancelled.
+        For example, a paused sequence ends during the split if its request is cancelled.
         """
         for lane, pool, claimed in zip(self._lanes, self._pools, self._claimed, strict=True):
             gone = list((claimed - _references(lane)).elements())
@@ -144,9 +145,9 @@ class KeptPages:
 
 
 def _references(lane: Lane) -> Counter[tuple[int, ...]]:
-    """Return, for each page of a lane, the number of sequences that use the page, plus 1 if the page is cached.
+    """Count the references to each page of a lane: one for each sequence that uses the page, and one if it is cached.
 
-    Each key of the result is one page, given as a tuple of its ids on all ranks.
+    Each key of the result is one page, as the tuple of its ids on all ranks.
     """
     tables = [s.pages.table for s in lane.running if s.pages is not None] + [lane.cache.table()]
     return Counter(tuple(column) for table in tables for column in table.T.tolist())

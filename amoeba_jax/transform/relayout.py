@@ -1,17 +1,18 @@
 """Relayout: the transition of a group of devices between two tensor-parallel degrees.
 
-The layers switch in segments (runs of consecutive layers), from the last segment to the first. Until the end, some
-layers have the layout of the lower degree, and all others have the layout of the higher degree.
+The layers switch to the new degree in segments (runs of consecutive layers), from the last segment to the first.
+Between two switches, the first layers of the model have the old degree, and the last layers have the new degree.
 
-One instance of the higher degree serves during a relayout. Its sequences are divided into lanes, one for each instance
-of the lower degree. Its placement tells which devices compute each layer. `instances/runner.py` runs the steps.
+One instance of the higher degree serves during a relayout. The group of this instance consists of members. A member is
+a smaller group of devices that compute together at the lower degree. The sequences of the instance are divided into
+lanes, one lane for each member. `instances/runner.py` runs the steps of the instance.
 
-Every page has ids in both layouts: the old one and the new one (see `Lane`). A layer uses the ids of the layout that it
-has at that time. Pages that are allocated during a relayout also get ids in both layouts.
+Every page has two sets of ids: ids at the lower degree, and ids at the higher degree (see `Lane`). Pages that are
+allocated during a relayout also get both sets. The attention of a layer uses the ids of the degree that the attention
+has at that time.
 
-With `order="memory_first"`, the FFNs of all layers switch together. A merge switches the FFNs before any page moves. A
-split switches the FFNs after all pages have moved. During the page moves, the memory of released FFN weights is KV
-cache.
+With `order="memory_first"`, the FFNs of all layers switch together: in a merge before any page moves, in a split after
+all pages have moved. While pages move, the memory of the FFN weights that the higher degree does not need is KV cache.
 """
 
 import logging
@@ -53,19 +54,20 @@ class Relayout(Transition):
     """Transition of a group of devices between two tensor-parallel degrees.
 
     Args:
-        instance: instance that serves during the transition, at the higher degree. It has one lane for each of
-            `members`. Its site (device buffers) has the KV extents (page buffers) of each layer that has the higher
-            layout.
-        members: device buffers, one `Site` for each instance of the lower degree, ordered by first device. They have
-            the KV extents of each layer that has the lower layout.
-        prepared: compiled programs, and the size of the reserved memory.
-        allocators: page allocators of the new layout, one for each device.
+        instance: instance of the higher degree, which serves during the transition. The instance has one lane for each
+            site in `members`. `instance.site` has the KV extents (page buffers) of each layer whose attention has the
+            higher degree.
+        members: device buffers, one `Site` for each member, ordered by first device. A member is a smaller group of
+            devices that compute together at the lower degree. The sites have the KV extents of each layer whose
+            attention has the lower degree.
+        prepared: result of `prepare`: compiled programs, and the size of the reserved memory.
+        allocators: page allocators for the degree after the transition, one for each device.
         cached: `(number of cached pages before the relayout, number of these pages that stay cached)`.
-        kept: pages of paused requests in the new layout. None in a merge or join.
+        kept: pages of paused requests, claimed in `allocators`. None in a merge or join.
 
     Attributes:
-        restored: restored weights of the layer that switched last. When these weights are ready, the restored weights
-            of all layers are ready.
+        restored: weight arrays of the layer whose weights were restored last. When these arrays are ready, the restored
+            weights of all layers are ready.
     """
 
     changes_degree = True
@@ -167,12 +169,13 @@ class Relayout(Transition):
             self._restore_ffns()
 
     def _leave_to(self, step: StepPlan, segment: SegmentPlan) -> bool:
-        """Leave the switch of a segment to the programs of the next step. Return False if this is not possible.
+        """Leave the switch of a segment to the programs of `step`, the next step. Return whether this is possible.
 
-        The step must compute all lanes and no prompt. All step programs that also exchange pages must be compiled.
+        The step must compute all lanes, no prompt, and at least one segment at the higher degree. The step programs
+        that also exchange pages must be compiled.
         """
         segments, index = self.programs.plan.segments, len(self._left) - 1
-        beside = segments[index + 1 :] if self.up else segments[:index]  # the step computes them at the higher degree
+        beside = segments[index + 1 :] if self.up else segments[:index]  # segments of the step at the higher degree
         if not self.overlaps or step.lane is not None or not step.decodes or not beside:
             return False
         first, last = self._mover.divided(len(beside))
@@ -201,7 +204,7 @@ class Relayout(Transition):
         self._left.pop()
 
     def _switch_layer(self, layer: int, plan_s: float) -> None:
-        # Wait for the steps before, so that they do not count as time of the switch.
+        # Wait for earlier steps, so that their time does not count as time of the switch.
         self._wait([site.kv[layer] for site in self.members] if self.up else self.high.kv[layer])
         start = time.perf_counter()
         kv = self.take_extents(layer)
@@ -211,7 +214,7 @@ class Relayout(Transition):
         moved = time.perf_counter()
         self._wait(self.hand_over(layer, kv))
         if not self._overlapped:
-            self.drop_spent()  # if extents were not written in place, only these arrays hold the old extents
+            self.drop_spent()  # frees the old extents if the programs did not write in place
         self._record(layer, plan_s, moved - taken, taken - start + time.perf_counter() - moved)
 
     def _record(self, layer: int, plan_s: float, move_s: float, weights_s: float) -> None:
@@ -220,7 +223,7 @@ class Relayout(Transition):
         self._switches.append(LayerSwitch(layer, plan_s, move_s, weights_s, self._moves.num_phases, moved_bytes))
 
     def _place(self, switched: SequenceOf[SegmentPlan]) -> None:
-        """Change the placement, so that later steps compute the switched segments at their new homes."""
+        """Change the placement of the instance: later steps compute the segments `switched` at their new homes."""
         if switched:
             layers = range(switched[0].layers.start, switched[-1].layers.stop)
             runner, homes = self.instance.runner, self._high_homes if self.up else self._low_homes
@@ -232,9 +235,9 @@ class Relayout(Transition):
             jax.block_until_ready(arrays)
 
     def _plan_moves(self) -> None:
-        """Plan the moves of all live pages. All layers use the same plan.
+        """Plan the moves of the live pages: the pages that running sequences or the prefix cache hold.
 
-        If the live pages are the same as for the last plan, keep that plan.
+        All layers use this plan. If the ids of the live pages have not changed since the last plan, keep the last plan.
         """
         high, low = [], []
         for lane, home in zip(self.instance.lanes, self._low_homes, strict=True):
@@ -251,7 +254,7 @@ class Relayout(Transition):
     def _release_ffns(self) -> None:
         """Switch the FFNs of all layers to the higher degree.
 
-        The memory of the FFN weights that a device does not need at the higher degree becomes KV cache.
+        The memory of all FFN weights that a device does not need at the higher degree becomes KV cache.
         """
         self.started = True
         group, programs, runner = self.high.group, self.programs, self.instance.runner
@@ -275,7 +278,8 @@ class Relayout(Transition):
     def _restore_ffns(self) -> None:
         """Switch the FFNs of all layers to the lower degree.
 
-        The extents (page buffers) in the former memory of FFN weights become weights again. Their pages must be free.
+        The KV extents (page buffers) whose memory held FFN weights become weights again. All pages in these extents
+        must be free.
         """
         programs, runner = self.programs, self.instance.runner
         num_kept, layers = len(programs.low_extents), range(self.num_layers)
@@ -293,22 +297,22 @@ class Relayout(Transition):
     # Extents
 
     def take_extents(self, layer: int) -> list[jax.Array]:
-        """Begin the switch of a layer. Return its KV extents (page buffers), as arrays over the devices of the group.
+        """Begin the switch of a layer. Return the layer's KV extents (page buffers), as arrays over the group.
 
-        In a merge, remove the extents from the lower layout. If the layer releases weights, the result also has the
-        memory of these weights, as further extents.
+        In a merge or join, the sites of the lower degree (`members`) lose these extents. If the switch of the layer
+        releases weights, the result also has the memory of these weights, as further extents.
         """
         if not self.up:
             return self.high.kv[layer]
         group, released = self.high.group, list[jax.Array]()
         if self.programs.changes_weights and layer >= self._num_released:
-            # First: if it fails, the layer still has the lower layout.
+            # Release first: if the release fails, the layer still has the lower degree.
             released = self._weights.release(group, layer, *self.programs.released, self._spent)
         self.high.kv[layer] = self._take_low(layer) + released
         return self.high.kv[layer]
 
     def _take_low(self, layer: int) -> list[jax.Array]:
-        """Remove the extents (page buffers) of a layer from the lower layout. Return them as arrays over the group."""
+        """Move a layer's KV extents from the lower-degree sites into arrays over the group. Return the arrays."""
         parts = [site.group for site in self.members]
         both = zip(*(site.kv[layer] for site in self.members), strict=True)
         extents = [combine(self.high.group, extents, parts) for extents in both]
@@ -318,13 +322,13 @@ class Relayout(Transition):
         return extents
 
     def hand_over(self, layer: int, kv: list[jax.Array]) -> list[jax.Array]:
-        """End the switch of a layer, after its pages have moved. Return the arrays that the layer now has.
+        """End the switch of a layer whose pages have moved. Return the layer's KV extents and restored weights.
 
-        In a split, the memory of the last extents may become weights again. The result then has these weights instead
-        of the last extents.
+        In a merge or join, `instance.site` gets `kv`. In a split or divide, the sites of the lower degree (`members`)
+        get the extents in `kv` that remain KV cache. In a split, the last extents in `kv` may become weights again.
 
         Args:
-            kv: extents (page buffers) of the layer. They go to the new layout.
+            kv: KV extents (page buffers) of the layer, as arrays over the group.
         """
         self.high.kv[layer] = kv
         if self.up:
@@ -339,10 +343,10 @@ class Relayout(Transition):
         return kept + restored
 
     def _restore(self, layer: int, extents: list[jax.Array]) -> list[jax.Array]:
-        """Turn extents of a layer back into the released weights. Return the weights. Donates `extents`.
+        """Turn KV extents of a layer back into the layer's released weights. Return the weights. Donates `extents`.
 
         Args:
-            extents: page buffers in the former memory of these weights.
+            extents: extents (page buffers) in the memory that held these weights before their release.
         """
         restored = self._mover.restore(self.programs.restored(layer), extents)
         self._weights.put_back(self.high.group, layer, *self.programs.released, restored)
@@ -350,14 +354,14 @@ class Relayout(Transition):
         return restored
 
     def _append_low(self, layer: int, extents: list[jax.Array]) -> None:
-        """Append extents (page buffers as arrays over the group) to the extents of a layer in the lower layout."""
+        """Append KV extents, given as arrays over the group, to a layer's extents at the sites of the lower degree."""
         parts = [site.group for site in self.members]
         divided = (divide(self.high.group, extent, parts) for extent in extents)
         for site, *own in zip(self.members, *divided, strict=True):
             site.kv[layer] = site.kv[layer] + own
 
     def drop_buffers(self) -> None:
-        """Drop all KV extents of the group and the restored weights. Call this before new buffers are allocated."""
+        """Drop the restored weights and all KV extents of the group. Call this before new buffers are allocated."""
         for site in (self.high, *self.members):
             site.kv.clear()
         self.restored, self._in_step = [], None
@@ -381,7 +385,7 @@ class Relayout(Transition):
         return first.reader.when_ready(self.restored) if self.restored else None
 
     def _serve_high(self) -> None:
-        """Let the instance serve at the higher degree. All of its lanes become one lane."""
+        """End the transition at the higher degree. All lanes of the instance become one lane."""
         instance, home = self.instance, self.instance.group.home
         instance.allocators = {home: self.cluster.factory.allocators_of(instance.group)}
         self.serve(instance.lanes, *instance.runner.placement.joined(), {})
@@ -390,7 +394,7 @@ class Relayout(Transition):
             instance.take_the_place_of(instance.paused)
 
     def _serve_parallel(self) -> None:
-        """Let the instance serve with data-parallel attention. Every lane keeps its pages in the lower layout."""
+        """End the transition with data-parallel attention. Each lane keeps only its page ids at the lower degree."""
         instance, factory, home = self.instance, self.cluster.factory, self.instance.group.home
         placement = Placement.parallel_attention(home, self.plan.lower, self.num_layers)
         instance.allocators = {site.group.home: factory.allocators_of(site.group) for site in self.members}
@@ -398,13 +402,14 @@ class Relayout(Transition):
         instance.runner.sites = {home: instance.site, **{site.group.home: site for site in self.members}}
 
     def _settle_low(self, requeue: Requeue) -> Instance:
-        """Let instances of the lower degree take over the sequences and pages. Return the first of these instances.
+        """Move all sequences and pages to instances of the lower degree. Return the first of these instances.
 
-        If the group has paused instances, they resume and take over. Otherwise, new instances are created.
+        If the present instance has paused instances, the paused instances resume and get the sequences. Otherwise, new
+        instances are created.
         """
         instance, factory = self.instance, self.cluster.factory
         new = list(instance.paused) or self._low_instances([self.programs.released[1]] * len(self.members))
-        move_sequences([instance], self._views(new), requeue)  # may fail: nothing has changed before
+        move_sequences([instance], self._views(new), requeue)  # may fail, so this call comes first
         if self.kept is not None:
             self.kept.settle()
         factory.settle_allocators(instance.group, self.allocators)
@@ -416,11 +421,11 @@ class Relayout(Transition):
         return new[0]
 
     def _low_instances(self, released: list[int]) -> list[Instance]:
-        """Create instances of the lower degree over the buffers of `members`. The new instances have no sequences.
+        """Create one instance of the lower degree for each site in `members`. The new instances have no sequences.
 
         Args:
-            released: degree whose weights an instance keeps, for each new instance. The memory of all other weights is
-                KV cache.
+            released: released degrees, one for each new instance. With released degree n, a device keeps only the
+                weights that TPn needs. The memory of all other weights is KV cache.
         """
         factory, tp = self.cluster.factory, self.plan.lower
         tokens = disassemble(self.instance.group, self.instance.runner.last_tokens)
@@ -453,7 +458,7 @@ class Relayout(Transition):
         return RECOMPUTED
 
     def _abort(self) -> None:
-        """Restore the old instances after a failure before the first switch. No page has moved yet."""
+        """Undo the transition after an error before the first switch. The old instances then serve again."""
         instance = self.instance
         if not self.up:
             self._serve_high()
@@ -462,7 +467,7 @@ class Relayout(Transition):
             self._serve_parallel()
             return
         instance.transition = None
-        instance.sampler.state.replace_lost()  # the old instances write the rows of their sequences again
+        instance.sampler.state.replace_lost()  # `new.add` writes the rows of all sequences again
         old = self._low_instances([before.released for before in self.plan.old])
         views = self._views(old)
         for own, lane in zip(old, instance.lanes, strict=True):
@@ -476,9 +481,10 @@ class Relayout(Transition):
     def fail_settled(self, requeue: Requeue) -> str:
         """Recover a group after an error of `last_result`. Return a text that tells what happened to the group.
 
-        After a merge, `last_result` is the result of a step. `Steps.recover` has already handled this error, so nothing
-        is done here. After a split, `last_result` tells when the restored weights are ready. These weights are loaded
-        again, and the requests are computed again.
+        After a merge or join, `last_result` is the result of a step. `Steps.recover` has already handled an error of a
+        step, so this method does nothing. After a split, `last_result` is a future of the restored weights, and the
+        error means that these weights are lost. This method loads the lost weights again, and requeues all requests of
+        the group.
         """
         if self.up:
             return RECOMPUTED
@@ -505,14 +511,15 @@ class SwitchInStep:
         merge   layers 0-11 at 4 x TP1 | first phases | layers 12-15 and phase n-1 | layers 16-19 and phase n
         split   first phases | layers 0-3 and phase n-1 | layers 4-7 and phase n | layers 8-19 at 4 x TP1
 
-    In both examples, this step still computes layers 8-11 at the lower degree, and the step programs with a phase run
-    at the higher degree. A backend with asynchronous collectives computes and exchanges pages at the same time. The CPU
-    backend does not.
+    In both examples, the step computes layers 8-11 at the lower degree. The step programs that include a phase compute
+    their layers at the higher degree. On a backend with asynchronous collectives, the computation and the exchange of
+    such a program overlap. On the CPU backend, they do not overlap.
 
     Attributes:
-        shape: shape of the step for which `parts` was made.
-        first: exchanges that run as separate programs, before the exchanges of `parts`.
-        parts: exchanges that run inside step programs. Each key is the segment that the step program computes.
+        segment: segment that switches.
+        shape: batch shape of the step for which the switch was planned.
+        first: exchanges that run as separate programs, before the step programs in `parts`.
+        parts: exchanges that run inside step programs, as `{segment that the step program computes: exchange}`.
     """
 
     relayout: Relayout
@@ -525,8 +532,9 @@ class SwitchInStep:
     def begin(self, shape: BatchShape | None) -> Mapping[SegmentPlan, ExchangePart]:
         """Launch the page exchanges that are separate programs. Return the exchanges that step programs must run.
 
-        Each key of the result is a segment. The step program that computes this segment must also run the exchange. If
-        the step does not have the planned shape, launch all exchanges now, and return an empty mapping.
+        The result is a mapping `{segment: exchange}`. The step program that computes the segment must also run the
+        exchange. If the step does not have the planned shape, launch all exchanges as separate programs, and return an
+        empty mapping.
 
         Args:
             shape: shape of the step. None if there is no step, or if the step computes only one of the lanes.
@@ -540,7 +548,7 @@ class SwitchInStep:
         return self.parts if fits else {}
 
     def end(self) -> None:
-        """Give the extents of the segment to the new layout. In a merge, change the placement too."""
+        """End the switch of the segment, after the launch of all exchanges. In a merge, also change the placement."""
         relayout, layers = self.relayout, self.segment.layers
         for layer in reversed(layers):
             start = time.perf_counter()
@@ -551,6 +559,6 @@ class SwitchInStep:
             relayout._place([self.segment])
 
     def run_alone(self) -> None:
-        """Launch the whole switch without a step."""
+        """Switch the segment without a step: launch all exchanges as separate programs."""
         self.begin(None)
         self.end()

@@ -1,4 +1,4 @@
-"""Plan merges and splits: check the options, find the groups that change, and list the needed programs.
+"""Plan merges and splits: check the options, find the groups of devices that change, and list the needed programs.
 
 All programs are compiled before a change begins, so that no request waits for a compiler during the change.
 """
@@ -30,12 +30,14 @@ def check_options(
     Raises `LayoutError` if the devices cannot form instances of the requested degree, or if the placement of an
     instance rules out the change. Raises `RequestError` in these cases:
 
-    - two options exclude each other,
-    - a device is changing or out of service,
-    - a device has paused requests, and their degree is not the requested degree.
+    - an option does not fit another option, a setting of the engine, or the present instance of a device,
+    - an unfinished change includes one of the devices,
+    - one of the devices is out of service,
+    - instances of different degrees would have to pause together,
+    - one of the devices has requests that are paused at another degree than the requested degree.
 
     Args:
-        present: options of the changes that have not ended.
+        present: options of all unfinished changes.
     """
     tp, devices, chosen = options.tensor_parallel_size, options.devices, set(options.devices)
     meshes = cluster.sub_meshes
@@ -130,23 +132,23 @@ ChangeKind = Literal["merge", "split", "join", "divide", "pause", "resume"]
 class RelayoutPlan:
     """Plan to change a group of devices from one degree to another. The change has not begun.
 
-    These are the kinds of changes:
+    The kind of the change is one of these:
 
     - `merge`: several instances become one.
     - `split`: one instance becomes several.
-    - `divide`: an instance gets data-parallel attention. FFN weights stay where they are.
-    - `join`: the reverse of `divide`. All devices of the instance compute its attention together again.
+    - `divide`: one instance changes to data-parallel attention. The FFN weights stay where they are.
+    - `join`: one instance ends its data-parallel attention. The FFN weights stay where they are.
     - `pause`: several instances pause with their requests, and one larger instance serves. No pages move.
-    - `resume`: the paused instances serve again. No pages move.
+    - `resume`: the larger instance ends, and the paused instances serve again. No pages move.
 
     Attributes:
-        old: instances that change. A merge or pause has several, and any other change has one.
-        group: devices of the change, as one group of the higher degree.
-        lower: lower degree of the change. In `divide` and `join`, degree of the data-parallel attention.
-        released: degree whose weights each device keeps, as `(before the change, after the change)`. The memory of all
-            other weights is KV cache.
-        memory_first: whether the FFNs of all layers change together. In a merge, they change before any page moves. In
-            a split, they change after all pages have moved. If False, each FFN changes when the pages of its layer
+        old: instances of the group before the change. There are several in a merge or pause, and otherwise one.
+        group: all devices that change, as one group. The size of the group is the higher degree.
+        lower: lower degree of the change. In a `divide` or `join`, the degree of the data-parallel attention.
+        released: released degrees, as `(before the change, after the change)`. With released degree n, a device keeps
+            only the weights that TPn needs. The memory of all other weights is KV cache.
+        memory_first: whether the FFNs of all layers change together: in a merge before any page moves, in a split after
+            all pages have moved. If False, a merge or split changes the FFN of each layer when the pages of this layer
             move.
     """
 
@@ -162,8 +164,8 @@ class RelayoutPlan:
     def of(cls, cluster: Cluster, options: TransformOptions, old: list[Instance]) -> "RelayoutPlan":
         """Return the plan to change the instances `old`.
 
-        Several instances merge or pause. A single instance splits, resumes its paused instances, or changes its
-        attention.
+        If `old` has several instances, they merge or pause. If `old` has one instance, this instance splits, resumes
+        its paused instances, or changes to or from data-parallel attention.
         """
         tp, first = options.tensor_parallel_size, old[0]
         group = cluster.sub_meshes.group(first.id, sum(instance.tp for instance in old))
@@ -186,43 +188,43 @@ class RelayoutPlan:
 
     @property
     def up(self) -> bool:
-        """Whether the degree of the group or of its attention increases."""
+        """Whether the change increases the degree. True in a `merge`, `join` or `pause`."""
         return self.kind in ("merge", "join", "pause")
 
     @property
     def attention_only(self) -> bool:
-        """Whether only attention changes its degree."""
+        """Whether only the attention changes its degree. True in a `divide` or `join`."""
         return self.kind in ("join", "divide")
 
     @property
     def target(self) -> int:
-        """Degree after the change. In `divide` and `join`, degree of the attention after the change."""
+        """Degree after the change. In a `divide` or `join`, the degree of the attention after the change."""
         return self.group.tp if self.up else self.lower
 
     @property
     def draining(self) -> list[Instance]:
         """Instances whose steps in flight must end before the change begins.
 
-        In a `pause`: the instances that must first release weights. In any other change: all of `old`.
+        In a `pause`, only the instances that must first release weights. In any other change, all instances in `old`.
         """
         if self.kind != "pause":
             return self.old
         return [instance for instance in self.old if instance.released < self.released[0]]
 
     def programs(self, cluster: Cluster) -> list[ProgramSpec]:
-        """Return the programs that the change needs.
+        """Return the specs (descriptions) of the programs that the change needs.
 
-        These programs are:
+        The list has three kinds of programs. A `pause` or `resume` needs only the last kind:
 
-        - the programs of steps during the change, if any sequence runs,
-        - the programs that move pages and restore weights,
-        - the fewest programs with which the new instances can serve.
+        - programs of steps during the change, if any sequence runs,
+        - programs that move pages, if there are any pages, and programs that restore weights,
+        - the fewest programs that the instances need to serve after the change.
         """
         old, group, buckets = self.old, self.group, cluster.plan.buckets(self.lower)
         kinds = sampler_kinds(old)
         lanes = [lane for instance in old for lane in instance.lanes]
         most = max(len(lane.running) for lane in lanes)
-        rows = min(most, buckets.max_num_seqs)  # a new instance of a split runs no more than this
+        rows = min(most, buckets.max_num_seqs)  # the most that an instance of the lower degree runs
         needed: list[ProgramSpec] = []
         if self.kind not in ("pause", "resume"):
             programs = _programs(cluster, self, rows, kinds)
@@ -245,11 +247,11 @@ class RelayoutPlan:
 
 
 def relayout_plans(cluster: Cluster, options: TransformOptions) -> list[RelayoutPlan]:
-    """Return the plans of all groups that can change next.
+    """Return a plan for each group of devices that can change now.
 
-    Each plan merges or pauses several instances of equal degree, or changes one instance. Some instances need two
+    Each plan merges or pauses several instances of equal degree, or changes one instance. Some instances need several
     changes, one after the other. For example, an instance must end its data-parallel attention before it merges or
-    splits. Call this function again when the planned changes have ended.
+    splits. When the planned changes have ended, call this function again to get the plans of the next changes.
     """
     tp, devices = options.tensor_parallel_size, set(options.devices)
     mine = [i for i in cluster.instances if i.transition is None and i.id in devices]
@@ -273,8 +275,8 @@ class Prepared(NamedTuple):
     Attributes:
         programs: programs of the transition.
         mover: launcher of the programs that move pages and restore weights.
-        staging_bytes: maximum bytes of temporary memory on a device.
-        seconds: duration of `prepare`, mostly compilation.
+        staging_bytes: number of bytes of temporary memory that the programs of `mover` need on a device.
+        seconds: duration of `prepare` in seconds. Most of the time is compilation.
     """
 
     programs: TransitionPrograms
@@ -284,13 +286,13 @@ class Prepared(NamedTuple):
 
 
 def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Prepared:
-    """Compile the programs of a merge or split, and reserve temporary memory for the page moves.
+    """Compile the programs of a transition between two degrees. Reserve memory for the programs' temporary arrays.
 
-    Raises `RequestError` if the budget has too little memory. Raises `NotCompiledError` if programs are missing and
+    Raises `RequestError` if the memory budget is too small. Raises `NotCompiledError` if a program is missing and
     `strict_compile` is set.
 
     Args:
-        parts: sequences and cached pages of each instance of the lower degree.
+        parts: sequences and cached pages, one `LanePages` for each lane of the transition.
     """
     start = time.perf_counter()
     most = max(len(part.sequences) for part in parts)
@@ -313,14 +315,14 @@ def prepare(cluster: Cluster, plan: RelayoutPlan, parts: list[LanePages]) -> Pre
 
 
 def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[SamplerKind]) -> TransitionPrograms:
-    """Return the programs of a transition. All decode steps have one batch size.
+    """Return the programs of a transition. All decode steps of the transition have the same batch size, chosen here.
 
-    Choose the smallest batch size of at least `rows` whose step programs are all compiled. If there is none, choose the
-    largest batch size, because more sequences may start during the compilation.
+    The batch size is the number of sequences that each instance of the lower degree can decode in one step. Choose the
+    smallest batch size of at least `rows` whose step programs are all compiled. If there is no such batch size, choose
+    the largest batch size, because more sequences may start during the compilation.
 
     Args:
-        rows: number of sequences that each instance of the lower degree must be able to decode in one step. If 0, no
-            steps are needed.
+        rows: minimum batch size. If 0, the transition needs no step programs.
         kinds: kinds of samplers that the steps need.
     """
     executables = cluster.executables
@@ -345,12 +347,15 @@ def _programs(cluster: Cluster, plan: RelayoutPlan, rows: int, kinds: set[Sample
 
 
 def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[SamplerKind]) -> list[ProgramSpec]:
-    """Return the programs of all steps that can run during a transition, and the programs of their samplers."""
+    """Return the specs of all step programs and sampler programs that a transition can need.
+
+    `kinds` are the kinds of samplers that the running sequences need.
+    """
     specs, rows, slots = cluster.executables.specs, programs.shape.num_rows, cluster.plan.num_slots
     needed = programs.step_specs() + programs.prompt_specs()
     for count in (rows, cluster.plan.buckets(programs.lower).few_rows):
         if kinds - {"greedy"}:
-            # Sequences that need the full sampler may end before the others.
+            # If all sequences that need the full sampler end, the other sequences need this sampler.
             needed.append(specs.sample(programs.group, count, slots, packed_size(count)))
         if "full" in kinds:
             needed.append(specs.sample_full(programs.group, count, slots, packed_size(count, full=True)))
@@ -360,15 +365,16 @@ def _step_specs(cluster: Cluster, programs: TransitionPrograms, kinds: set[Sampl
 
 
 def sampler_kinds(instances: list[Instance]) -> set[SamplerKind]:
-    """Return the kinds of samplers that running sequences of these instances need."""
+    """Return the kinds of samplers that the running sequences of `instances` need."""
     return {sequence.sampling.kind for instance in instances for sequence in instance.running}
 
 
 def reserve_staging(cluster: Cluster, devices: Iterable[int], num_bytes: int) -> None:
-    """Reserve memory (staging) for temporaries of a transition on each of the devices. Replace an earlier reservation.
+    """Reserve staging memory on each of the devices: memory for temporary arrays of a transition.
 
-    The size is `num_bytes` or, if this is larger, the staging size in the memory plan. To return to the memory plan,
-    pass 0. Raises `MemoryBudgetError` if too little memory is free.
+    The new reservation replaces the previous reservation of staging memory. The new size is `num_bytes` or the staging
+    size in the memory plan, whichever is larger. After a transition, pass 0 to return to the size in the memory plan.
+    Raises `MemoryBudgetError` if too little memory is free.
     """
     for device in devices:
         cluster.ledgers[device].reserve("staging", max(num_bytes, cluster.memory_plan.staging_bytes))

@@ -1,14 +1,16 @@
 """Relocation: modules of an instance are replicated, migrated or removed while the requests of the instance run.
 
 A module is the attention or the FFN of a layer. A home is a group of devices that compute modules together. A
-relocation changes the homes of an instance's modules. The layers switch in ranges, one range after another, between
-steps. The weights of a range are copied to the new home before the switch. The pages are copied during the switch.
+relocation changes the homes of modules. The layers switch to their new homes in ranges, one range after another,
+between steps. The weights of a range are copied to the new homes before the switch of the range. The KV pages of the
+range are copied during this switch.
 
 A microbatch is a share of the instance's sequences. Each sequence has page ids at all old and new homes of its
-microbatch. The instance can therefore serve after each switch, and the relocation may end after any switch.
+microbatch. The instance can therefore serve between any two switches, and an error can end the relocation between any
+two switches.
 
-Modules move only between homes that have one device each. If a device already computes layers of another instance, the
-two instances share the weights on the device. New pages then come from the page allocator of the other instance.
+Modules move only between homes that have one device each. If the new home already computes layers of another instance,
+both instances use the same weights, page buffers and page allocator at this home.
 """
 
 import time
@@ -48,17 +50,17 @@ from sharding.placement import Home, Placement
 
 
 class _Part(NamedTuple):
-    """Sequences and cached pages that become a microbatch with a lane of its own.
+    """Sequences and cached pages of one new microbatch, which gets a new lane.
 
-    A prefix cache does not notice when sequences of another lane release pages. Two new lanes must therefore not share
-    a page. If several parts of an old lane use the same page, the first part keeps the page, and each other part gets a
-    copy.
+    Two new lanes must not share a page, because a prefix cache does not notice when sequences of another lane release
+    pages. If several parts of an old lane use the same page, the first of these parts keeps the page, and each of the
+    other parts gets a copy of the page.
 
     Attributes:
-        pages: the sequences and cached pages.
-        lane: lane that has the sequences before the relocation.
-        shared: boolean mask over the columns of `pages.table`. True if an earlier part of the same lane also has the
-            page, so that the page must be copied.
+        pages: sequences and cached pages of the part, with page ids in the old lane.
+        lane: old lane, which has the sequences before the relocation.
+        shared: boolean mask over the columns of `pages.table`. True if an earlier part of `lane` also has the page in
+            this column. The part then gets a copy of the page.
     """
 
     pages: LanePages
@@ -67,13 +69,13 @@ class _Part(NamedTuple):
 
 
 class Relocation(Transition):
-    """Transition in which modules are replicated, migrated or removed from a device.
+    """Transition in which modules are replicated to a device, migrated to a device, or removed from a device.
 
     Attributes:
-        copied_bytes: bytes of weights that were copied so far.
-        shared_bytes: bytes of weights that were not copied, because the new homes already held them.
-        kv_moved_bytes: bytes of KV cache that were copied to another device so far.
-        arrays: copied weights. Some of the copies may still run.
+        copied_bytes: number of bytes of weights whose copies have been started so far.
+        shared_bytes: number of bytes of weights that the new homes already held. These weights were not copied.
+        kv_moved_bytes: number of bytes of KV cache that were copied to another device so far.
+        arrays: arrays of the copied weights. Some of the copies may still run.
     """
 
     def __init__(self, cluster: Cluster, plan: RelocationPlan):
@@ -91,14 +93,14 @@ class Relocation(Transition):
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether the old device keeps the weights of moved modules. True only for `migrate` with `modules="kv"`."""
+        """Whether a device keeps the weights of modules that leave it. True only for `migrate` with `modules="kv"`."""
         return self.plan.options.kind == "migrate" and self.plan.options.modules == "kv"
 
     @property
     def must_drain(self) -> bool:
-        """Whether steps in flight must end before `settle`.
+        """Whether all steps in flight must end before `settle` is called.
 
-        True for `scale_out`, because the sampling state of sequences moves to another device.
+        True only for `scale_out`, because the sampling state of sequences then moves to another device.
         """
         return self.plan.options.kind == "scale_out"
 
@@ -107,8 +109,8 @@ class Relocation(Transition):
     def begin(self, requeue: Requeue) -> None:
         """Divide the sequences among the microbatches, and allocate pages for every sequence at the new homes.
 
-        Raises `OutOfPagesError` or `MemoryBudgetError` if there is too little memory. If an error is raised, sequences
-        and placement have not changed.
+        Raises `OutOfPagesError` or `MemoryBudgetError` if there is too little memory. After an error, the instance
+        keeps its placement and its sequences, but cached prefixes may have been dropped.
         """
         plan, cluster = self.plan, self.cluster
         with ExitStack() as undo:
@@ -149,15 +151,16 @@ class Relocation(Transition):
         return parts
 
     def _homes(self, number: int) -> list[Home]:
-        """Return all homes that compute attention for microbatch `number`, before or after the relocation."""
+        """Return all homes that compute attention for microbatch `number` before or after the relocation."""
         before, after = self.plan.before.layers_by_home(number), self._after.layers_by_home(number)
         return list(dict.fromkeys([*before, *after]))
 
     def _make_room(self, parts: list[_Part]) -> None:
         """Evict cached prefixes of other instances, so that each microbatch gets enough free pages at all of its homes.
 
-        At a new home, a microbatch needs free pages for all of its pages. At an old home, it needs free pages only for
-        copies of the pages that an earlier microbatch also has. Raises `OutOfPagesError` if too few pages become free.
+        At an old home, the sequences of a microbatch already have pages. The microbatch needs free pages only for
+        copies of its shared pages (`_Part.shared`). At a new home, a microbatch needs free pages for all of its pages.
+        Raises `OutOfPagesError` if too few pages become free.
         """
         needed: dict[Home, int] = defaultdict(int)
         for number, part in enumerate(parts):
@@ -179,11 +182,11 @@ class Relocation(Transition):
                 )
 
     def _open(self, home: Home, undo: ExitStack) -> tuple[Site, SequenceOf[BuddyAllocator]]:
-        """Return the buffers and the page allocators of a new home. If the device is empty, first prepare it.
+        """Return the buffers and page allocators of a new home. Create them if no instance has this home.
 
         Args:
-            undo: functions that the caller runs after an error. If this method prepares the device, it adds a function
-                that makes the device empty again.
+            undo: functions that the caller runs after an error. If this method has to prepare an empty device, the
+                method adds a function that makes the device empty again.
         """
         cluster = self.cluster
         site, allocators = site_at(cluster, home), allocators_at(cluster, home)
@@ -201,11 +204,12 @@ class Relocation(Transition):
     ) -> dict[Home, tuple[PagePool, np.ndarray]]:
         """Allocate new pages for a microbatch. Return `{home: (page pool, page ids)}` for all homes of the microbatch.
 
-        At a new home, all pages are new. At an old home, a page is new only if an earlier microbatch has the same page.
-        The old page is then copied.
+        At a new home, all pages of the microbatch are new. At an old home, only copies of shared pages (`_Part.shared`)
+        are new, and this method also makes these copies.
 
         Args:
             number: index of the microbatch.
+            part: sequences and cached pages of the microbatch.
             undo: functions that the caller runs after an error. This method adds functions that free the new pages.
         """
 
@@ -239,7 +243,11 @@ class Relocation(Transition):
         allocators: Mapping[Home, SequenceOf[BuddyAllocator]],
         requeue: Requeue,
     ) -> None:
-        """Give the instance a new lane for each microbatch. If this method raises an error, nothing has changed."""
+        """Give the instance a new lane for each microbatch. `places` has the result of `_places` for each microbatch.
+
+        If this method raises an error, the lanes have not changed. In a `scale_in`, sequences of the instance that ends
+        may have been requeued before the error.
+        """
         cluster, instance, joining = self.cluster, self.instance, self.plan.joining
         most = max(1, instance.max_running // len(parts))
         found = [lane_at(cluster.factory, part.pages, of, most) for part, of in zip(parts, places, strict=True)]
@@ -265,9 +273,10 @@ class Relocation(Transition):
     # Switches
 
     def switch_layers(self, step: StepPlan | None = None) -> None:
-        """Switch the next range of layers if its weights have arrived.
+        """Switch the next range of layers, or all remaining ranges. `step` is not used.
 
-        If no sequence runs, wait for the weights of all remaining ranges, and switch these ranges.
+        If any sequence runs, switch only the next range. If the weights of this range have not arrived yet, switch
+        nothing. If no sequence runs, wait for the weights of all remaining ranges, and switch all remaining ranges.
         """
         while self._left:
             chunk = self._left[0]
@@ -283,7 +292,7 @@ class Relocation(Transition):
                 return
 
     def switch_alone(self) -> None:
-        """Do nothing, because a relocation leaves no switch to a step."""
+        """Do nothing: a relocation never leaves a switch to a step."""
 
     def _request(self, chunk: range) -> None:
         """Start to copy the missing weights of a range of layers to the new homes of these layers."""
@@ -325,13 +334,13 @@ class Relocation(Transition):
         self.num_switched += len(chunk)
 
     def _ids(self, source: Home, target: Home, numbers: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return `(ids at source, ids at target)` of all live pages of the microbatches with the indices `numbers`."""
+        """Return `(ids at source, ids at target)` of all pages that the microbatches `numbers` hold, `[tp, pages]`."""
         tables = [(lane, lane.live_pages()) for lane in (self.instance.lanes[number] for number in numbers)]
         old = np.concatenate([table[lane.ranks[source]] for lane, table in tables], axis=1)
         return old, np.concatenate([table[lane.ranks[target]] for lane, table in tables], axis=1)
 
     def _move(self, layer: int, source: Home, target: Home, old: np.ndarray, new: np.ndarray) -> None:
-        """Copy pages of a layer to another home, or to other pages of the same home.
+        """Copy KV pages of a layer from the home `source` to the home `target`. Both may be the same home.
 
         Args:
             old: page ids at `source`, `[tp, pages]`.
@@ -354,11 +363,10 @@ class Relocation(Transition):
             self.kv_moved_bytes += old.shape[1] * cluster.memory_plan.page_bytes
 
     def _drop(self, modules: Iterable[Module], *, weights: bool = True) -> None:
-        """Free the KV cache and the weights of modules on their devices.
-
-        If another instance uses a module on the same device, the module is not freed.
+        """Free the KV cache and the weights of `modules`, except modules that another instance uses.
 
         Args:
+            modules: tuples `(device, layer, kind)`.
             weights: whether weights are freed. If False, only KV cache is freed.
         """
         cluster = self.cluster
@@ -374,7 +382,7 @@ class Relocation(Transition):
     # End
 
     def _stop(self) -> None:
-        """Stop the relocation at the present placement. Free the copied weights of layers that have not switched."""
+        """Make the present placement the final placement. Free the copied weights of layers that have not switched."""
         for layer in [layer for chunk in self._left for layer in chunk]:
             self._drop(self._gained(layer))
         self._left, self._after = [], self.instance.runner.placement
@@ -386,7 +394,7 @@ class Relocation(Transition):
         return "what had not switched is as it was"
 
     def forget(self) -> str:
-        """End the relocation, because the KV cache of the instance is lost. Return a text that tells what happened.
+        """End the relocation after the KV cache of the instance was lost. Return a text that tells what happened.
 
         The instance keeps its present placement.
         """
@@ -401,12 +409,12 @@ class Relocation(Transition):
         return "copies of weights have failed"
 
     def settle(self, requeue: Requeue) -> "Future[Any] | None":
-        """Let the instance serve at the final placement.
+        """Let the instance serve at the placement after the last switch.
 
-        - Microbatches with the same homes become one microbatch.
-        - Homes that are no longer needed are freed.
-        - If layers have left a device, its remaining layers get extra page buffers.
-        - In a `scale_out`, the last microbatch becomes a separate instance.
+        - If several microbatches have the same homes in all layers, these microbatches become one.
+        - If a `scale_out` is complete, the last microbatch becomes a separate instance.
+        - The instance loses the homes that it no longer needs.
+        - If layers have left a device, the layers that stay on the device get extra extents (page buffers).
 
         Return a future that is done when all weight copies have arrived. Return None if no weights were copied.
         """
@@ -430,7 +438,8 @@ class Relocation(Transition):
     def _leave_homes(self) -> None:
         """Remove all homes from the instance, except the homes of the present placement.
 
-        If no other instance uses a removed home, its KV cache is freed. A device that no instance uses becomes empty.
+        If no other instance has a removed home, the KV cache at this home is freed. If no instance uses the device of a
+        removed home, the device becomes empty.
         """
         instance, placement = self.instance, self.instance.runner.placement
         gone = [home for home in instance.runner.sites if home not in homes_of(placement)]

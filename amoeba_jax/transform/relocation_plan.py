@@ -1,4 +1,4 @@
-"""Plan relocations: check the options, and find the placements, the memory and the programs that are needed."""
+"""Plan relocations: check the options, and find the new placement, the needed memory and the needed programs."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ Module = tuple[int, int, ModuleKind]
 
 @dataclass(frozen=True)
 class RelocationPlan:
-    """Plan to copy, move or remove layers of an instance (relocation). The relocation has not begun.
+    """Plan to replicate, migrate or remove modules of an instance (relocation). The relocation has not begun.
 
     Attributes:
-        before: placement at the start. `before` and `after` have the same number of microbatches.
-        after: placement at the end.
+        before: placement before the first switch. It already has as many microbatches as `after`.
+        after: placement after the last switch.
         chunks: ranges of layers, in the order of their switches. The layers of a range switch together.
-        extents: numbers of pages, for each home of `after`: one number for each extent (page buffer) that a layer has
-            after all layers have switched.
-        joining: in a `scale_in`, the instance that ends. Its sequences become a microbatch of `instance`. None in all
-            other methods.
+        extents: `{home: numbers of pages}` for each home of `after`: one number for each extent (page buffer) that a
+            layer at the home has after the relocation.
+        joining: instance that ends in a `scale_in`. The sequences of this instance become a microbatch of `instance`.
+            None if the relocation is not a `scale_in`.
     """
 
     options: PlacementOptions
@@ -49,19 +49,19 @@ class RelocationPlan:
 
     @property
     def old(self) -> list[Instance]:
-        """Instances that end because of the relocation: `[joining]`, or an empty list."""
+        """Instances that end because of the relocation: `[joining]` in a `scale_in`, otherwise an empty list."""
         return [] if self.joining is None else [self.joining]
 
     @property
     def draining(self) -> list[Instance]:
-        """Instances whose steps in flight must end before the relocation begins."""
+        """Instances whose steps in flight must end before the relocation begins: the instances in `old`."""
         return self.old
 
     def programs(self, cluster: Cluster) -> list[ProgramSpec]:
-        """Return all programs that the relocation needs.
+        """Return the specs (descriptions) of all programs that the relocation needs.
 
-        These are the programs of steps during the relocation, the programs of steps after the relocation, and the
-        programs that copy pages. Raises `NotCompiledError` if programs are missing and `strict_compile` is set.
+        These are programs of steps during the relocation, programs of steps after the relocation, and programs that
+        copy pages.
         """
         placements = [self.before]
         for chunk in self.chunks:
@@ -87,15 +87,15 @@ class RelocationPlan:
 
 
 def homes_of(placement: Placement) -> list[Home]:
-    """Return all homes of a placement, each once. The home of the model's output head is first."""
+    """Return each home of a placement once. The first home in the list is the home of the head."""
     modules = (*placement.attention, *placement.ffn)
     return list(dict.fromkeys([placement.head, *(home for homes in modules for home in homes)]))
 
 
 def plan_relocation(cluster: Cluster, options: PlacementOptions) -> RelocationPlan:
-    """Check the arguments of a method that changes a placement. Return the plan, and change nothing.
+    """Check the arguments of `LLM.replicate`, `evict`, `migrate`, `scale_out` or `scale_in`. Return the plan.
 
-    Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the relocation is impossible.
+    Nothing is changed. Raises `LayoutError`, `RequestError` or `MemoryBudgetError` if the relocation is impossible.
     """
     instance = cluster.instance(options.instance)
     num_devices, home = len(cluster.sub_meshes.devices), Home(max(options.device, 0), 1)
@@ -183,8 +183,8 @@ def _check(cluster: Cluster, instance: Instance, before: Placement, after: Place
 def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ...]]:
     """Return, for each home of the new placement, the number of pages in each extent (page buffer) of a layer.
 
-    Raises `MemoryBudgetError` if a device has too little memory for new modules. Raises `LayoutError` if a device
-    without KV cache would have to compute attention.
+    Raises `MemoryBudgetError` if a device has too little memory for the modules that it gets. Raises `LayoutError` if a
+    device without KV cache would have to compute attention.
     """
     found: dict[Home, tuple[int, ...]] = {}
     page_bytes = cluster.memory_plan.page_bytes
@@ -225,10 +225,9 @@ def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ..
 
 
 def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
-    """Return the bytes that an empty device needs before it can compute modules.
+    """Return the number of bytes that an empty device needs, apart from the KV cache and weights of its modules.
 
-    KV cache and weights of the modules are not included. In a `scale_out`, the bytes of the embedding, the head and the
-    sampling state are included.
+    In a `scale_out`, the result includes the embedding, the head and the sampling state.
     """
     memory, weights = cluster.memory_plan, cluster.weights
     fixed = memory.hidden_bytes + memory.staging_bytes + cluster.activation_bytes
@@ -255,7 +254,7 @@ def _modules(placement: Placement, layer: int) -> set[Module]:
 
 
 def is_used(cluster: Cluster, module: Module, but: Instance) -> bool:
-    """Return whether any instance other than `but` computes the module `(device, layer, kind)`."""
+    """Return whether any instance other than `but` computes `module`, a tuple `(device, layer, kind)`."""
     return any(module in _modules(i.runner.placement, module[1]) for i in cluster.instances if i is not but)
 
 

@@ -13,28 +13,28 @@ class TransformVariant(StrEnum):
     """Way in which layers switch during a transformation."""
 
     IN_PLACE_OVERLAPPED = "in_place_overlapped"
-    """Layers switch between steps, in the memory that they have.
+    """Layers switch between steps, and the pages of a layer move inside the memory that the layer already has.
 
-    The host launches steps without waiting for a switch.
+    The host launches the next step without waiting for a switch.
     """
     IN_PLACE = "in_place"
-    """As `IN_PLACE_OVERLAPPED`, but the host waits for each switch, so that the parts of a switch can be measured."""
+    """As `IN_PLACE_OVERLAPPED`, but the host waits for each switch, so that the times in `LayerSwitch` are complete."""
 
 
 @dataclass(frozen=True)
 class LayerSwitch:
-    """Switch of one layer to the new layout.
+    """Report on the switch of one layer to the new layout.
 
     All times are measured on the host. With the variant `in_place`, the times include the wait for the devices. With
     the variant `in_place_overlapped`, the times include only the launch of the work.
 
     Attributes:
         layer: index of the layer.
-        plan_s: seconds to plan the page moves. 0 if an earlier plan was still valid.
-        kv_s: seconds to move pages.
-        weights_s: seconds to turn weights into KV extents (merge), or KV extents into weights (split).
+        plan_s: number of seconds to plan the page moves. About 0 if an earlier plan was used again.
+        kv_s: number of seconds to move pages.
+        weights_s: number of seconds to turn weights into KV extents (merge), or KV extents into weights (split).
         phases: number of phases in which the pages moved. A phase is an exchange between ranks.
-        moved_bytes: bytes of pages that moved, summed over the ranks.
+        moved_bytes: number of bytes of pages that moved, summed over the ranks.
     """
 
     layer: int
@@ -50,20 +50,22 @@ class GroupTransform:
     """Report on one group of devices that changed from one degree to another.
 
     Attributes:
-        seconds: duration of the change of this group, until the switch of the last layer has run. Steps that ran during
-            the change are included.
-        layers: switches of the layers, in the order of the switches.
+        devices: indices of the devices of the group.
+        from_degree: degree before the change. If only the attention changed, degree of the attention.
+        to_degree: degree after the change. If only the attention changed, degree of the attention.
+        seconds: duration of the change in seconds, including the steps that ran during the change.
+        layers: reports on the switches of the layers, in the order in which the layers switched.
         steps: number of steps that ran during the change.
         tokens: number of tokens that were generated during the change.
-        staging_bytes: maximum bytes of temporary memory on a device, for the page moves.
-        restored_bytes: bytes of restored weights that came from other ranks, summed over the ranks.
+        staging_bytes: maximum bytes of temporary memory on a device for a program that moves pages or restores weights.
+        restored_bytes: number of bytes of restored weights, summed over all layers and ranks.
         recomputed: number of preemptions during the change. A preempted sequence loses its pages and is computed again.
         paused: number of sequences that this change paused.
         resumed: number of sequences that this change resumed after a pause.
         prefix_pages_kept: number of pages that were cached before the change and were still cached after the change.
         prefix_pages_dropped: number of pages that were cached before the change and were not cached after the change.
-        step_s: median duration in seconds of the latest 16 decode steps before the change. With several instances, the
-            largest of their medians. None if no instance had run a decode step.
+        step_s: median duration in seconds of the latest 16 decode steps of an instance before the change. If several
+            instances changed, the largest of their medians. None if no instance had run a decode step.
     """
 
     devices: tuple[int, ...]
@@ -84,9 +86,9 @@ class GroupTransform:
 
     @property
     def step_overhead(self) -> float | None:
-        """Fraction of `seconds` that the change added to the time of the steps, from 0 to 1.
+        """Fraction of `seconds` that the steps would not have needed without the change, from 0 to 1.
 
-        This is `1 - steps * step_s / seconds`, or 0 if the result is negative. None if no decode step ran before the
+        This is `1 - steps * step_s / seconds`, or 0 if this number is negative. None if no decode step ran before the
         change, or if no step ran during the change.
         """
         if not self.steps or self.step_s is None:
@@ -100,14 +102,14 @@ class PlacementReport:
 
     Attributes:
         kind: name of the method.
-        instance: id of the instance.
+        instance: id of the instance that changed, or that took over the sequences in a `scale_in`.
         device: index of the device that got or lost modules (attention or FFNs of layers).
-        layers: `(first, stop)`: the layers from index `first` to index `stop - 1` changed.
-        seconds: duration in seconds, until all copies have arrived.
-        copied_bytes: bytes of weights that were copied from device to device.
-        shared_bytes: bytes of weights that were not copied, because the device already held them for another instance.
-        kv_moved_bytes: bytes of KV cache that were copied from device to device.
-        device_bytes_delta: for each device, live bytes after the change minus live bytes before the change.
+        layers: range of the changed layers, as `(first, stop)`. The last changed layer has the index `stop - 1`.
+        seconds: duration of the change in seconds, until all copies have arrived.
+        copied_bytes: number of bytes of weights that were copied from device to device.
+        shared_bytes: number of bytes of weights that were not copied, because the device already had these weights.
+        kv_moved_bytes: number of bytes of KV cache that were copied from device to device.
+        device_bytes_delta: bytes of live buffers after the change minus bytes before the change, for each device.
         steps: number of steps that the instance launched during the change.
         recomputed: number of times that a sequence lost its pages during the change and was computed again.
     """
@@ -132,12 +134,13 @@ class TransformReport:
     Attributes:
         tensor_parallel_size: requested degree.
         seconds: duration of the call in seconds. The compilation of missing programs is included.
-        prepare_s: the part of `seconds` in which the engine compiled missing programs and launched no steps.
-            Compilation in the background is not included.
-        groups: reports of the groups, in the order in which the groups completed their change. Empty if all instances
-            already had the requested degree.
+        prepare_s: number of seconds, as a part of `seconds`, in which the engine compiled missing programs and launched
+            no steps. Compilation in the background is not included.
+        groups: reports on the groups of devices, in the order in which the groups completed their change. Empty if all
+            instances already had the requested degree.
         awaited_programs: number of programs for which the call had to wait.
-        waited_s: the part of `seconds` in which the call waited for programs. Meanwhile, requests ran as before.
+        waited_s: number of seconds, as a part of `seconds`, in which the call waited for programs. Requests ran as
+            before in this time.
     """
 
     variant: TransformVariant
@@ -150,12 +153,12 @@ class TransformReport:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of pages that moved, summed over the ranks of all groups."""
+        """Number of bytes of pages that moved, summed over the layers and ranks of all groups."""
         return sum(layer.moved_bytes for group in self.groups for layer in group.layers)
 
     @property
     def extra_bytes(self) -> int:
-        """Maximum bytes of temporary memory that the change needed on any device."""
+        """Maximum number of bytes of temporary memory on a device (`GroupTransform.staging_bytes`), over all groups."""
         return max((group.staging_bytes for group in self.groups), default=0)
 
     @property
@@ -165,7 +168,7 @@ class TransformReport:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the steps during the change generated, summed over the groups."""
+        """Number of tokens that were generated during the change, summed over the groups."""
         return sum(group.tokens for group in self.groups)
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Transition: the time in which an instance changes from one placement to another, layer by layer.
+"""Transition: an instance changes from one placement to another, layer by layer, while its requests run.
 
 There are two kinds of transitions. A `Relayout` changes the tensor-parallel degree of a group of devices: pages move in
-place among the ranks of the group. A `Relocation` replicates, migrates or evicts modules: pages and weights are copied
-from device to device.
+place among the ranks of the group. A `Relocation` replicates, migrates or removes modules (attention or FFNs of
+layers): pages and weights are copied from device to device.
 """
 
 import time
@@ -33,12 +33,12 @@ class Transition(ABC):
         num_layers: number of layers that must switch.
 
     Attributes:
-        changes_degree: whether the instance or its attention changes its degree.
+        changes_degree: whether the transition changes the degree of the instance or of its attention.
         num_switched: number of layers that have switched to their new homes.
-        started: whether the first switch has begun. If True, the transition can no longer be aborted.
-        last_result: future of the last work on the devices. The transition ends when this future is done. None until
-            all layers have switched.
-        prepare_s: seconds in which the engine compiled missing programs and launched no steps.
+        started: whether the switch of the first layer has begun. If True, the transition can no longer be aborted.
+        last_result: result of `settle`: future of the last work on the devices. The transition ends when this future is
+            done. None before `settle` is called.
+        prepare_s: number of seconds in which the engine compiled missing programs and launched no steps.
         steps: number of steps launched during the transition.
         tokens: number of tokens sampled during the transition.
         recomputed: number of times that a sequence lost its pages during the transition.
@@ -63,17 +63,17 @@ class Transition(ABC):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a switch may run inside the programs of a step."""
+        """Whether the switch of layers may run inside the programs of the next step."""
         return False
 
     @property
     def must_drain(self) -> bool:
-        """Whether all steps in flight must end before `settle` is called."""
+        """Whether all steps in flight must have ended before `settle` is called."""
         return False
 
     @abstractmethod
     def switch_layers(self, step: StepPlan | None = None) -> None:
-        """Launch the switch of the next layers. If no sequence runs, launch the switch of all layers.
+        """Launch the switch of the next layers. If no sequence runs, launch the switch of all remaining layers.
 
         Args:
             step: next step. If `overlaps` is True, programs of this step may run the last part of the switch. If `step`
@@ -84,39 +84,40 @@ class Transition(ABC):
     def switch_alone(self) -> None:
         """Launch, without a step, the switch that `switch_layers` left to the next step.
 
-        Do nothing if no switch is waiting for a step.
+        If `switch_layers` left no switch to the next step, do nothing.
         """
 
     def drop_spent(self) -> None:
-        """Drop arrays whose buffers now belong to other arrays.
+        """Drop all arrays that earlier switches have replaced by other arrays over the same buffers.
 
-        After a switch of all layers, there are hundreds of these arrays, and dropping them takes time. Call this method
-        after the launch of the next step, so that the step does not wait for this work.
+        After a switch of all layers, there may be hundreds of replaced arrays, and dropping them takes time. Call this
+        method after the launch of the next step, so that the launch is not delayed.
         """
         self._spent.clear()
 
     @abstractmethod
     def settle(self, requeue: Requeue) -> "Future[Any] | None":
-        """Let instances serve at the new placement, after the last switch.
+        """After the last switch, let the instances of the new placement serve.
 
-        Return a future that is done when the transition ends. Return None if the transition has already ended.
+        Return the future of the last work of the transition on the devices. Return None if no work is in flight. In
+        that case, the transition can end now.
         """
 
     @abstractmethod
     def fail(self, requeue: Requeue) -> str:
         """End the transition after an error. Return a text that tells what happened to the instances.
 
-        If no switch has begun, restore the old instances. If a switch has begun, give the instance a placement at which
-        it can serve.
+        If no switch has begun, the old instances serve again. If a switch has begun, the devices continue to serve at a
+        valid placement, and requests may be computed again.
         """
 
     @abstractmethod
     def fail_settled(self, requeue: Requeue) -> str:
-        """Handle an error of `last_result`. Return a text that tells what happened to the instances."""
+        """Recover from an error of `last_result`. Return a text that tells what happened to the instances."""
 
     @abstractmethod
     def report(self) -> GroupTransform | PlacementReport:
-        """Return the report of the transition. Call this method after the end of the transition."""
+        """Return the report of the transition. Call this method only after the end of the transition."""
 
     def serve(
         self, lanes: SequenceOf[Lane], placement: Placement, numbers: SequenceOf[int], pools: Mapping[Home, PagePool]
@@ -124,11 +125,10 @@ class Transition(ABC):
         """End the transition. The instance then serves at `placement`, with a new lane for each microbatch.
 
         Args:
-            lanes: old lanes. Their sequences and cached pages move to the new lanes.
-            numbers: indices of microbatches, one index for each old lane. This microbatch gets the sequences of the
-                lane.
-            pools: `{home: page pool}`. If a home in `pools` is not a home of a new lane, the pages of the lane's
-                sequences at this home are freed.
+            lanes: old lanes. The sequences and cached pages of each old lane move to a new lane.
+            numbers: for each old lane, index of the microbatch whose new lane gets the sequences of the old lane.
+            pools: `{home: page pool}`. If a home in `pools` is a home of an old lane but not of its new lane, the pages
+                of the old lane at this home are freed.
         """
         cluster, instance = self.cluster, self.instance
         new = cluster.factory.new_lanes(placement, instance.allocators, instance.width)

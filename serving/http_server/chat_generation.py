@@ -26,8 +26,10 @@ class Step:
     Attributes:
         index: index of the sample.
         pieces: new content, reasoning and tool calls, in order.
-        entries: pairs (token of the text, log-probabilities by token id). Empty: without log-probabilities.
-        token_ids: all new tokens.
+        entries: list with a pair (token id, log-probabilities by token id) for each of `token_ids`. If the sample ends
+            with a stop token or end-of-sequence token, this token has no pair, except with the sampling setting
+            `include_stop_str_in_output`. Empty if log-probabilities were not requested.
+        token_ids: ids of all new tokens.
         finish_reason: `stop`, `length`, `tool_calls` or `abort`. None: the sample has not ended.
         stop_reason: stop string or stop token that ended the sample, or None.
     """
