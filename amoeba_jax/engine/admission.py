@@ -302,12 +302,12 @@ class Admission:
     def _victims(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences to preempt so that `sequence` can start. Return [] if preemption is not enough.
 
-        The result is for one lane. If preempting paused sequences frees enough memory for this lane, only paused
-        sequences are chosen. Their priority (`Sequence.rank`) is not higher than the priority of `sequence`. Otherwise,
-        running sequences of the lane are chosen. Their priority is lower than the priority of `sequence`. In both
-        cases, the sequences that are last in `Sequence.order` are chosen first. If several lanes are possible, compare
-        the most important sequence that would be preempted for each lane, and choose the lane for which this sequence
-        is the least important.
+        For each lane that is large enough for `sequence`, make a list of victims. First try paused sequences whose
+        priority (`Sequence.rank`) is equal to or lower than the priority of `sequence`. If these do not make enough
+        room, try running sequences of the lane whose priority is lower than the priority of `sequence`.
+
+        A list begins with the sequence that is latest in `Sequence.order`, and ends when its sequences make enough
+        room. If several lanes have a list, return the list whose last sequence is latest in `Sequence.order`.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
         for instance, lane in self._suitable(sequence):

@@ -71,8 +71,9 @@ class Sequences:
         In the queue, the sequence comes before newer requests of equal priority. When the sequence starts again, its KV
         cache is computed again, except pages that are still in the prefix cache.
 
-        If the sampling of the sequence's next token is launched, the token is kept. A sampling that still waits
-        (structured output) is dropped by `Runner.sample_late`, and the sequence samples the token after its restart.
+        If the sampling of the sequence's next token is already launched, the token is kept. With structured output, the
+        sampling may still wait for an earlier token. In that case, `Runner.sample_late` drops the sampling, and the
+        sequence samples the token when it runs again.
         """
         self._take_off(instance, sequence)
         sequence.num_computed = 0

@@ -150,8 +150,9 @@ class Steps:
         are compiled for all instances that have the degree and the released degree of `instance`, except instances in a
         transition.
 
-        If `other` is None or has fewer sequences than `best`, programs of larger step shapes are compiled first,
-        because these shapes have room for as many sequences as possible (`roomy_plans`).
+        If `other` is None or has fewer sequences than `best`, some sequences must wait. In that case, the programs of
+        `roomy_plans` are compiled before the programs of `best`: steps with room for as many sequences as possible.
+        This order does not apply if `instance` has several lanes, or if `best` computes log-probabilities of a prompt.
 
         Args:
             instance: instance that runs the steps.

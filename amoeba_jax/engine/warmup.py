@@ -220,9 +220,9 @@ def _run_columns(engine: Engine, instance: Instance, spec: ProgramSpec, program:
 
 
 def _run_on_first(instance: Instance, kind: str, program: jax.stages.Compiled):
-    """Run a program of a kind in `ON_FIRST`. Return arrays that are ready when the program ends.
+    """Run a program on the first device of an instance. Return arrays that are ready when the program ends.
 
-    The arguments are zeros or padding. Data in use does not change.
+    `kind` is one of `ON_FIRST`. The arguments are zeros or padding. Data in use does not change.
     """
     state = instance.sampler.state
     if kind == "set_state":

@@ -224,10 +224,10 @@ def _by_usefulness(decodes: list[Sequence], prompts: list[Sequence], buckets: Bu
 
 
 def _prompt_left(sequence: Sequence) -> int:
-    """Return the number of tokens of a sequence that steps with prompt chunks must still compute.
+    """Return the number of tokens of a sequence that are left to compute in prompt chunks.
 
-    If log-probabilities of the prompt are still needed, only prompt tokens count. In all other cases, generated tokens
-    also count: after a preemption, their keys and values must be computed again.
+    As long as log-probabilities of the prompt are needed, a chunk has only prompt tokens: only uncomputed prompt tokens
+    count. Otherwise, all uncomputed tokens count. After a preemption, generated tokens are uncomputed too.
     """
     if sequence.needs_prompt_logits:
         return len(sequence.prompt) - sequence.num_computed
@@ -246,9 +246,10 @@ def _prompt_step(sequence: Sequence, chunk: int, buckets: Buckets, lane: int | N
 
 
 def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps that compute only one chunk of a sequence's prompt. The step with the best chunk size comes first.
+    """Yield alternatives for the next step. Each alternative computes only one chunk of a sequence's prompt.
 
-    `lane` is the index of the lane of the sequence.
+    The alternatives differ in the chunk size. The size that `Buckets.chunk_size` returns comes first. Larger sizes
+    follow in ascending order, then smaller sizes in descending order. `lane` is the index of the sequence's lane.
     """
     best = buckets.chunk_size(_prompt_left(sequence))
     sizes = buckets.prompt_logits_chunks if sequence.needs_prompt_logits else buckets.chunk_sizes
@@ -257,10 +258,11 @@ def _prompt_plans(sequence: Sequence, lane: int, buckets: Buckets) -> Iterator[S
 
 
 def _lane_decode_plans(decodes: list[list[Sequence]], buckets: Buckets) -> Iterator[StepPlan]:
-    """Yield steps that decode all decoding sequences of all lanes. The step with the fewest rows comes first.
+    """Yield alternatives for the next step. Each alternative decodes all decoding sequences of all lanes.
 
-    `decodes` has a list of decoding sequences for each lane. If only one lane has decoding sequences, the steps have
-    rows of this lane only.
+    The alternatives differ only in the number of padding rows. The alternative with the fewest padding rows comes
+    first. If only one lane has decoding sequences, all rows are for this lane. Otherwise, each lane has equally many
+    rows, with padding. `decodes` has a list of decoding sequences for each lane.
     """
     busy = [number for number, sequences in enumerate(decodes) if sequences]
     if not busy:

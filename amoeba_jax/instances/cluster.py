@@ -173,8 +173,8 @@ class Cluster:
     def add_layer(self, site: Site, layer: int) -> None:
         """Allocate the KV extents (page buffers) of a layer at a site. Do nothing if the site already has them.
 
-        `site` holds the buffers of one device. Raises `MemoryBudgetError` if the budget is too small. Raises the error
-        of JAX if the allocation fails. If an error is raised, nothing has changed.
+        The home of `site` must have only one device. Raises `MemoryBudgetError` if the budget is too small. Raises the
+        error of JAX if the allocation fails. If an error is raised, nothing has changed.
         """
         if not site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
@@ -187,7 +187,7 @@ class Cluster:
                 raise
 
     def drop_layer(self, site: Site, layer: int) -> None:
-        """Free the KV extents (page buffers) of a layer at a site. `site` holds the buffers of one device."""
+        """Free the KV extents (page buffers) of a layer at a site. The home of `site` must have only one device."""
         if site.kv[layer]:
             size = sum(site.extent_pages) * self.memory_plan.page_bytes
             self.ledgers[site.group.start].remove(Owner.KV_CACHE, size, layer)
@@ -312,7 +312,7 @@ class Cluster:
         self.link_lanes()
 
     def link_lanes(self) -> None:
-        """Let the prefix cache of each lane evict cached pages of other lanes that use the same memory.
+        """Let lanes that have a page allocator in common evict each other's cached pages.
 
         The lanes of an instance that has paused other instances are left out. `Instance.take_the_place_of` links these
         lanes.
@@ -352,9 +352,9 @@ class Cluster:
     def _abandon(self, instance: Instance) -> None:
         """Free the KV cache of an instance whose devices go out of service.
 
-        Usually, the memory stays reserved for the next instance on these devices. If layers of the instance are
-        replicated or migrated, the memory of its TP1 homes does not stay reserved. The next instance may have these
-        layers on other devices, and then reserves memory there.
+        Usually, the memory stays reserved for the new instance on these devices (`take_back`). If layers of the
+        instance may have been replicated or migrated, the memory of TP1 homes does not stay reserved. Only layers at
+        TP1 homes can be replicated or migrated, and the new instance may have these layers on other devices.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:

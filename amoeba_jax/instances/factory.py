@@ -35,9 +35,9 @@ class InstanceFactory:
         hidden: buffers of hidden states on all devices that hold modules (attention or FFNs). If the model has experts,
             `hidden.loads` counts the tokens of each expert.
         sampling_states: sampling state of each device that samples, by device index.
-        constants: list of scalar arrays on each device that holds modules, by device index: False, True and, if the
-            model has experts, the index of each layer. As arguments of a step program, these arrays tell whether the
-            program begins the step, and which layer is the first layer of the program.
+        constants: `{device index: list of scalar arrays on this device}`, for each device that holds modules. The list
+            has False, True and, if the model has experts, the index of each layer. As arguments of a step program,
+            these arrays tell whether the program begins the step, and which layer is the first layer of the program.
         on_result: function that the reader threads call after each result of a step. The function must not block.
     """
 
@@ -123,8 +123,8 @@ class InstanceFactory:
         Args:
             placement: placement of the instance.
             allocators: page allocators of each home, one for each rank of the home.
-            width: maximum number of running sequences of the instance, as a multiple of `max_num_seqs`. Each lane gets
-                an equal share of this number.
+            width: maximum number of running sequences of the instance, divided by `max_num_seqs`. Each lane may run an
+                equal share of these `width * max_num_seqs` sequences.
         """
         most = max(1, self._plan.buckets(width).max_num_seqs // placement.num_microbatches)
         return [

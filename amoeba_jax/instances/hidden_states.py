@@ -76,10 +76,10 @@ class DeviceBuffers:
         return assemble(group, [self._arrays.pop((index,)) for index in indices], replicated=replicated)
 
     def put(self, group: SubMesh, array: jax.Array, *, replicated: bool = True) -> None:
-        """Store an array over the devices of a group as the buffers of these devices, for a later `take`.
+        """Give each device of a group a new buffer. A later `take` returns these buffers.
 
-        If `replicated`, each device has the whole `array`. Otherwise, `array` is the concatenation of the buffers along
-        the first axis.
+        `array` lies on the devices of the group. If `replicated`, each device has the whole `array` as its buffer.
+        Otherwise, `array` is the concatenation of the buffers along the first axis.
         """
         if replicated:
             self._arrays[group.device_indices] = array
@@ -131,11 +131,11 @@ class ExpertLoads(DeviceBuffers):
         self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
-        """Take the buffers of all devices, and add the counters to `totals`. Return the taken buffers not yet added.
+        """Move counters from the buffers of the devices to `totals`. Return the taken buffers that are not added yet.
 
-        The call does not wait for launched steps. If a step still has to compute a taken buffer, a later call adds the
-        counters of this buffer. Until all taken buffers are added, calls take no further buffers. The counters of lost
-        buffers are left out.
+        If all buffers from earlier calls are added, take the buffers of all devices. Otherwise, take no buffers. Then
+        add the counters of each taken buffer that is computed. The call does not wait for launched steps: a later call
+        adds the buffers that these steps still have to compute. The counters of lost buffers are left out.
         """
         if not self._pending:
             self._take_apart(tuple(self._devices))

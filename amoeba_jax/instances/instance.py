@@ -170,11 +170,10 @@ class Instance:
 
     @property
     def capacity_tokens(self) -> int:
-        """Number of tokens that fit in all KV pages of the instance, whether in use or free.
+        """Number of tokens that fit in the KV pages of the instance, whether the pages are in use or free.
 
-        During a transition, fewer tokens may fit, because a page can need memory in both the old and the new placement.
-        If the instance has several homes (device groups) or microbatches, the number is for the lane with the most
-        pages.
+        If the instance `is_spread` (several homes or microbatches), only the lane with the most pages counts. During a
+        transition, fewer tokens may fit, because a page can need memory in both placements.
         """
         if self.is_spread:
             return max(lane.capacity_tokens for lane in self.lanes)
@@ -196,9 +195,9 @@ class Instance:
         return most if self.batch_limit is None else min(most, self.batch_limit)
 
     def limit_batch(self, size: int | None) -> None:
-        """Set `batch_limit` to `size`, and divide the new `max_running` evenly among the lanes.
+        """Limit the number of running sequences (`max_running`) to `size`. None: remove this limit.
 
-        During a transition, the lanes keep their limits. The lanes get the new limits at the end of the transition.
+        Each lane gets an equal share of `max_running`. During a transition, lanes keep their old shares until its end.
         """
         self.batch_limit = size
         if self.transition is None:
@@ -240,9 +239,9 @@ class Instance:
         """Reserve pages so that a sequence has room for `num_tokens` tokens. Return an empty collection on success.
 
         If too few pages are available, reserve nothing, and return candidates for preemption. The caller must preempt
-        one candidate, and call again. The candidates use the memory that is full. If paused sequences use this memory
-        and have a priority (`Sequence.rank`) equal to or lower than the priority of `sequence`, the candidates are
-        these paused sequences. In all other cases, the candidates are running sequences, including `sequence` itself.
+        one candidate, and call again. The candidates are paused sequences that use a rank without enough pages, and
+        that do not have a higher priority (`Sequence.rank`) than `sequence`. If there are no such sequences, or if the
+        instance has several lanes, the candidates are running sequences, including `sequence` itself.
         """
         assert sequence.pages is not None
         lane = self.lane_of(sequence)
@@ -283,9 +282,10 @@ class Instance:
     def page_counts(self) -> PageCounts:
         """Return the numbers of all pages, of available pages and of cached pages of the instance.
 
-        A page that is divided among ranks counts once. If the instance has several homes (device groups) or
-        microbatches, the numbers are for the lane with the most available pages. This lane can also evict cached pages
-        of the other lanes. `cached` therefore counts the cached pages of all lanes, but at most `total`.
+        A page that is divided among ranks counts once. If the instance `is_spread` (several homes or microbatches),
+        `total` and the number of free pages are for one lane: the lane with the most available pages. `cached` counts
+        the unused cached pages of all lanes, because a lane can also evict cached pages of the other lanes. `available`
+        is the number of free pages plus `cached`. `cached` and `available` are at most `total`.
         """
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self.is_spread:

@@ -114,9 +114,9 @@ class SharedPages:
         return min(self._free_by_rank(without))
 
     def make_free(self, num_pages: int) -> None:
-        """Evict cached pages of the other lanes until the pool has `num_pages` free pages.
+        """Evict cached pages of the lanes in `others` until the page pool `pool` has `num_pages` free pages.
 
-        The call ends earlier if the other lanes have no further pages to evict.
+        The lanes in `others` use the memory of the pool. The call also ends if these lanes have no more pages to evict.
         """
         for lane in sorted(self.others, key=lambda lane: -lane.cache.num_evictable_pages):
             free = self._pool.free_by_rank()
@@ -124,9 +124,10 @@ class SharedPages:
             lane.cache.evict(max(0, *missing))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return the sequences of the other lanes that use any rank with fewer than `num_pages` free pages of the pool.
+        """Return candidates for preemption if ranks of the page pool `pool` have fewer than `num_pages` free pages.
 
-        Pages that can be freed count as free, as in `num_free_pages`. Sequences in `without` are not returned.
+        The candidates are the sequences of each lane in `others` that uses the memory of such a rank, except sequences
+        in `without`. Pages that can be freed count as free, as in `num_free_pages`.
         """
         free = self._free_by_rank(without)
         short = [lane for lane in self.others if min(free[rank] for rank in self._ranks[lane]) < num_pages]

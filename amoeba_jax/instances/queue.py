@@ -61,7 +61,7 @@ class Waiting:
     def expired(self, now_s: float) -> list[Sequence]:
         """Return the sequences in the queue whose deadline is before `now_s`, a value of `time.monotonic()`.
 
-        The caller must remove the returned sequences. Later calls do not always return these sequences again.
+        The caller must remove the returned sequences from the queue. Later calls may never return a sequence again.
         """
         if now_s <= self._next_deadline_s:
             return []
@@ -80,14 +80,14 @@ def mark_beyond_share(running: Collection[Sequence], waiting: Waiting, num_slots
     """Set `Sequence.beyond_share` of all running and waiting sequences. Return whether any value has changed.
 
     The clients with running or waiting sequences have equal shares. With N such clients, a share is an N-th of all
-    slots, and an N-th of the tokens that fit in all KV caches. A client's share goes first to the client's running
-    sequences, and then to the client's waiting sequences. The running sequences are sorted by
-    `Sequence.order_of_client`, and so are the waiting sequences. A sequence is beyond the share if the share does not
-    suffice for this sequence and all earlier sequences of the client. Example: with 8 slots and 2
-    clients, the fifth and all later sequences of each client are beyond the share.
+    slots, and an N-th of the tokens that fit in all KV caches. This function lists the sequences of each client: first
+    the running sequences, then the waiting sequences, both in the order of `Sequence.order_of_client`. A sequence is
+    beyond the share if the list up to and including this sequence needs more slots or more tokens than the share has.
+    Example: with 8 slots and 2 clients, the fifth and all later sequences of each client are beyond the share.
 
     The first sequence of a client is never beyond the share, so that even a request longer than the share can run. If
-    there is only one client, no sequence is beyond the share. At the end, `waiting` is sorted again.
+    there is only one client, no sequence is beyond the share. At the end, this function sorts `waiting` by
+    `Sequence.order`, which depends on `beyond_share`.
 
     Args:
         num_slots: number of slots of all instances together.
@@ -137,7 +137,7 @@ class Siblings:
         self.held.update(sibling for sibling in siblings if not sibling.finished)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended. If the sequence is a sibling, it no longer counts toward the limit."""
+        """Forget an ended sequence. The limit of `admit` for unfinished siblings no longer counts this sequence."""
         self._admitted.discard(sequence)
         self.held.discard(sequence)
 

@@ -164,9 +164,9 @@ class Runner:
     def state_specs(self) -> list[ProgramSpec]:
         """Return the specs (descriptions) of the programs that write a sequence's row of the sampling state.
 
-        Without a start placement, the result has one program for each home (device group) of the instance. A later
-        instance at any of these homes may take over a sequence and write the sequence's row. With a start placement,
-        the result has only the program for the home of the head.
+        The result has one program for each home (device group) of the instance. The homes of an instance that splits,
+        for example, are its whole group and the groups of the new instances. The new instances may write rows of the
+        sequences that they get. With a start placement, only the home of the head has a program.
         """
         groups = [self.group] if self.plan.placement is not None else [site.group for site in self.sites.values()]
         return [self.sampler.state_spec(group) for group in groups]

@@ -85,9 +85,9 @@ class HostPages:
 
     Attributes:
         num_computed: number of leading tokens of the sequence whose keys and values are in the copies.
-        layers: for each layer, a list of pairs `(block, used)`. `block` is an array `[tp * pages, page_elems / tp]` of
-            pages that were copied from a group of `tp` devices. In each block, the first `used` pages have contents,
-            and all further pages are padding. Blocks are in pinned host memory if the device supports this.
+        layers: for each layer, a list of pairs `(block, used)`. `block` is an array `[tp * pages, page_elems / tp]`
+            with `pages` rows from each of `tp` devices, device by device. Of each device's rows, the first `used` rows
+            have contents, and the others are padding. Blocks are in pinned host memory if possible.
     """
 
     num_computed: int

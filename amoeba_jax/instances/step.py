@@ -155,7 +155,7 @@ class PendingStep:
         rows: all rows of the step, without padding.
         sampled: rows for which the step samples a next token.
         decodes: whether all rows decode, and the instance is in no transition (change of its degree or placement).
-        result: future of the sampled tokens. The reader thread completes all other futures of the step earlier.
+        result: future of the sampled tokens. The reader thread completes this future last, after `prompt_result`.
         logits: logits `[V, R]` for a sampling that waits for the tokens of the previous step (`Runner.sample_late`).
             None: no sampling waits.
         prompt_row: row of the prompt, if the step computes log-probabilities of a prompt. None: the step does not.

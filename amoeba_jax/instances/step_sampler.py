@@ -160,7 +160,8 @@ class StepSampler:
 
         Args:
             kind: kind of sampler that the rows need (`sampler_kind`).
-            num_rows: number of rows of the step, with padding. 1 if the step computes logits of all tokens.
+            num_rows: number of rows of the step, with padding. Pass 1 if the step computes logits of all tokens,
+                because the sampling program then gets the logits of only one token.
             sampled: rows for which a next token is sampled.
         """
         if kind == "greedy":

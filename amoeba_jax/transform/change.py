@@ -79,7 +79,7 @@ class Change:
 
     @property
     def can_resume(self) -> bool:
-        """Whether all requests or steps that the change awaits have ended. False if it awaits programs or nothing."""
+        """Whether the requests or steps that the change awaits have ended. False if the change awaits neither."""
         if self.state is TransformState.AWAITING_REQUESTS:
             return not any(instance.running for instance in self.held)
         if self.state is TransformState.DRAINING:
@@ -122,7 +122,7 @@ class Change:
         self.held = []
 
     def await_requests(self, count: int) -> None:
-        """Enter the state `AWAITING_REQUESTS`. If the state is new, log `count`, the number of running requests."""
+        """Enter the state `AWAITING_REQUESTS`. If this changes the state, log that `count` requests still run."""
         if self.state is not TransformState.AWAITING_REQUESTS:
             logger.warning("%s waits for %s", self.name, _counted(count, "request"))
         self.enter(TransformState.AWAITING_REQUESTS)

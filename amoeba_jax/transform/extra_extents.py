@@ -26,7 +26,7 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
     Args:
         base: number of pages in the first extent of a layer.
         free_bytes: number of bytes that the extra extents of all layers on the device may use together.
-        page_bytes: number of bytes of one page in each layer that stays on the device, added up over these layers.
+        page_bytes: number of bytes of one page of one layer, times the number of layers that stay on the device.
     """
     if not page_bytes:
         return ()
@@ -37,8 +37,8 @@ def extra_pages(base: int, free_bytes: int, page_bytes: int) -> tuple[int, ...]:
 def grow(cluster: Cluster, site: Site, allocator: BuddyAllocator, extra: tuple[int, ...]) -> None:
     """Add extra KV extents (page buffers) to every layer that has KV cache on a device.
 
-    If the free memory is too small for an extra extent in every layer, this extent and all later extents in `extra` are
-    not added. Raises the error of JAX if an allocation fails.
+    Each layer gets an extent of `extra[0]` pages. Then each layer gets an extent of `extra[1]` pages, and so on. Stop
+    if the free memory is too small for the next extents of all layers. Raises the error of JAX if an allocation fails.
 
     Args:
         site: buffers of the device.

@@ -95,9 +95,9 @@ def deal(lane: Lane, room: list[int], limits: list[int]) -> list[LanePages]:
 def dealt(lane: Lane, count: int) -> list[LanePages]:
     """Divide the sequences and cached pages of a lane into `count` parts, one for each new lane.
 
-    The numbers of sequences in two parts differ by at most one. If sequences use a cached page, the page goes to every
-    part that has such a sequence. If no sequence uses a cached page, the page goes to the first part. But if the first
-    part does not have the preceding page of the prefix, the page is left out.
+    The numbers of sequences in two parts differ by at most one. A cached page goes to every part with a sequence that
+    uses the page. If no sequence uses the page, the page goes to the first part. There is one exception: such a page is
+    left out if the first part does not have the preceding page of the prefix.
     """
     parts: list[list[Sequence]] = [[] for _ in range(count)]
     pages = {s: 0 if s.pages is None else s.pages.num_pages for s in lane.running}
@@ -260,8 +260,8 @@ def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool])
     The sequences and cached pages keep only their page ids at the homes of `target`.
 
     Args:
-        pools: `{home: page pool}`. If a home in `pools` is a home of one of `lanes` but not of `target`, the pages of
-            the lane at this home are freed.
+        pools: `{home: page pool}` for the homes at which unneeded pages are freed. The pages of a lane at a home are
+            unneeded if `target` does not have this home.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])

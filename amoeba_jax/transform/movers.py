@@ -94,8 +94,8 @@ class InPlaceMover:
         """Divide the exchanges of the latest plan into `(exchanges in separate programs, exchanges in step programs)`.
 
         The separate programs run first. The step programs run the last phases of the plan: at most `most` exchanges,
-        with one phase each. If a phase moves pieces only inside ranks, it cannot run in a step program. This phase and
-        all earlier phases then run in separate programs.
+        with one phase each. There is no step program for a phase of distance 0, in which each rank moves pieces only
+        inside its own memory. Such a phase and all phases before it run in separate programs.
         """
         if most not in self._divided:
             count = 0
@@ -131,7 +131,7 @@ class InPlaceMover:
 
         Args:
             released: weight shards to restore.
-            extents: list with one page buffer for each entry of `released`, in the former memory of this entry.
+            extents: for each entry of `released`, the page buffer in the memory that held the weights of this entry.
         """
         return self._programs.restore(_sources(self._programs, self._weights, released), extents)
 
@@ -142,6 +142,9 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return one array over the group for each entry of `released`: the kept weight shard that each rank sends."""
+    """Return the weight shards from which `released` is restored: one array over the group for each entry.
+
+    On each rank, the array has the shard that this rank has kept and sends to a rank without this shard.
+    """
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

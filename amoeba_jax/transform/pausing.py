@@ -67,9 +67,10 @@ def resume(cluster: Cluster, plan: RelayoutPlan) -> GroupTransform:
 
 
 def forget_paused(plan: RelayoutPlan) -> None:
-    """Drop the paused instances of each instance in `plan.old`, if they do not have the requested degree.
+    """Drop the paused instances whose degree is not the degree that `plan` requests, because they cannot resume now.
 
-    The dropped instances must have no sequences. The cached prefixes of the dropped instances are dropped too.
+    The paused instances of each instance in `plan.old` are checked. A dropped instance must have no sequences. The
+    cached prefixes of a dropped instance are dropped too.
     """
     for instance in plan.old:
         if instance.paused and instance.paused[0].tp != plan.options.tensor_parallel_size:
@@ -96,7 +97,7 @@ def _joined(cluster: Cluster, group: SubMesh, members: list[Instance], last_toke
     one extent of each member. On success, the members lose their extents. On failure, the members keep their extents.
 
     Args:
-        last_tokens: list with one buffer for each device of `group`: the last token of each slot of a member.
+        last_tokens: for each device of `group`, a buffer with the last token of each slot of the member on this device.
     """
     sites, factory = [member.site for member in members], cluster.factory
     groups = [site.group for site in sites]

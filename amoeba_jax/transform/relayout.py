@@ -63,7 +63,7 @@ class Relayout(Transition):
         prepared: result of `prepare`: compiled programs, and the size of the reserved memory.
         allocators: page allocators for the degree after the transition, one for each device.
         cached: `(number of cached pages before the relayout, number of these pages that stay cached)`.
-        kept: pages of paused requests, claimed in `allocators`. None in a merge or join.
+        kept: pages of paused requests, already allocated in `allocators`. In a merge or join, this argument is None.
 
     Attributes:
         restored: weight arrays of the layer whose weights were restored last. When these arrays are ready, the restored
@@ -361,7 +361,7 @@ class Relayout(Transition):
             site.kv[layer] = site.kv[layer] + own
 
     def drop_buffers(self) -> None:
-        """Drop the restored weights and all KV extents of the group. Call this before new buffers are allocated."""
+        """Drop all KV extents of the group, and references to weights that this split restored, to free memory."""
         for site in (self.high, *self.members):
             site.kv.clear()
         self.restored, self._in_step = [], None
@@ -505,15 +505,15 @@ class SwitchInStep:
     """Switch of one segment of layers inside the next step, so that pages can move during the computation.
 
     The pages of the segment move in n phases (exchanges between ranks). The first phases run as separate programs. Each
-    of the last phases runs inside a step program that computes another segment. In these examples, layers 8-11 of 20
-    layers switch. The work is listed in the order in which it runs:
+    of the last phases runs inside a step program that computes another segment. In these examples, layers 12-19 have
+    already switched (the last layers switch first), and layers 8-11 switch now. The work runs in the listed order:
 
-        merge   layers 0-11 at 4 x TP1 | first phases | layers 12-15 and phase n-1 | layers 16-19 and phase n
-        split   first phases | layers 0-3 and phase n-1 | layers 4-7 and phase n | layers 8-19 at 4 x TP1
+        merge   layers 0-7 and 8-11 at 4 x TP1 | first phases | layers 12-15 and phase n-1 | layers 16-19 and phase n
+        split   first phases | layers 0-3 and phase n-1 | layers 4-7 and phase n | layers 8-11 and 12-19 at 4 x TP1
 
     In both examples, the step computes layers 8-11 at the lower degree. The step programs that include a phase compute
-    their layers at the higher degree. On a backend with asynchronous collectives, the computation and the exchange of
-    such a program overlap. On the CPU backend, they do not overlap.
+    their layers at the higher degree. The computation and the exchange of such a program overlap if the backend has
+    asynchronous collectives. On CPU, they do not overlap.
 
     Attributes:
         segment: segment that switches.
@@ -548,7 +548,7 @@ class SwitchInStep:
         return self.parts if fits else {}
 
     def end(self) -> None:
-        """End the switch of the segment, after the launch of all exchanges. In a merge, also change the placement."""
+        """End the switch of the segment. All exchanges must be launched. In a merge, also change the placement."""
         relayout, layers = self.relayout, self.segment.layers
         for layer in reversed(layers):
             start = time.perf_counter()

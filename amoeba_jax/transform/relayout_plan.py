@@ -147,9 +147,9 @@ class RelayoutPlan:
         lower: lower degree of the change. In a `divide` or `join`, the degree of the data-parallel attention.
         released: released degrees, as `(before the change, after the change)`. With released degree n, a device keeps
             only the weights that TPn needs. The memory of all other weights is KV cache.
-        memory_first: whether the FFNs of all layers change together: in a merge before any page moves, in a split after
-            all pages have moved. If False, a merge or split changes the FFN of each layer when the pages of this layer
-            move.
+        memory_first: whether the FFNs of all layers change together, so that all unneeded FFN weights are KV cache
+            while pages move. If True, a merge changes the FFNs before any page moves, and a split changes the FFNs
+            after all pages have moved. If False, a merge or split changes the FFN of a layer together with its pages.
     """
 
     options: TransformOptions

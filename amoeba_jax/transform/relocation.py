@@ -158,9 +158,9 @@ class Relocation(Transition):
     def _make_room(self, parts: list[_Part]) -> None:
         """Evict cached prefixes of other instances, so that each microbatch gets enough free pages at all of its homes.
 
-        At an old home, the sequences of a microbatch already have pages. The microbatch needs free pages only for
-        copies of its shared pages (`_Part.shared`). At a new home, a microbatch needs free pages for all of its pages.
-        Raises `OutOfPagesError` if too few pages become free.
+        At a new home, a microbatch needs free pages for all of its pages. At an old home, a microbatch keeps its pages.
+        But two microbatches must not share a page: all microbatches but the first need free pages for copies
+        (`_Part.shared`). Raises `OutOfPagesError` if too few pages become free.
         """
         needed: dict[Home, int] = defaultdict(int)
         for number, part in enumerate(parts):
@@ -204,8 +204,8 @@ class Relocation(Transition):
     ) -> dict[Home, tuple[PagePool, np.ndarray]]:
         """Allocate new pages for a microbatch. Return `{home: (page pool, page ids)}` for all homes of the microbatch.
 
-        At a new home, all pages of the microbatch are new. At an old home, only copies of shared pages (`_Part.shared`)
-        are new, and this method also makes these copies.
+        The page ids at a home cover all pages of the microbatch, new and old. At a new home, all pages are new. At an
+        old home, only copies of shared pages (`_Part.shared`) are new, and this method also makes these copies.
 
         Args:
             number: index of the microbatch.
@@ -292,7 +292,7 @@ class Relocation(Transition):
                 return
 
     def switch_alone(self) -> None:
-        """Do nothing: a relocation never leaves a switch to a step."""
+        """Do nothing: a relocation never runs a switch inside the programs of a step."""
 
     def _request(self, chunk: range) -> None:
         """Start to copy the missing weights of a range of layers to the new homes of these layers."""

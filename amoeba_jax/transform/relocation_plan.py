@@ -225,7 +225,7 @@ def _extents(cluster: Cluster, plan: RelocationPlan) -> dict[Home, tuple[int, ..
 
 
 def _fixed_bytes(cluster: Cluster, plan: RelocationPlan) -> int:
-    """Return the number of bytes that an empty device needs, apart from the KV cache and weights of its modules.
+    """Return how many bytes a still empty device needs, besides the KV cache and the weights of its new modules.
 
     In a `scale_out`, the result includes the embedding, the head and the sampling state.
     """

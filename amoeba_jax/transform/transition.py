@@ -113,7 +113,7 @@ class Transition(ABC):
 
     @abstractmethod
     def fail_settled(self, requeue: Requeue) -> str:
-        """Recover from an error of `last_result`. Return a text that tells what happened to the instances."""
+        """Recover from an error of the future that `settle` returned. Return a text that tells what happened."""
 
     @abstractmethod
     def report(self) -> GroupTransform | PlacementReport:
@@ -127,8 +127,8 @@ class Transition(ABC):
         Args:
             lanes: old lanes. The sequences and cached pages of each old lane move to a new lane.
             numbers: for each old lane, index of the microbatch whose new lane gets the sequences of the old lane.
-            pools: `{home: page pool}`. If a home in `pools` is a home of an old lane but not of its new lane, the pages
-                of the old lane at this home are freed.
+            pools: `{home: page pool}` for the homes at which unneeded pages are freed. The pages of an old lane at a
+                home are unneeded if the new lane for its sequences does not have this home.
         """
         cluster, instance = self.cluster, self.instance
         new = cluster.factory.new_lanes(placement, instance.allocators, instance.width)
