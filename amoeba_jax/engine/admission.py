@@ -302,12 +302,16 @@ class Admission:
     def _victims(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences to preempt so that `sequence` can start. Return [] if preemption is not enough.
 
-        For each lane that is large enough for `sequence`, make a list of victims. First try paused sequences whose
-        priority (`Sequence.rank`) is equal to or lower than the priority of `sequence`. If these do not make enough
-        room, try running sequences of the lane whose priority is lower than the priority of `sequence`.
+        Each lane that is large enough for `sequence` has two groups of candidates:
 
-        A list begins with the sequence that is latest in `Sequence.order`, and ends when its sequences make enough
-        room. If several lanes have a list, return the list whose last sequence is latest in `Sequence.order`.
+        1. Paused sequences on devices that lack pages for `sequence`. Their priority (`Sequence.rank`) is equal to or
+           lower than the priority of `sequence`.
+        2. Running sequences of the lane. Their priority is lower than the priority of `sequence`.
+
+        The victims of a lane are candidates of only one group: the first group that can make enough room. Candidates
+        become victims one by one, from the latest in `Sequence.order` on, until there is enough room. If neither group
+        can make enough room, the lane has no victims. If several lanes have victims, return the victims of the lane
+        whose last added victim is latest in `Sequence.order`.
         """
         found: list[tuple[tuple[tuple[int, ...], int, int], list[Sequence]]] = []
         for instance, lane in self._suitable(sequence):

@@ -113,11 +113,13 @@ class Steps:
     def _plan(self, instance: Instance) -> StepPlan | None:
         """Return the next step to launch. Return None if no step can be launched now.
 
-        `_plans` yields the possible steps, the best step first. The result is the first of these steps that exists:
+        `_plans` yields the possible steps, the best step first. The first case that applies determines the result:
 
-        1. The best step, if all its programs are compiled.
-        2. Another possible step, if all its programs are compiled.
-        3. The best step, if one of its programs has failed to compile. The launch of the step then raises the error.
+        1. All programs of the best step are compiled. Return the best step.
+        2. All programs of another possible step are compiled. Return the first such step.
+        3. No program of the best step is missing, but one has failed to compile (`Runner.fails`). Return the best
+           step. The launch of this step then raises the error.
+        4. Otherwise, return None.
 
         If the result is not the best step, the missing programs of the best step are compiled in the background.
         """
@@ -150,9 +152,10 @@ class Steps:
         are compiled for all instances that have the degree and the released degree of `instance`, except instances in a
         transition.
 
-        If `other` is None or has fewer sequences than `best`, some sequences must wait. In that case, the programs of
-        `roomy_plans` are compiled before the programs of `best`: steps with room for as many sequences as possible.
-        This order does not apply if `instance` has several lanes, or if `best` computes log-probabilities of a prompt.
+        If `other` is None or has fewer sequences than `best`, some sequences must wait. In that case, programs of steps
+        with room for as many sequences as possible (`roomy_plans`) are compiled first, and then the programs of `best`.
+        But if `instance` has several lanes, or if `best` computes log-probabilities of a prompt, only the programs of
+        `best` are compiled.
 
         Args:
             instance: instance that runs the steps.

@@ -350,11 +350,12 @@ class Cluster:
         self._next_revival_s = time.monotonic() + REVIVE_INTERVAL_S
 
     def _abandon(self, instance: Instance) -> None:
-        """Free the KV cache of an instance whose devices go out of service.
+        """Drop the KV buffers of an instance that `take_back` replaces.
 
-        Usually, the memory stays reserved for the new instance on these devices (`take_back`). If layers of the
-        instance may have been replicated or migrated, the memory of TP1 homes does not stay reserved. Only layers at
-        TP1 homes can be replicated or migrated, and the new instance may have these layers on other devices.
+        If layers of the instance may have been replicated or migrated, also remove the KV bytes at its TP1 homes from
+        the ledgers, because the new instance may have these layers on other devices. Only layers at TP1 homes can be
+        replicated or migrated. All other KV bytes stay in the ledgers, because the new instance allocates the same
+        buffers again.
         """
         for home, site in instance.runner.sites.items():
             if instance.is_spread and not instance.has_parallel_attention and home.degree == 1:

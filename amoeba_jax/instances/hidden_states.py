@@ -131,11 +131,12 @@ class ExpertLoads(DeviceBuffers):
         self._pending: list[tuple[int, Any]] = []
 
     def collect(self) -> list[jax.Array]:
-        """Move counters from the buffers of the devices to `totals`. Return the taken buffers that are not added yet.
+        """Add the counters of the devices to `totals`, without waiting for launched steps.
 
-        If all buffers from earlier calls are added, take the buffers of all devices. Otherwise, take no buffers. Then
-        add the counters of each taken buffer that is computed. The call does not wait for launched steps: a later call
-        adds the buffers that these steps still have to compute. The counters of lost buffers are left out.
+        First take the buffers of all devices, and put buffers of zeros in their place. Skip this part if an earlier
+        call has taken buffers that are not added yet. Then add each taken buffer that is already computed. Return the
+        taken buffers that are not computed yet. Later calls add these buffers. Buffers that a failed program has lost
+        are left out.
         """
         if not self._pending:
             self._take_apart(tuple(self._devices))

@@ -282,10 +282,12 @@ class Instance:
     def page_counts(self) -> PageCounts:
         """Return the numbers of all pages, of available pages and of cached pages of the instance.
 
-        A page that is divided among ranks counts once. If the instance `is_spread` (several homes or microbatches),
-        `total` and the number of free pages are for one lane: the lane with the most available pages. `cached` counts
-        the unused cached pages of all lanes, because a lane can also evict cached pages of the other lanes. `available`
-        is the number of free pages plus `cached`. `cached` and `available` are at most `total`.
+        A page that is divided among ranks counts once. `cached` counts the unused cached pages of all lanes.
+        `available` is the number of free pages plus `cached`.
+
+        If the instance `is_spread` (several homes or microbatches), `total` and the free pages are the pages of only
+        one lane: the lane that can reserve the most pages now. `cached` still counts all lanes, because lanes that
+        share memory can evict each other's cached pages. `cached` and `available` are limited to `total`.
         """
         cached = sum(lane.cache.num_evictable_pages for lane in self.lanes)
         if self.is_spread:

@@ -124,10 +124,11 @@ class SharedPages:
             lane.cache.evict(max(0, *missing))
 
     def holders(self, num_pages: int, without: Collection[Sequence] = ()) -> list[Sequence]:
-        """Return candidates for preemption if ranks of the page pool `pool` have fewer than `num_pages` free pages.
+        """Return the sequences whose preemption can help the pool to get `num_pages` free pages on each rank.
 
-        The candidates are the sequences of each lane in `others` that uses the memory of such a rank, except sequences
-        in `without`. Pages that can be freed count as free, as in `num_free_pages`.
+        If a rank has fewer free pages, the result has the sequences of all lanes in `others` that use memory of this
+        rank, except sequences in `without`. Pages of `others` count as free if they are evictable, or if only sequences
+        in `without` use them (`num_free_pages`).
         """
         free = self._free_by_rank(without)
         short = [lane for lane in self.others if min(free[rank] for rank in self._ranks[lane]) < num_pages]

@@ -61,7 +61,8 @@ class Waiting:
     def expired(self, now_s: float) -> list[Sequence]:
         """Return the sequences in the queue whose deadline is before `now_s`, a value of `time.monotonic()`.
 
-        The caller must remove the returned sequences from the queue. Later calls may never return a sequence again.
+        The caller must remove the returned sequences from the queue, because later calls do not always return them
+        again.
         """
         if now_s <= self._next_deadline_s:
             return []

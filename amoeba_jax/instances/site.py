@@ -87,7 +87,7 @@ class Site:
             packed: inputs of the step (`StepBatch.packed`). None if all segments are dense FFNs.
             last_tokens: last token of each slot, `[num_slots]` on all ranks. None if no segment includes the embedding.
             exchanges: page exchanges that run inside the programs of segments, by segment. The moved pages belong to
-                layers of this site outside the segment.
+                layers of this site that are not in the segment.
             begins: whether the first segment begins the step with the embeddings of the tokens.
         """
         kv, hidden, loads = self.kv, states.hidden, states.loads

@@ -39,7 +39,8 @@ class Change:
         waited_s: number of seconds that the change has waited for programs so far.
         error: error of the first group that failed. None if no group has failed.
         outcomes: list of texts for the error message, one for each failed group: what happened to the group.
-        recovered: whether at least one group has failed after the switch of its first layer had begun.
+        recovered: whether at least one group has failed and could not be restored to its old state. If True, the change
+            ends in the state `RECOVERED`.
     """
 
     options: TransformOptions | PlacementOptions

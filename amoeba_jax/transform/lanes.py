@@ -257,11 +257,11 @@ def move_sequences(
 def regroup(target: Lane, lanes: Iterable[Lane], pools: Mapping[Home, PagePool]) -> None:
     """Move the sequences and cached pages of `lanes` to the lane `target`.
 
-    The sequences and cached pages keep only their page ids at the homes of `target`.
+    The sequences and cached pages keep only their page ids at the homes of `target`. Page ids at other homes are
+    dropped. If `pools` has such a home, the pages at this home are also freed.
 
     Args:
-        pools: `{home: page pool}` for the homes at which unneeded pages are freed. The pages of a lane at a home are
-            unneeded if `target` does not have this home.
+        pools: `{home: page pool}` for the homes at which pages are freed if `target` does not have the home.
     """
     for lane in lanes:
         kept = np.concatenate([np.arange(lane.pages.tp)[lane.ranks[home]] for home in target.ranks])

@@ -142,9 +142,10 @@ def _put_ids(programs: TransitionPrograms, moved: Exchange | Phase) -> tuple[jax
 
 
 def _sources(programs: TransitionPrograms, weights: WeightStore, released: Restored) -> list[jax.Array]:
-    """Return the weight shards from which `released` is restored: one array over the group for each entry.
+    """Return the weight shards that ranks send to each other to restore `released`.
 
-    On each rank, the array has the shard that this rank has kept and sends to a rank without this shard.
+    The result has one array over the group for each entry of `released`. The part of the array on a rank is a shard
+    that this rank has kept. In the restore, the rank sends this shard to a rank that has released it.
     """
     places = [source_place(one, programs.dims.max_tp, programs.group) for one in released]
     return [weights.assembled(programs.group, one.spec, place) for one, place in zip(released, places, strict=True)]

@@ -361,7 +361,12 @@ class Relayout(Transition):
             site.kv[layer] = site.kv[layer] + own
 
     def drop_buffers(self) -> None:
-        """Drop all KV extents of the group, and references to weights that this split restored, to free memory."""
+        """Drop the KV extents (page buffers) of both degrees, to free memory after a failure.
+
+        Also drop the references of this object to restored weights and to replaced arrays (`drop_spent`), because these
+        references keep memory in use. The weight store keeps its weights. A switch that was left to the next step is
+        forgotten.
+        """
         for site in (self.high, *self.members):
             site.kv.clear()
         self.restored, self._in_step = [], None
@@ -421,7 +426,9 @@ class Relayout(Transition):
         return new[0]
 
     def _low_instances(self, released: list[int]) -> list[Instance]:
-        """Create one instance of the lower degree for each site in `members`. The new instances have no sequences.
+        """Create one instance of the lower degree for each site (device buffers) in `self.members`.
+
+        The new instances have no sequences.
 
         Args:
             released: released degrees, one for each new instance. With released degree n, a device keeps only the
@@ -505,15 +512,18 @@ class SwitchInStep:
     """Switch of one segment of layers inside the next step, so that pages can move during the computation.
 
     The pages of the segment move in n phases (exchanges between ranks). The first phases run as separate programs. Each
-    of the last phases runs inside a step program that computes another segment. In these examples, layers 12-19 have
-    already switched (the last layers switch first), and layers 8-11 switch now. The work runs in the listed order:
+    of the last phases runs inside a step program that computes another segment at the higher degree. The computation
+    and the exchange of such a program overlap if the backend has asynchronous collectives. On CPU, they do not overlap.
 
-        merge   layers 0-7 and 8-11 at 4 x TP1 | first phases | layers 12-15 and phase n-1 | layers 16-19 and phase n
-        split   first phases | layers 0-3 and phase n-1 | layers 4-7 and phase n | layers 8-11 and 12-19 at 4 x TP1
+    In these examples, the degrees are 1 and 4. Layers 12-19 have already switched (the last layers switch first), and
+    layers 8-11 switch now. `|` separates work that runs one after the other. `layers A + phase k` is one step
+    program that computes layers A at TP4, and moves pages of layers 8-11 (phase k of n):
 
-    In both examples, the step computes layers 8-11 at the lower degree. The step programs that include a phase compute
-    their layers at the higher degree. The computation and the exchange of such a program overlap if the backend has
-    asynchronous collectives. On CPU, they do not overlap.
+        merge   layers 0-11 at 4 x TP1 | phases 1 to n-2 | layers 12-15 + phase n-1 | layers 16-19 + phase n
+        split   phases 1 to n-2 | layers 0-3 + phase n-1 | layers 4-7 + phase n | layers 8-19 at 4 x TP1
+
+    In both examples, the step computes layers 8-11 at TP1: in the merge before their pages move, in the split after
+    their pages have moved.
 
     Attributes:
         segment: segment that switches.
@@ -548,7 +558,11 @@ class SwitchInStep:
         return self.parts if fits else {}
 
     def end(self) -> None:
-        """End the switch of the segment. All exchanges must be launched. In a merge, also change the placement."""
+        """End the switch of the segment. Call this method after all exchanges of the switch have been launched.
+
+        In a merge or join, also change the placement, so that later steps compute the segment at its new home. In a
+        split or divide, `Relayout.switch_layers` has already changed the placement.
+        """
         relayout, layers = self.relayout, self.segment.layers
         for layer in reversed(layers):
             start = time.perf_counter()

@@ -158,9 +158,10 @@ class Relocation(Transition):
     def _make_room(self, parts: list[_Part]) -> None:
         """Evict cached prefixes of other instances, so that each microbatch gets enough free pages at all of its homes.
 
-        At a new home, a microbatch needs free pages for all of its pages. At an old home, a microbatch keeps its pages.
-        But two microbatches must not share a page: all microbatches but the first need free pages for copies
-        (`_Part.shared`). Raises `OutOfPagesError` if too few pages become free.
+        At a new home, a microbatch needs a free page for each of its pages. At an old home, a microbatch needs free
+        pages only for copies of shared pages: if several microbatches use a page, the first of these microbatches keeps
+        the page, and each other microbatch gets a copy (`_Part.shared`). Raises `OutOfPagesError` if too few pages are
+        free after the eviction.
         """
         needed: dict[Home, int] = defaultdict(int)
         for number, part in enumerate(parts):
@@ -292,7 +293,7 @@ class Relocation(Transition):
                 return
 
     def switch_alone(self) -> None:
-        """Do nothing: a relocation never runs a switch inside the programs of a step."""
+        """Do nothing, because a relocation never leaves a switch to the next step."""
 
     def _request(self, chunk: range) -> None:
         """Start to copy the missing weights of a range of layers to the new homes of these layers."""

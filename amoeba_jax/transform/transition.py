@@ -127,8 +127,8 @@ class Transition(ABC):
         Args:
             lanes: old lanes. The sequences and cached pages of each old lane move to a new lane.
             numbers: for each old lane, index of the microbatch whose new lane gets the sequences of the old lane.
-            pools: `{home: page pool}` for the homes at which unneeded pages are freed. The pages of an old lane at a
-                home are unneeded if the new lane for its sequences does not have this home.
+            pools: `{home: page pool}`. The pages of an old lane at one of these homes are freed if the new lane that
+                gets the sequences of the old lane does not have this home.
         """
         cluster, instance = self.cluster, self.instance
         new = cluster.factory.new_lanes(placement, instance.allocators, instance.width)
