@@ -24,6 +24,8 @@ from amoeba_jax.errors import (
 )
 from amoeba_jax.shorten import shorten
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SETTINGS = {"device_memory": "16MiB", "progress": False, "compile_cache": ""}
 
 

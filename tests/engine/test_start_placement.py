@@ -16,7 +16,7 @@ from amoeba_jax.errors import ConfigError, LayoutError, MemoryBudgetError, Reque
 from amoeba_jax.outputs import RequestOutput
 from sharding.placement import Placement
 
-pytestmark = pytest.mark.usefixtures("quick_steps")
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SETTINGS: dict[str, Any] = {
     "device_memory": "8MiB",
